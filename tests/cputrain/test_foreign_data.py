@@ -146,7 +146,7 @@ def test_data_of_tensorflow_datasets_is_read(tmp_path: Path) -> None:
     dataset = open_dataset(str(folder))
     assert dataset.classes == ("0", "2") and dataset.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert dataset.train.read(5) == jpeg(3) and dataset.test is None
-    assert dataset.notes == (f"{folder}: 2 images of the split test without a label",)
+    assert dataset.notes == (f"{folder}: 2 images of the split test without a label: not used",)
     for above in (tmp_path / "data", tmp_path / "data/imagenet2012"):
         with pytest.raises(InputError, match=f"has TFRecords only in folders below it: give {folder}"):
             survey(str(above))
@@ -172,7 +172,7 @@ def test_records_that_are_no_labeled_images_are_named(tmp_path: Path) -> None:
     path = tmp_path / "train-00000-of-00001"
     for data, told in (
         (example(audio=b"x", label=1), "it has no image/encoded or image, but audio, label"),
-        (example(image=jpeg(1), text=b"a dog"), "not one record has a label, image/class/label or label or class"),
+        (example(image=jpeg(1), text=b"a dog"), "no image .* has a label in image/class/label or label or class"),
         (example(image=jpeg(1), label=b"dog"), "its label is no integer"),
     ):
         path.write_bytes(record(data))
@@ -202,7 +202,7 @@ def test_empty_shards_hold_nothing_and_are_counted(tmp_path: Path) -> None:
     assert survey(str(folder)).notes[0] == f"{folder}: 2 empty files of the split train"
     for path in folder.glob("*-validation*"):
         path.write_bytes(b"")
-    with pytest.raises(InputError, match="is empty, as are all files of its split: is the download complete"):
+    with pytest.raises(InputError, match="has no image, nor have others of its split: is the download complete"):
         survey(str(folder))
 
 
@@ -279,16 +279,20 @@ def test_tars_without_a_sample_are_passed_over_and_named(tmp_path: Path) -> None
         survey(str(folder))
 
 
-def test_a_split_without_labels_is_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:
+def test_images_without_labels_are_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:
     blind = write_tars(tmp_path / "blind", lambda i: {"cls": b"-1" if i >= 50 else str(i % 2).encode()})
     assert detect(blind).splits.keys() == {"train"}
-    assert detect(blind).notes == (f"{blind}: the val split has no labels, only -1: it is left out",)
-    for label in (-1, -7):
-        mixed = write_tars(
+    assert detect(blind).notes == (f"{blind}: 4 images of the split val without a label: not used",)
+    mixed = [
+        write_tars(
             tmp_path / f"mixed{label}", lambda i, n=label: {"json": json.dumps({"label": (0, n)[i % 2]}).encode()}
         )
-        with pytest.raises(InputError, match=rf"has samples of label {label}; classes are numbers from 0, or texts"):
-            detect(mixed)
+        for label in (-1, -7)
+    ]
+    assert [split.images for split in detect(mixed[0]).splits.values()] == [4, 2]
+    assert detect(mixed[0]).notes[0] == f"{mixed[0]}: 4 images of the split train without a label: not used"
+    with pytest.raises(InputError, match=r"has samples of label -7; classes are numbers from 0, or texts"):
+        detect(mixed[1])
 
 
 @pytest.mark.parametrize("label", [None, [1, 2], True, 1.5, ""])
@@ -370,9 +374,12 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
     assert [dataset.train.read(i) for i in range(4)] == [png(i) for i in (0, 2, 3, 4)]
     assert dataset.notes == (
         f"{tmp_path}: the label -1 of the column label is a class: remove these rows if it is none",
-        f"{tmp_path}: 2 rows of the split train without a label: not used",
+        f"{tmp_path}: 2 images of the split train without a label: not used",
     )
-    for first, count, told in ((1, 1, "column label has no label in any row"), (0, 0, "has no rows: is the download")):
+    for first, count, told in (
+        (1, 1, "no image .* has a label in column label"),
+        (0, 0, "has no image, .*: is the download"),
+    ):
         for name in ("train", "train-more"):
             parquet.write_table(rows.slice(first, count), tmp_path / f"{name}.parquet")
         with pytest.raises(InputError, match=told):

@@ -180,7 +180,7 @@ def test_splits_are_known_by_names(tmp_path: Path) -> None:
 def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
     last = hub / "data/validation-00000-of-00001.parquet"
     parquet.write_table(table_of(0, 3, label=pyarrow.array([0, 7, 1])), last)
-    with pytest.raises(InputError, match=r"validation.*row 1 has the label 7, which is not a class"):
+    with pytest.raises(InputError, match=r"validation.*image 1 of .* has the label 7, which is not a class"):
         open_dataset(str(hub))
     last.write_bytes(b"PAR1 and no more")
     with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
@@ -189,7 +189,7 @@ def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
     with pytest.raises(InputError, match="no column"):
         open_dataset(str(hub))
     parquet.write_table(table_of(0, 9).slice(0, 0), last)
-    with pytest.raises(InputError, match=r"validation.*has no rows: is the download complete"):
+    with pytest.raises(InputError, match=r"validation.*has no image, .*: is the download complete"):
         open_dataset(str(hub))
     parquet.write_table(table_of(0, 9), last)
     last.write_bytes(last.read_bytes().replace(b"label", b"l\xc2bel"))

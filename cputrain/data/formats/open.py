@@ -50,7 +50,13 @@ class Format:
     def source(self, root: Path, label_column: str | None = None) -> Source:
         """What a folder of these files has; without validation images its test images are for validation. Raises
         InputError."""
-        found = self.read(root, self.find(root), label_column)
+        if not root.is_dir():
+            raise InputError(f"{root} is not a folder: give the folder of the {self.title}")
+        files = self.find(root)
+        if TRAIN not in files:
+            found_in = f"only of {', '.join(files)}" if files else "nor of another one"
+            raise InputError(f"{root} has no {self.title} of the training split, {found_in}: give their folder")
+        found = self.read(root, files, label_column)
         if VAL in found.splits or TEST not in found.splits:
             return found
         return replace(found, splits={TRAIN: found.splits[TRAIN], VAL: found.splits[TEST]})

@@ -169,6 +169,7 @@ def visible(folder: Path) -> list[Path]:
         raise InputError(f"cannot read {folder}: {error.strerror}") from None
 
 
+UNLABELED = -1  # as the test splits of others have it
 VAL_FRACTION = 0.2  # of a source without validation images, unless another is requested
 SPLIT_SEED = 1  # of a training, and of cputrain prepare unless it gets another: both draw the same images
 Part = TypeVar("Part")
@@ -217,6 +218,18 @@ class Split:
 def opened(images: "Images") -> Split:
     """A split whose images are open already."""
     return Split(images=len(images), load=lambda: images)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What the files of a split have: the label of each row, None where it has none, and the first file, for messages.
+
+    `images` makes images of the rows with these numbers, which are of these classes.
+    """
+
+    labels: Sequence[Any]
+    where: Path
+    images: Callable[[list[int], list[int]], "Images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +300,36 @@ class Source:
                 f"classes in proportion, a share of {share:g}, are for validation",
             )
         return drawn, notes
+
+
+def labeled_source(
+    root: Path, found: Mapping[str, Rows], classes: Mapping[Any, str], *, labels_are_in: str, notes: Sequence[str] = ()
+) -> Source:
+    """The images of the rows that have a label, in files below `root`; notes count the others.
+
+    `classes` names the classes by their labels, in the order of their numbers. Raises InputError where a split has no
+    rows, the training images have no label, or one of the others is none of theirs.
+    """
+    numbers = {label: number for number, label in enumerate(classes)}
+    splits, all_notes = {}, list(notes)
+    for each in found.values():
+        if not each.labels:
+            raise InputError(f"{each.where} has no image, nor have others of its split: is the download complete?")
+    if all(label is None for label in found[TRAIN].labels):
+        raise InputError(f"{found[TRAIN].where}: no image of the training split has a label in {labels_are_in}")
+    for split, each in found.items():
+        labeled = [row for row, label in enumerate(each.labels) if label is not None]
+        wrong = next((row for row in labeled if each.labels[row] not in numbers), None)
+        if wrong is not None:
+            raise InputError(
+                f"{each.where}: image {wrong:,} of the split {split} has the label {each.labels[wrong]!r}, which is "
+                "not a class of the training files"
+            )
+        if without := len(each.labels) - len(labeled):
+            all_notes.append(f"{root}: {counted(without, 'image')} of the split {split} without a label: not used")
+        if labeled:
+            splits[split] = opened(each.images(labeled, [numbers[each.labels[row]] for row in labeled]))
+    return Source(place=str(root), classes=tuple(classes.values()), splits=splits, notes=tuple(all_notes))
 
 
 def counts_to_draw(

@@ -9,7 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,14 @@ from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
-from cputrain.affinity.wording import counted, first_named
-from cputrain.data.formats.dataset import LabeledImages, PiecewiseImages, subset_of
-from cputrain.data.formats.source import Source, Split, opened
+from cputrain.affinity.wording import first_named
+from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
+from cputrain.data.formats.source import UNLABELED, Rows, Source, labeled_source
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
-UNLABELED = -1
 PATH_NAMES = (*IMAGE_NAMES, "path", "image_path", "img_path", "file", "filename", "file_name", "filepath", "file_path")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "cls", "y")
 WANTED = {"image": "images (bytes, structs with bytes, or paths of files)", "label": "labels (numbers or texts)"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Classes:
-    """The names of the classes, and the number of each value that a label may have."""
-
-    names: tuple[str, ...]
-    numbers: dict[Any, int]
 
 
 def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str]:
@@ -114,14 +105,13 @@ def _feature(schema: Any, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def class_names_of(schema: Any, label: str, columns: Sequence[Any]) -> Classes:
-    """The classes of a label column: a ClassLabel's names, or else the sorted values of the training files."""
+def classes_of(schema: Any, label: str, columns: Sequence[Any]) -> dict[Any, str]:
+    """The names of the classes by their labels: a ClassLabel's, or else the sorted values of the training files."""
     names = _feature(schema, label).get("names")
     if isinstance(names, list) and names:
-        return Classes(names=tuple(map(str, names)), numbers={number: number for number in range(len(names))})
+        return {number: str(name) for number, name in enumerate(names)}
     found = {_value(value) for column in columns for value in column.unique().to_pylist() if value is not None}
-    values = sorted(found)
-    return Classes(names=tuple(map(str, values)), numbers={value: number for number, value in enumerate(values)})
+    return {value: str(value) for value in sorted(found)}
 
 
 def _value(label: Any) -> Any:
@@ -129,19 +119,11 @@ def _value(label: Any) -> Any:
     return one_form(label) if isinstance(label, str) else label
 
 
-def labels_of(where: str, columns: Sequence[Any], classes: Classes) -> NDArray[np.int64]:
-    """The class number of each row, shape (n,); -1 where it has none (null, or -1 where that is no class).
-
-    Raises InputError for a label that is no class.
-    """
+def labels_of(columns: Sequence[Any], classes: Mapping[Any, str]) -> list[Any]:
+    """The label of each row; None where it has none (null, or -1 where that is no class)."""
+    missing = {None} | ({UNLABELED} - classes.keys())
     values = [_value(value) for column in columns for value in column.to_pylist()]
-    numbers = {None: UNLABELED, UNLABELED: UNLABELED} | classes.numbers
-    wrong = next((row for row, value in enumerate(values) if value not in numbers), None)
-    if wrong is not None:
-        raise InputError(
-            f"{where}: row {wrong:,} has the label {values[wrong]!r}, which is not a class of the training files"
-        )
-    return np.array([numbers[value] for value in values], dtype=np.int64)
+    return [None if value in missing else value for value in values]
 
 
 CACHE_BYTES = 64 << 20  # of decompressed row groups of a split
@@ -254,43 +236,36 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
 
     `label` names the column with the labels; None: the only one. Raises InputError that names what is missing or wrong.
     """
-    if not root.is_dir():
-        raise InputError(f"{root} is not a folder: give the folder of the Parquet or Arrow files")
     tables = {split: [_open(path) for path in paths] for split, paths in files.items()}
-    if "train" not in tables:
-        raise InputError(f"{root} has no files with train in their names, only of {', '.join(tables)}")
     first = tables["train"][0]
     image, label = choose_columns(first.path, first.schema, label)
     for table in (table for each in tables.values() for table in each):
         if missing := [name for name in (image, label) if name not in table.schema.names]:
             raise InputError(f"{table.path} has no column {missing[0]}, which {first.path} has")
     columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
-    for split, each in tables.items():
-        if not any(map(len, columns[split])):
-            raise InputError(f"{each[0].path} has no rows: is the download complete?")
-    classes = class_names_of(first.schema, label, columns["train"])
-    if not classes.names:
-        raise InputError(f"{first.path}: column {label} has no label in any row")
+    classes = classes_of(first.schema, label, columns["train"])
     _check_class_names(first, [table for each in tables.values() for table in each], label)
-    splits: dict[str, Split] = {}
+
+    def rows_of(split: str) -> Rows:
+        labels, groups = labels_of(columns[split], classes), [g for table in tables[split] for g in table.groups(image)]
+
+        def images(rows: list[int], numbers: list[int]) -> Images:
+            every = np.full(len(labels), UNLABELED)
+            every[rows] = numbers
+            split_images = TableImages(root, groups, every)
+            return split_images if len(rows) == len(labels) else subset_of(split_images, np.array(rows))
+
+        return Rows(labels=labels, where=tables[split][0].path, images=images)
+
     notes: list[str] = []
     alike = [name for name in first.schema.names if _type_of(first.schema.field(name).type) == "image"]
     if len(alike) > 1:
         notes.append(f"{root}: the images are those of the column {image}, of {first_named(alike)}")
-    if UNLABELED in classes.numbers:
+    if UNLABELED in classes:
         notes.append(f"{root}: the label {UNLABELED} of the column {label} is a class: remove these rows if it is none")
-    for split, each in tables.items():
-        labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes)
-        labeled = np.flatnonzero(labels != UNLABELED)
-        if len(labeled) < len(labels) and (split == "train" or len(labeled)):
-            without = counted(len(labels) - len(labeled), "row")
-            notes.append(f"{each[0].path.parent}: {without} of the split {split} without a {label}: not used")
-        if len(labeled):
-            images = TableImages(root, [group for table in each for group in table.groups(image)], labels)
-            splits[split] = opened(images if len(labeled) == len(labels) else subset_of(images, labeled))
-    if "train" not in splits:
-        raise InputError(f"{first.path}: column {label} has no label in any row")
-    return Source(place=str(root), classes=classes.names, splits=splits, notes=tuple(notes))
+    rows = {split: rows_of(split) for split in tables}
+    source = labeled_source(root, rows, classes, labels_are_in=f"column {label}")
+    return replace(source, notes=(*notes, *source.notes))
 
 
 def _check_class_names(first: "_Table", tables: Sequence["_Table"], label: str) -> None:

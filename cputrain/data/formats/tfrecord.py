@@ -21,7 +21,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
-from cputrain.data.formats.source import SYNSET, Source, Split, opened
+from cputrain.data.formats.source import SYNSET, UNLABELED, Rows, Source, labeled_source
 
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
@@ -29,7 +29,6 @@ IMAGE, LABEL = b"image/encoded", b"image/class/label"
 SYNSET_NAME, TEXT = b"image/class/synset", b"image/class/text"
 IMAGES, LABELS = (IMAGE, b"image"), (LABEL, b"label", b"class")  # the last one of TFRecords on Kaggle
 CLASS_NAMES = "label.labels.txt"  # of tensorflow_datasets: a line for each label from 0
-UNLABELED = -1  # as in tensorflow_datasets' test splits
 COMPRESSED = {b"\x1f\x8b": "gzip -dc", b"\x78\x01": "pigz -dc", b"\x78\x9c": "pigz -dc"}  # gzip, zlib
 FIRST_LABEL = 1  # of TensorFlow's ImageNet scripts, which reserve 0 for the background
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
@@ -40,12 +39,12 @@ Span = tuple[int, int]
 class RecordImages(FileParts):
     """The images of one split's TFRecord files.
 
-    `rows`, shape (n, 6), are each image's file, offset and length, its record's offset and length, and its class.
+    `places`, shape (n, 5), are each image's file, offset and length, and its record's offset and length.
     """
 
-    def __init__(self, paths: Sequence[Path], rows: NDArray[np.int64]) -> None:
-        super().__init__(paths, rows[:, :3], rows[:, 5], ())
-        self._records = rows[:, 3:5]
+    def __init__(self, paths: Sequence[Path], places: NDArray[np.int64], labels: Sequence[int]) -> None:
+        super().__init__(paths, places[:, :3], labels, ())
+        self._records = places[:, 3:]
 
     def read(self, i: int) -> bytes:
         """The image's bytes. Raises OSError where the record's checksum is wrong."""
@@ -65,49 +64,34 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
 
     Raises InputError that names what is missing, wrong or damaged.
     """
-    if "train" not in files:
-        raise InputError(
-            f"{root} has no TFRecords of the training split (train-*-of-*, *-train.tfrecord-*): name the folder that "
-            "contains them"
-        )
-    notes: list[str] = []
-    filled: dict[str, list[Path]] = {}
+    notes = []
+    found, names = {}, _class_names(root)
     for split, paths in files.items():
-        filled[split] = [path for path in paths if path.stat().st_size]
-        if not filled[split]:
-            raise InputError(f"{paths[0]} is empty, as are all files of its split: is the download complete?")
-        if empty := len(paths) - len(filled[split]):
+        filled = [path for path in paths if path.stat().st_size]
+        if empty := len(paths) - len(filled):
             notes.append(f"{root}: {counted(empty, 'empty file')} of the split {split}")
-    found = {split: _rows(paths) for split, paths in filled.items()}
-    names = _class_names(root) or {label: name for label, name in found["train"][1].items() if label != UNLABELED}
-    labels = np.array(sorted(names), dtype=np.int64)
-    splits: dict[str, Split] = {}
-    for split, (rows, of_split) in found.items():
-        if extra := sorted(of_split.keys() - names.keys() - {UNLABELED}):
-            raise InputError(f"{files[split][0]}: label {extra[0]} is not a class of the training files")
-        labeled = rows[rows[:, 5] != UNLABELED]
-        if len(labeled) < len(rows):
-            without = counted(len(rows) - len(labeled), "image")
-            notes.append(f"{root}: {without} of the split {split} without a label")
-        if len(labeled):
-            labeled[:, 5] = np.searchsorted(labels, labeled[:, 5])
-            splits[split] = opened(RecordImages(filled[split], labeled))
-    if "train" not in splits:
-        keys = b" or ".join(LABELS).decode()
-        raise InputError(f"{files['train'][0]}: not one record has a label, {keys}")
-    classes = tuple(names[label] for label in sorted(names))
-    return Source(place=str(root), classes=classes, splits=splits, notes=tuple(notes))
+        found[split], own_names = _rows(paths[0], filled)
+        if split == "train":
+            names = names or own_names
+    classes = {label: names[label] for label in sorted(names)}
+    labels_are_in = b" or ".join(LABELS).decode()
+    return labeled_source(root, found, classes, labels_are_in=labels_are_in, notes=notes)
 
 
-def _rows(paths: Sequence[Path]) -> tuple[NDArray[np.int64], dict[int, str]]:
-    """The rows of RecordImages, with the labels of the records for classes; and the name of each label."""
-    rows: list[tuple[int, ...]] = []
+def _rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
+    """What these files have, and the name of each label; `first` stands in messages."""
+    places: list[tuple[int, ...]] = []
+    labels: list[int | None] = []
     names: dict[int, str] = {}
     for number, path in enumerate(paths):
         for record, (begin, end), label, name in examples(path):
-            rows.append((number, begin, end - begin, *record, label))
-            names.setdefault(label, name or str(label))
-    return np.array(rows, dtype=np.int64).reshape(len(rows), 6), names
+            places.append((number, begin, end - begin, *record))
+            labels.append(label)
+            if label is not None:
+                names.setdefault(label, name or str(label))
+    table = np.array(places, dtype=np.int64).reshape(-1, 5)
+    rows = Rows(labels=labels, where=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
+    return rows, names
 
 
 def _class_names(source: Path) -> dict[int, str]:
@@ -187,8 +171,8 @@ def masked(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + MASK) & 0xFFFFFFFF
 
 
-def examples(path: Path) -> Iterator[tuple[Span, Span, int, str]]:
-    """For each record: its (offset, length), its image's (begin, end), label, and class name or "".
+def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
+    """For each record: its (offset, length), its image's (begin, end), label or None, and class name or "".
 
     The images themselves are not read. Raises InputError.
     """
@@ -217,7 +201,7 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int, str]]:
             yield (start, length), image, label, name
 
 
-def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int, str]:
+def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, str]:
     """Where the image lies, the label and the class name of the Example in [start, end)."""
     features: dict[bytes, Span] = {}
     for _, (begin, stop) in _fields(data, start, end, 1):
@@ -229,13 +213,14 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int, str]:
         has = b", ".join(sorted(features)).decode(errors="replace")
         raise ValueError(f"it has no {b' or '.join(IMAGES).decode()}, but {has or 'nothing'}")
     image = dict(_fields(data, *dict(_fields(data, *encoded))[1]))[1]
-    label = UNLABELED
+    label = None
     if label_key := next((key for key in LABELS if key in features), None):
         values = dict(_fields(data, *features[label_key]))
         if 3 not in values:
             raise ValueError(f"its {label_key.decode()} is no integer")
-        label, _ = _varint(data, dict(_fields(data, *values[3]))[1][0])
-        label -= (label >> 63) << 64  # an int64: -1 has ten bytes
+        number, _ = _varint(data, dict(_fields(data, *values[3]))[1][0])
+        number -= (number >> 63) << 64  # an int64: -1 has ten bytes
+        label = None if number == UNLABELED else number
     for key in (SYNSET_NAME, TEXT):
         if key in features:
             return (

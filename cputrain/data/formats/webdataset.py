@@ -8,19 +8,23 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import FileParts
-from cputrain.data.formats.source import Source, is_hidden, is_image, opened
+from cputrain.data.formats.source import UNLABELED, Rows, Source, is_hidden, is_image, labeled_source
 
 GZIP = b"\x1f\x8b"
 
 
-def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
+Member = tuple[str, int, int]
+"""Name, offset and length of a file in a tar."""
+
+
+def members(archive: Path, start: int) -> Iterator[Member]:
     """Name, offset and length of the regular files in a tar that begins at byte `start` of a file.
 
     Nothing is unpacked, so names may be anything; links and hidden files are skipped. Raises InputError where the
@@ -70,20 +74,7 @@ def member_problem(file: BinaryIO, key: int, offset: int, length: int, _end: int
 
 
 LABEL = "label"  # in KEY.json
-UNLABELED = -1  # as in the test splits of others
 MOST_LABEL_BYTES = 1 << 20
-
-Place = tuple[int, int]
-"""Offset and length of a member."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Samples:
-    """The samples of one split: name, place (number of the file, offset, length) and label of each."""
-
-    names: list[str]
-    places: list[tuple[int, int, int]]
-    labels: list[int | str]
 
 
 def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
@@ -91,78 +82,69 @@ def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
 
     Raises InputError that names what is wrong.
     """
-    if "train" not in files:
-        raise InputError(f"{root} has no tar file of the training split, only of {', '.join(files) or 'none'}")
-    found = {split: _samples_of(paths) for split, paths in files.items()}
-    notes = []
-    for split, each in found.items():
-        paths = files[split]
-        with_images = {number for number, _, _ in each.places}
-        if not with_images:
-            raise InputError(f"{paths[0]} has no image, nor have others of its split: is the download complete?")
-        if empty := [path.name for number, path in enumerate(paths) if number not in with_images]:
-            notes.append(f"{root}: {first_named(empty)} of the {split} split: no image in it")
-    for split in [split for split, each in found.items() if split != "train" and set(each.labels) == {UNLABELED}]:
-        del found[split]
-        notes.append(f"{root}: the {split} split has no labels, only {UNLABELED}: it is left out")
-    labels = set(found["train"].labels)
+    found = {split: _rows(paths) for split, paths in files.items()}
+    notes = [
+        f"{root}: {first_named(empty)} of the {split} split: no image in it"
+        for split, (rows, empty) in found.items()
+        if empty and rows.labels
+    ]
+    labels = {label for label in found["train"][0].labels if label is not None}
     if negative := [label for label in labels if isinstance(label, int) and label < 0]:
         raise InputError(
             f"{files['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
             "out what has no label"
         )
-    names = sorted(labels, key=lambda label: (isinstance(label, str), label))
-    number = {label: number for number, label in enumerate(names)}
-    splits = {}
-    for split, each in found.items():
-        if extra := set(each.labels) - labels:
-            raise InputError(f"{files[split][0]}: label {min(extra, key=str)!r} is not in the training files")
-        splits[split] = opened(
-            FileParts(files[split], each.places, [number[label] for label in each.labels], each.names)
-        )
-    return Source(place=str(root), classes=tuple(map(str, names)), splits=splits, notes=tuple(notes))
+    classes = {label: str(label) for label in sorted(labels, key=lambda label: (isinstance(label, str), label))}
+    each = {split: rows for split, (rows, _) in found.items()}
+    return labeled_source(root, each, classes, labels_are_in="KEY.cls or KEY.json", notes=notes)
 
 
-def _samples_of(paths: Sequence[Path]) -> _Samples:
-    """The samples of tar files. Raises InputError where one lacks its image or label."""
-    found = _Samples(names=[], places=[], labels=[])
+def _rows(paths: Sequence[Path]) -> tuple[Rows, list[str]]:
+    """The samples of tar files, and the names of those that have none. Raises InputError where a sample lacks its image
+    or label."""
+    names: list[str] = []
+    places: list[tuple[int, int, int]] = []
+    labels: list[int | str | None] = []
+    empty = []
     for number, path in enumerate(paths):
-        with path.open("rb") as file:
-            for name, place, label in _samples(path, file.fileno()):
-                found.names.append(name)
-                found.places.append((number, *place))
-                found.labels.append(label)
-    return found
+        before = len(names)
+        for name, offset, length, label in _samples(path):
+            names.append(name)
+            places.append((number, offset, length))
+            labels.append(None if label == UNLABELED else label)
+        if len(names) == before:
+            empty.append(path.name)
+
+    def images(rows: list[int], numbers: list[int]) -> FileParts:
+        return FileParts(paths, [places[row] for row in rows], numbers, [names[row] for row in rows])
+
+    return Rows(labels=labels, where=paths[0], images=images), empty
 
 
-def _samples(path: Path, file: int) -> Iterator[tuple[str, Place, int | str]]:
-    """The image's name and place, and the label, of each sample, whose members follow one another."""
+def _samples(path: Path) -> Iterator[tuple[str, int, int, int | str]]:
+    """The image's name, offset and length, and the label, of each sample, whose members follow one another."""
     if not path.stat().st_size:  # a writer that got no sample; tarfile takes it for no tar
         return
-    key = ""
-    sample: dict[str, tuple[str, Place]] = {}
-    for name, offset, length in members(path, 0):
-        folder, _, last = name.rpartition("/")
-        stem, _, suffix = last.partition(".")
-        if f"{folder}/{stem}" != key:
-            if sample:
-                yield _sample(path, file, sample)
-            key, sample = f"{folder}/{stem}", {}
-        sample[suffix.lower()] = name, (offset, length)
-    if sample:
-        yield _sample(path, file, sample)
+    with path.open("rb") as file:
+        for _, sample in groupby(members(path, 0), key=lambda member: _key_and_suffix(member[0])[0]):
+            yield _sample(path, file.fileno(), {_key_and_suffix(member[0])[1].lower(): member for member in sample})
 
 
-def _sample(path: Path, file: int, sample: dict[str, tuple[str, Place]]) -> tuple[str, Place, int | str]:
+def _key_and_suffix(name: str) -> tuple[str, str]:
+    folder, _, last = name.rpartition("/")
+    stem, _, suffix = last.partition(".")
+    return f"{folder}/{stem}", suffix
+
+
+def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int, int, int | str]:
     images = [entry for suffix, entry in sample.items() if "." not in suffix and is_image(f"x.{suffix}")]
     if len(images) != 1 or not {"cls", "json"} & sample.keys():
-        has = ", ".join(name for name, _ in sample.values())
+        has = ", ".join(name for name, _, _ in sample.values())
         raise InputError(
             f"{path} has {has}: a sample is KEY.jpg, or another image, and its class in KEY.cls or KEY.json: pack "
             "images in folders of their classes with cputrain prepare imagefolder"
         )
-    name, place = images[0]
-    label_name, (offset, length) = sample.get("cls") or sample["json"]
+    label_name, offset, length = sample.get("cls") or sample["json"]
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
     try:
         label = text.decode().strip() if "cls" in sample else json.loads(text)[LABEL]
@@ -171,4 +153,4 @@ def _sample(path: Path, file: int, sample: dict[str, tuple[str, Place]]) -> tupl
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {label_name} has no {LABEL}: {type(error).__name__} {error}") from None
     text_of_label = str(label)
-    return name, place, int(label) if text_of_label.removeprefix("-").isdecimal() else text_of_label
+    return *images[0], int(label) if text_of_label.removeprefix("-").isdecimal() else text_of_label
