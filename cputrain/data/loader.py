@@ -307,8 +307,12 @@ class ImageLoader:
 
         Raises InputError where the folder, the split or an argument does not fit.
         """
-        _check_sizes(batch_size, image_size)
-        env, dataset = os.environ, _open_with_split(os.fspath(path), split, val_fraction)  # called by users
+        if batch_size < 1 or image_size < 1:
+            raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
+        env, dataset = os.environ, open_dataset(os.fspath(path), val_fraction=val_fraction)  # called by users
+        check_labels(dataset)
+        if split not in dataset.splits:
+            raise InputError(f"{os.fspath(path)} has no split {split!r}: use one of {', '.join(dataset.splits)}")
         shuffle = split == "train" if shuffle is None else shuffle
         images, ranks = dataset.splits[split], _rank_of(rank, world_size, env)
         planned_threads, planned_cpus = _planned(env)
@@ -385,20 +389,6 @@ def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
     if worker is None:
         return 1, ()
     return len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
-
-
-def _check_sizes(batch_size: int, image_size: int) -> None:
-    if batch_size < 1 or image_size < 1:
-        raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
-
-
-def _open_with_split(path: str, split: str, val_fraction: float | None) -> Dataset:
-    """The data set of a folder. Raises InputError where it does not fit or has no such split."""
-    dataset = open_dataset(path, val_fraction=val_fraction)
-    check_labels(dataset)
-    if split not in dataset.splits:
-        raise InputError(f"{path} has no split {split!r}: use one of {', '.join(dataset.splits)}")
-    return dataset
 
 
 def _shuffled(

@@ -268,7 +268,31 @@ Collate = Callable[[list[Any]], tuple[Any, Any]]
 """Pairs of input and target -> the inputs and the targets of a batch."""
 
 
-class OwnSamples:
+class Unencoded:
+    """What splits have in common whose samples are no encoded images, and whose targets only the loss knows."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Zeros, shape (n,)."""
+        return np.zeros(len(self), dtype=np.int64)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def read(self, i: int) -> bytes:
+        """Raises OSError: a sample is no file."""
+        raise OSError(f"{self.name(i)} is not an image")
+
+    def size(self, _i: int) -> int:
+        """0: it is not known."""
+        return 0
+
+    @abstractmethod
+    def name(self, i: int) -> str:
+        """The sample's number, for messages."""
+
+
+class OwnSamples(Unencoded):
     """A split of a user's data set; `collate` makes batches of its samples."""
 
     def __init__(self, samples: Any, collate: Collate, split: str) -> None:
@@ -279,11 +303,6 @@ class OwnSamples:
                 "object with __len__ and __getitem__, such as a map-style torch.utils.data.Dataset"
             )
         self._samples, self._collate, self._split = samples, collate, split
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Zeros: only the loss knows what a target is."""
-        return np.zeros(len(self), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -302,14 +321,6 @@ class OwnSamples:
                 "each sample be a pair, or give collate"
             )
         return made[0], made[1]
-
-    def read(self, i: int) -> bytes:
-        """Raises OSError: a sample is no file."""
-        raise OSError(f"{self.name(i)} is not an image")
-
-    def size(self, _i: int) -> int:
-        """0: it is not known."""
-        return 0
 
     def name(self, i: int) -> str:
         """The split and the sample's number."""
@@ -348,7 +359,7 @@ class SyntheticImages(LabeledImages):
         return [None] * len(out)
 
 
-class Points:
+class Points(Unencoded):
     """Points (x, y) of the line y = SLOPE x + INTERCEPT with normal noise, x between 0 and LARGEST_X."""
 
     def __init__(self, count: int, seed: int, split: int) -> None:
@@ -356,21 +367,8 @@ class Points:
         self.x = rng.uniform(0.0, LARGEST_X, (count, 1)).astype(np.float32)
         self.y = (SLOPE * self.x + INTERCEPT + NOISE * rng.standard_normal((count, 1))).astype(np.float32)
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Zeros: all points belong to one class."""
-        return np.zeros(len(self), dtype=np.int64)
-
     def __len__(self) -> int:
         return len(self.x)
-
-    def read(self, i: int) -> bytes:
-        """x and y as two float32 values."""
-        return bytes(self.x[i].tobytes() + self.y[i].tobytes())
-
-    def size(self, _i: int) -> int:
-        """The bytes of a point."""
-        return 8
 
     def name(self, i: int) -> str:
         """The point's number, for messages."""

@@ -8,7 +8,8 @@ read a row group at a time; Arrow files are mapped into memory.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -39,41 +40,29 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     """
     types = {name: _type_of(schema.field(name).type) for name in schema.names}
     features = {name: _feature(schema, name).get("_type") for name in schema.names}
-    kinds = {name: str(schema.field(name).type) for name in schema.names}
+
+    def preferred(fitting: list[str], feature: str, usual: Sequence[str]) -> list[str]:
+        of_feature = [name for name in fitting if features[name] == feature]
+        return of_feature or [name for name in fitting if name.lower() in usual] or fitting
+
     encoded = [name for name in types if types[name] == "image"]
     paths = [name for name in types if name.lower() in PATH_NAMES and _is_text(schema.field(name).type)]
-    image = _choose(path, "image", encoded or paths, features, "Image", PATH_NAMES, kinds)
+    images = preferred(encoded or paths, "Image", PATH_NAMES)
+    image = next(iter([name for name in images if name.lower() in PATH_NAMES] or images), None)
     candidates = [name for name in types if types[name] == "label" and name != image]
+    labels = preferred(candidates, "ClassLabel", LABEL_NAMES)
+    if image is None or not (labels or label):
+        lacks = WANTED["image" if image is None else "label"]
+        only = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names) or "none"
+        raise InputError(f"{path} has no column of {lacks}: its columns are {only}")
     if label is not None:
         if label not in candidates:
             named = ", ".join(candidates) or "none"
             raise InputError(f"{path} has no column {label!r} of labels, which are numbers or texts: it has {named}")
         return image, label
-    return image, _choose(path, "label", candidates, features, "ClassLabel", LABEL_NAMES, kinds)
-
-
-def _choose(
-    path: Path,
-    what: str,
-    fitting: list[str],
-    features: dict[str, Any],
-    feature: str,
-    usual: Sequence[str],
-    kinds: dict[str, str],
-) -> str:
-    named = [name for name in fitting if name.lower() in usual]
-    featured = [name for name in fitting if features[name] == feature]
-    for chosen in ([name for name in named if name in featured and what == "image"], featured, named, fitting):
-        if len(chosen) == 1:
-            return chosen[0]
-        if chosen and what == "label":
-            raise InputError(
-                f"{path} has several columns of labels: set data.label_column to one of {', '.join(chosen)}"
-            )
-        if chosen:
-            return chosen[0]
-    only = ", ".join(f"{name} ({kind})" for name, kind in kinds.items()) or "none"
-    raise InputError(f"{path} has no column of {WANTED[what]}: its columns are {only}")
+    if len(labels) > 1:
+        raise InputError(f"{path} has several columns of labels: set data.label_column to one of {', '.join(labels)}")
+    return image, labels[0]
 
 
 def _type_of(kind: Any) -> str:
@@ -293,27 +282,26 @@ class _Table:
 
 
 def _open(path: Path) -> _Table:
+    with _readable(path):
+        return _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_arrow(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What fails inside is an InputError about this file."""
     try:
         import pyarrow
     except ImportError:
         raise InputError(f"{path} needs pyarrow: pip install 'cputrain[parquet]'") from None
     try:
-        return _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_arrow(path)
+        yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
+        raise InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}: is the download complete?") from None
 
 
 def _column(table: _Table, name: str) -> Any:
-    import pyarrow
-
-    try:
+    with _readable(table.path):
         return table.column(name)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(table.path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> InputError:
-    return InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}: is the download complete?")
 
 
 def _open_parquet(path: Path) -> _Table:
