@@ -193,7 +193,7 @@ class NetworkRecord(_Record):
 
 
 class ScaleRecord(_Record):
-    """Workers, images per step, training images and classes."""
+    """Workers, images per step, training images and classes of one start of a training."""
 
     workers: Positive
     global_batch: Count

@@ -16,8 +16,7 @@ from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import figure
 from cputrain.training.entry import build_state
-from cputrain.training.feed import endless_batches
-from cputrain.training.session import start_session
+from cputrain.training.session import endless_batches, start_session
 from cputrain.training.step import StepSettings, train_step
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from cputrain.launch.rank_process import RankContext
 from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
 from cputrain.models.networks import build_model
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
+from cputrain.optim.optimizers import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
 from cputrain.simulate.network import optimizer_passes
 

@@ -24,12 +24,11 @@ from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
-from cputrain.optim.build import build_optimizer
+from cputrain.optim.optimizers import build_optimizer
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import optimize_training, prepare_model
-from cputrain.training.feed import endless_batches
-from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
+from cputrain.training.session import Session, choose_winograd, endless_batches, start_session, with_measured_engine
 from cputrain.training.step import StepResult, StepSettings, TrainState, make_train_state, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage

@@ -17,7 +17,7 @@
     correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
 
 Threads decode ahead: the decoder releases the GIL, and communication libraries do not survive a fork. cputrain's
-trainer uses the same class (training/feed.py).
+trainer uses the same class (training/session.py).
 """
 
 import ctypes

@@ -9,6 +9,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.running import plan_beside
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.start import own_program
+from cputrain.checkpoints import ScaleRecord
 from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
@@ -22,7 +23,7 @@ from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import TrainingScale, locked, make_folder
+from cputrain.runs.folder import locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -41,10 +42,13 @@ class PlannedTraining:
         return len(self.plan.workers)
 
     @property
-    def scale(self) -> TrainingScale:
+    def scale(self) -> ScaleRecord:
         """What a resumed run compares with its earlier starts."""
-        return TrainingScale.of(
-            self.sizes, workers=self.ppn, train_images=self.survey.train, classes=self.survey.classes
+        return ScaleRecord(
+            workers=self.ppn,
+            global_batch=self.sizes.global_batch,
+            train_images=self.survey.train,
+            classes=len(self.survey.classes),
         )
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
+from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 NATIVE = Path(__file__).parent / "native"
@@ -328,7 +328,7 @@ class _FusedBatchNorm(torch.autograd.Function):
             for part, own in zip(parts, statistics, strict=True):
                 kernels.statistics(part, own)
             if options.all_ranks:
-                counts = [_over_all_ranks(statistics[0], counts[0])]
+                counts = [over_all_ranks(statistics[0], counts[0])]
         for part, added, out, own in zip(*_split(options.ghosts, images, residual, outputs), statistics, strict=True):
             layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
             kernels.forward(layer, part, added, out)
@@ -386,18 +386,6 @@ def _split(parts: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...
     if parts == 1:
         return [(each,) for each in tensors]
     return [torch.tensor_split(each, parts) if each is not None else (None,) * parts for each in tensors]
-
-
-def _over_all_ranks(statistics: Tensor, count: float) -> float:
-    """Replace mean and variance (2, C) of this rank's `count` values by those of all ranks; return their number."""
-    mean, variance = statistics
-    packed = torch.cat([count * mean, count * (variance + mean.square()), mean.new_tensor([count])])
-    dist.all_reduce(packed)
-    total = float(packed[-1])
-    mean_of_all, square = packed[:-1].view(2, -1) / total
-    statistics[0] = mean_of_all
-    statistics[1] = (square - mean_of_all.square()).clamp_(min=0)
-    return total
 
 
 SHAPE = (4, 35, 5, 5)  # more rows than are summed in float32, and channels that no vector length divides

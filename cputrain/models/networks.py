@@ -41,7 +41,8 @@ class LeNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.pool = nn.MaxPool2d(2)
-        self.fc1 = nn.Linear(50 * lenet_side(side) ** 2, 500)
+        last_side = ((side - 4) // 2 - 4) // 2  # of the feature maps: 4 for images of 28 x 28
+        self.fc1 = nn.Linear(50 * last_side**2, 500)
         self.relu = nn.ReLU(inplace=True)
         self.fc = nn.Linear(500, classes)
 
@@ -50,11 +51,6 @@ class LeNet(nn.Module):
         maps = self.pool(self.conv2(self.pool(self.conv1(images))))
         logits: Tensor = self.fc(self.relu(self.fc1(maps.flatten(1))))
         return logits
-
-
-def lenet_side(side: int) -> int:
-    """Side of the last feature maps: 4 for images of 28 x 28."""
-    return ((side - 4) // 2 - 4) // 2
 
 
 class MnistCnn(nn.Module):
@@ -148,33 +144,44 @@ def update_running_stats(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) 
         layer.num_batches_tracked.add_(1)
 
 
+def over_all_ranks(statistics: Tensor, count: float) -> float:
+    """Replace mean and variance (2, C) of this rank's `count` values by those of all ranks; return their number."""
+    mean, variance = statistics
+    packed = torch.cat([count * mean, count * (variance + mean.square()), mean.new_tensor([count])])
+    dist.all_reduce(packed)
+    total = float(packed[-1])
+    mean_of_all, square = packed[:-1].view(2, -1) / total
+    statistics[0] = mean_of_all
+    statistics[1] = (square - mean_of_all.square()).clamp_(min=0)
+    return total
+
+
 class _Normalize(torch.autograd.Function):
     """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) over all ranks, two all-reduces a layer."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Any, ...]:
         own = images.numel() // images.shape[1]
         # in float64: the mean of squares minus the square of the mean is a small difference of large numbers
-        own_variance, own_mean = (each.double() for each in torch.var_mean(images, (0, 2, 3), correction=0))
-        packed = torch.cat([own * own_mean, own * (own_variance + own_mean.square()), own_mean.new_tensor([own])])
-        dist.all_reduce(packed)
-        count = packed[-1]
-        mean, square = packed[:-1].view(2, -1) / count
-        variance = (square - mean.square()).clamp_(min=0)
+        own_variance, own_mean = torch.var_mean(images, (0, 2, 3), correction=0)
+        statistics = torch.stack([own_mean, own_variance]).double()
+        count = over_all_ranks(statistics, own)
+        mean, variance = statistics
         scale = (variance + eps).rsqrt()
         narrow = [value.to(weight.dtype) for value in (mean, scale)]
-        ctx.save_for_backward(images, weight, *narrow, count)
+        ctx.save_for_backward(images, weight, *narrow)
+        ctx.count = count
         normalized = functional.batch_norm(
             images, narrow[0], variance.to(weight.dtype), weight, bias, training=False, eps=eps
         )
-        ctx.mark_non_differentiable(mean, variance, count)
+        ctx.mark_non_differentiable(mean, variance)
         return normalized, mean, variance, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)) for the loss L and g = dL/dy, means over all ranks."""
-        images, weight, mean, scale, count = ctx.saved_tensors
+        images, weight, mean, scale = ctx.saved_tensors
         gradient = gradients[0]
 
         def by_channel(values: Tensor) -> Tensor:
@@ -184,7 +191,7 @@ class _Normalize(torch.autograd.Function):
         own_bias, own_weight = gradient.sum((0, 2, 3)), (gradient * centered).sum((0, 2, 3)) * scale
         sums = torch.cat([own_bias, own_weight])
         dist.all_reduce(sums)
-        mean_g, mean_gx = (sums / count.to(sums.dtype)).view(2, -1)
+        mean_g, mean_gx = (sums / ctx.count).view(2, -1)
         input_gradient = gradient - by_channel(mean_g) - centered * by_channel(scale * mean_gx)
         return input_gradient * by_channel(scale * weight), own_weight, own_bias, None
 

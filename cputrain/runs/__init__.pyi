@@ -15,7 +15,6 @@ from .events import read_log as read_log
 from .events import seconds_between as seconds_between
 from .events import time_spent as time_spent
 from .folder import LOCK as LOCK
-from .folder import TrainingScale as TrainingScale
 from .folder import changes_training as changes_training
 from .folder import check_folder as check_folder
 from .folder import check_unlocked as check_unlocked

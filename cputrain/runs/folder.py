@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +19,7 @@ from cputrain.checkpoints import (
     BEST,
     MANIFEST,
     Manifest,
+    ScaleRecord,
     is_checkpoint,
     list_checkpoints,
     read_manifest,
@@ -27,7 +27,6 @@ from cputrain.checkpoints import (
 )
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_plan, write_text
 from cputrain.mpi.usage.records import FOLDER as USAGE
-from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (
     dump_recipe,
@@ -191,31 +190,6 @@ Differences = dict[str, tuple[Any, Any]]
 """Dotted key -> old and new value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingScale:
-    """Workers, images per step, training images and classes of one start of a training."""
-
-    workers: int
-    global_batch: int
-    train_images: int
-    classes: int
-
-    @classmethod
-    def of(cls, sizes: TrainingSizes, *, workers: int, train_images: int, classes: Sequence[str]) -> "TrainingScale":
-        """The scale of a training with these sizes."""
-        return cls(workers=workers, global_batch=sizes.global_batch, train_images=train_images, classes=len(classes))
-
-    @classmethod
-    def of_start(cls, event: dict[str, Any]) -> "TrainingScale | None":
-        """The scale in a start event; None where it lacks a field."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: event[name] for name in names}) if names.keys() <= event.keys() else None
-
-    def as_fields(self) -> dict[str, int]:
-        """The fields of a start event."""
-        return asdict(self)
-
-
 def differences(old: Recipe, new: Recipe) -> Differences:
     """The keys in which two recipes differ; paths are compared as absolute ones, and `output` is ignored."""
     a, b = values_by_key(old), values_by_key(new)
@@ -254,15 +228,8 @@ def changes_training(found: Differences, new: Recipe) -> Differences:
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
 
 
-def _same_data(recipe: Recipe) -> str:
-    """What makes the data of a resumed run the same again."""
-    if recipe.data.path == OWN_SAMPLES:
-        return "give the same data"
-    return "set data.train_images back" if recipe.data.generated else "set data.path to the same images"
-
-
 def reason_not_to_resume(
-    folder: Path, old: Recipe, new: Recipe, before: TrainingScale | None, now: TrainingScale
+    folder: Path, old: Recipe, new: Recipe, before: ScaleRecord | None, now: ScaleRecord
 ) -> str | None:
     """Why the run in a folder cannot continue with this recipe and these workers, and what to do; None where it can."""
     changed = changes_training(differences(old, new), new)
@@ -279,10 +246,12 @@ def reason_not_to_resume(
     if before is None:
         return None
     if (now.train_images, now.classes) != (before.train_images, before.classes):
+        back = "set data.train_images back" if new.data.generated else "set data.path to the same images"
+        same_data = "give the same data" if new.data.path == OWN_SAMPLES else back
         return (
             f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
-            + _same_data(new)
+            f"{same_data}"
         )
     if now.global_batch != before.global_batch:
         return (
@@ -343,7 +312,8 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
         return (saved[-1],)
     best = run / CHECKPOINTS / BEST
     if last or not is_checkpoint(best):
-        raise InputError(f"{best.parent if last else best} is not there: " + _instead(saved))
+        instead = f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
+        raise InputError(f"{best.parent if last else best} is not there: {instead}")
     return (best,)
 
 
@@ -363,12 +333,8 @@ def _checkpoints_in(path: Path) -> list[Path]:
     return found
 
 
-def _instead(saved: Sequence[Path]) -> str:
-    return f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
-
-
 def check_folder(
-    recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite: bool, restarted: bool = False, job: str = ""
+    recipe: Recipe, now: ScaleRecord, *, resume: bool, overwrite: bool, restarted: bool = False, job: str = ""
 ) -> str:
     """Raise InputError where the recipe's folder may not be written to; changes nothing. `restarted`, `job`: as in
     `locked`.
@@ -427,7 +393,7 @@ def with_same_global_batch(recipe: Recipe, workers: int) -> Recipe:
     return recipe.model_copy(update={"batch": batch})
 
 
-def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
+def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
     folder = recipe.folder
     saved = list_checkpoints(folder / CHECKPOINTS)
     if not saved and all(event["event"] != "step" for event in read_events(folder)):
@@ -453,12 +419,15 @@ def _newest_manifest(folder: Path) -> Manifest | None:
     return None
 
 
-def _scale_before(folder: Path) -> TrainingScale | None:
+def _scale_before(folder: Path) -> ScaleRecord | None:
     """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
     if manifest := _newest_manifest(folder):
-        return TrainingScale(**manifest.scale.model_dump())
+        return manifest.scale
     starts = [event for event in read_events(folder) if event["event"] == "start"]
-    return TrainingScale.of_start(starts[-1]) if starts else None
+    names = ScaleRecord.model_fields.keys()
+    if not starts or not names <= starts[-1].keys() or not starts[-1]["workers"]:
+        return None
+    return ScaleRecord(**{name: starts[-1][name] for name in names})
 
 
 def finished(folder: Path, last_step: int) -> str | None:

@@ -1,10 +1,10 @@
 """Training and evaluation in one rank.
 
 entry.py is what `train` runs, evaluation.py what `eval` runs, own.py `cputrain.train` for a user's own code. session.py
-is what a rank opens first: threads, data, process group, engine. entry.py then builds a training, and loop.py repeats
-step.py, whose steps watchers.py and log.py hear of, evaluation.py and saving.py, which puts back what it has written,
-too; signals.py stops all ranks together. task.py is what the steps compute with: network, inputs and loss. The learning
-rate with its warm-up is in cputrain/optim/schedules.py.
+is what a rank opens first: threads, data and its batches, process group, engine. entry.py then builds a training, and
+loop.py repeats step.py, whose steps watchers.py and log.py hear of, evaluation.py and saving.py, which also puts back
+what it has written; signals.py stops all ranks together. The learning rate with its warm-up is in
+cputrain/optim/schedules.py.
 """
 
 from cputrain.affinity.lazy import front

@@ -25,7 +25,7 @@ from cputrain.measurements import keep_bf16_gain
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.mpi.usage.sampler import Sampler
-from cputrain.optim.build import build_optimizer
+from cputrain.optim.optimizers import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
@@ -44,8 +44,7 @@ from cputrain.training.loop import TrainingLoop
 from cputrain.training.saving import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, end_by, ignore_preemption
-from cputrain.training.step import TrainResult, TrainState, make_train_state
-from cputrain.training.task import OwnTask, sum_of
+from cputrain.training.step import OwnTask, TrainResult, TrainState, make_train_state, sum_of
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -57,9 +56,9 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     if session.is_main_rank:
         remove_partial(folder)
     found = find_newest(folder, rank) if options.resume else None
-    state, notes = build_state(session, found.loaded if found else None)
+    state, notes = build_state(session, found)
     check_savable(state.network)
-    position = found.loaded.position if found else Position()
+    position = found.position if found else Position()
     progress = Progress(
         sizes.images_until(position.step),
         sizes.images_until(sizes.last_step(recipe.max_steps)),
@@ -194,7 +193,7 @@ def _train(session: Session, options: StartOptions) -> TrainResult:
             bindings=bindings,
             last_step=session.sizes.last_step(recipe.max_steps),
             steps_per_epoch=session.sizes.steps_per_epoch,
-            **session.scale.as_fields(),
+            **session.scale.model_dump(),
         )
         result = training.run()
         _write_end(events, session, result)

@@ -29,10 +29,17 @@ from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
 from cputrain.training.engine import autocast, evaluation_network, prepare_model
-from cputrain.training.feed import evaluation_batch, evaluation_batches, evaluation_shares, evaluation_steps
 from cputrain.training.log import EvaluationProgress
 from cputrain.training.saving import load_eval_model
-from cputrain.training.session import Session, choose_winograd, start_session
+from cputrain.training.session import (
+    Session,
+    choose_winograd,
+    evaluation_batch,
+    evaluation_batches,
+    evaluation_shares,
+    evaluation_steps,
+    start_session,
+)
 from cputrain.training.step import Accuracy, count_correct
 from cputrain.training.watchers import DamageCheck
 

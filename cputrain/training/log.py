@@ -14,9 +14,8 @@ from tqdm import tqdm
 from cputrain import __version__
 from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 from cputrain.affinity.terminal import printable_lines
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB
 from cputrain.checkpoints import name_of
-from cputrain.data.formats.dataset import causes
 from cputrain.files import CHECKPOINTS
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe
@@ -196,21 +195,11 @@ class TrainingLog(Watcher):
     steps_per_epoch: int
     quiet: bool = False
 
-    def warn(self, step: int, message: str) -> None:
-        """Report something that the user should know or change."""
-        self.progress.line(f"warning: {message}")
-        self.events.write("warning", step=step, what=message)
-
-    def warn_of_damaged_images(self, step: int, names: Sequence[str]) -> None:
-        """Report images that could not be read, of all ranks."""
-        self.progress.line(f"warning: {counted(len(names), 'damaged image')} skipped: {causes(names)}")
-        self.events.write("warning", step=step, what="damaged images", images=list(names))
-
-    def warn_of_straggler(self, step: int, rank: int, host: str, factor: float, cause: str) -> None:
-        """Report a rank whose steps take `factor` times as long as the median rank's, and the likely cause."""
-        what = f"rank {rank} on {host} takes {factor:.2f} times as long for a step as the median rank: {cause}"
-        self.progress.line(f"warning: {what}")
-        self.events.write("warning", step=step, what=what, rank=rank, host=host, factor=factor, cause=cause)
+    def warn(self, step: int, what: str, *, line: str | None = None, **fields: Any) -> None:
+        """Report something that the user should know or change; `line` is what the terminal shows in place of `what`,
+        `fields` are more ones of the event."""
+        self.progress.line(f"warning: {line or what}")
+        self.events.write("warning", step=step, what=what, **fields)
 
     def checkpoint(self, step: int, *, best: bool) -> None:
         """Report a checkpoint that has been written; its path is relative, so that a run's folder can be moved."""

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from cputrain.affinity.wording import counted
 from cputrain.comm.group import all_gather, all_reduce_sum
+from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.derivation import rate_warning, settings_at
 from cputrain.runs.events import moment
 from cputrain.training.engine import bf16_speedup
 from cputrain.training.evaluation import evaluate
-from cputrain.training.feed import training_batches
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, Saver
-from cputrain.training.session import Session
+from cputrain.training.session import Session, training_batches
 from cputrain.training.signals import Preemption
 from cputrain.training.step import (
     Accuracy,
@@ -91,7 +92,7 @@ class TrainingLoop:
             replicas,
             StragglerWatch(
                 hosts=replicas.hosts,
-                log=self.log,
+                warn=warn,
                 pus=session.context.worker.pus,
                 read_s=lambda: replicas.read_s,
             ),
@@ -121,8 +122,10 @@ class TrainingLoop:
         elif accuracy is None:  # resumed after the last step
             accuracy = self._evaluate()
         ended = moment()
-        has_test = accuracy is not None and self.session.data.dataset.test is not None
-        test = self._evaluate_test() if has_test else None
+        test = None
+        if accuracy is not None and self.session.data.dataset.test is not None:
+            test = self._evaluate("test")  # once and with the last weights: nothing was chosen by them
+            self._warn_of_damaged(test.damaged)
         ends_by = self.preemption.ends_by if self.preempted else 0
         return TrainResult(
             accuracy=accuracy, test=test, step=self.step, trained_s=trained_s, ended=ended, ends_by=ends_by
@@ -255,15 +258,10 @@ class TrainingLoop:
         self.damage.evaluation(split, accuracy)
         return accuracy
 
-    def _evaluate_test(self) -> Accuracy:
-        """Evaluate the test images, once and with the last weights: nothing was chosen by them."""
-        accuracy = self._evaluate("test")
-        self._warn_of_damaged(accuracy.damaged)
-        return accuracy
-
     def _warn_of_damaged(self, names: list[str] | tuple[str, ...]) -> None:
         if of_all_ranks := sorted(name for of_rank in all_gather(names) for name in of_rank):
-            self.log.warn_of_damaged_images(self.step, of_all_ranks)
+            line = f"{counted(len(of_all_ranks), 'damaged image')} skipped: {causes(of_all_ranks)}"
+            self.log.warn(self.step, "damaged images", line=line, images=of_all_ranks)
 
 
 def is_due(number: int, every: int | None) -> bool:

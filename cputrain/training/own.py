@@ -37,8 +37,7 @@ from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recip
 from cputrain.runs.folder import continues_run, with_same_global_batch
 from cputrain.training.entry import train_rank
 from cputrain.training.signals import handlers_restored
-from cputrain.training.step import TrainResult
-from cputrain.training.task import Loss, OwnTask
+from cputrain.training.step import Loss, OwnTask, TrainResult
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
 OWN_SECTIONS = ("model.", "data.", "loss", "label_smoothing")  # keys that are of no use here, but these:

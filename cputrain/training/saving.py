@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from cputrain.checkpoints import (
     Manifest,
     NetworkRecord,
     OptimizerRecord,
-    ScaleRecord,
     TrainingRecord,
     list_checkpoints,
     manifest_text,
@@ -88,9 +87,7 @@ class Position:
 
     def metadata(self) -> dict[str, str]:
         """This rank's part, for the header of its file."""
-        metrics = self.epoch
-        sums = {"loss": metrics.loss, "correct": metrics.correct, "images": metrics.images, "damaged": metrics.damaged}
-        return {METRICS: json.dumps({**sums, "seconds": self.epoch_s})}
+        return {METRICS: json.dumps({**asdict(self.epoch), "seconds": self.epoch_s})}
 
 
 def position_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str, str]]) -> Position:
@@ -272,7 +269,7 @@ def _typed_as(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
 class Loaded:
     """A checkpoint's verified content for one rank: `files` by name, `own` of its own file, and its position.
 
-    `same_ranks`: as many ranks as now have written it.
+    `same_ranks`: as many ranks as now have written it. `damaged`: what is wrong with newer checkpoints, by name.
     """
 
     path: Path
@@ -281,31 +278,19 @@ class Loaded:
     own: Tensors
     position: Position
     same_ranks: bool
+    damaged: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The newest good checkpoint, and what is wrong with the newer ones, by name."""
-
-    loaded: Loaded
-    damaged: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's name."""
-        return self.loaded.path.name
-
-
-def set_damaged_aside(found: Found, warn: Callable[[int, str], None], step: int, rank: int) -> None:
+def set_damaged_aside(loaded: Loaded, warn: Callable[[int, str], None], step: int, rank: int) -> None:
     """Rename the damaged checkpoints, so that they count no more, and tell which one takes their place. To be called by
     all ranks."""
-    for name, problem in found.damaged.items():
+    for name, problem in loaded.damaged.items():
         if rank == 0:
-            set_aside(found.loaded.path.with_name(name))
-        warn(step, f"{problem}: it is now {name}.damaged, and {found.name} is used")
+            set_aside(loaded.path.with_name(name))
+        warn(step, f"{problem}: it is now {name}.damaged, and {loaded.path.name} is used")
 
 
-def find_newest(folder: Path, rank: int) -> Found | None:
+def find_newest(folder: Path, rank: int) -> Loaded | None:
     """The newest checkpoint that every rank can read; None where there is none at all. To be called by all ranks.
 
     Raises InputError where all are damaged, or one is of another version.
@@ -320,7 +305,7 @@ def find_newest(folder: Path, rank: int) -> Found | None:
             problem = str(error)
         problems = [each for each in all_gather(problem) if each]
         if loaded is not None and not problems:
-            return Found(loaded=loaded, damaged=damaged)
+            return replace(loaded, damaged=damaged)
         damaged[name] = problems[0]
     if damaged:
         count, newest = counted(len(damaged), "checkpoint"), next(iter(damaged.values()))
@@ -631,7 +616,7 @@ class Saver:
             cputrain=__version__,
             step=position.step,
             network=network,
-            scale=ScaleRecord(**session.scale.as_fields()),
+            scale=session.scale,
             training=training,
             recipe=values,
             files={},

@@ -1,14 +1,15 @@
 """A rank's session, which trainings, evaluations and measurements open: its threads as planned, data, process group,
-task and engine; and the facts in which ranks must agree."""
+task and engine; the facts in which ranks must agree; and this rank's batches of a training and an evaluation."""
 
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.affinity.wording import counted
+from cputrain.checkpoints import ScaleRecord
 from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.dataset import (
@@ -41,23 +43,24 @@ from cputrain.data.formats.dataset import (
     OwnSamples,
     PiecewiseImages,
     Points,
+    SyntheticImages,
     check_labels,
     is_too_damaged,
     refusal,
 )
 from cputrain.data.formats.shards import crc32c, images_per_block, split_checksum
 from cputrain.data.formats.source import SPLITS
-from cputrain.data.from_recipe import open_recipe_data
-from cputrain.data.loader import choose_normalize, read_and_decode
-from cputrain.data.order import Indices
-from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder, decode_by_pillow
+from cputrain.data.from_recipe import open_recipe_data, training_transform
+from cputrain.data.loader import Batch, ImageLoader, choose_normalize, own_batches, point_batches, read_and_decode
+from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
+from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_decoder, decode_by_pillow
 from cputrain.launch.rank_process import RankContext
 from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep, new_record
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import TrainingScale, flat
+from cputrain.runs.folder import flat
 from cputrain.training.engine import (
     ENGINES,
     LEAST_GAIN,
@@ -69,7 +72,7 @@ from cputrain.training.engine import (
     shape_key,
     winograd_kernels,
 )
-from cputrain.training.task import OwnTask, Task, recipe_task
+from cputrain.training.step import OwnTask, Task, recipe_task
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +135,14 @@ class Session:
         return round(self.sizes.global_batch * share / self.sizes.accumulation_steps)
 
     @property
-    def scale(self) -> TrainingScale:
+    def scale(self) -> ScaleRecord:
         """What a resumed run compares with its earlier starts."""
         dataset = self.data.dataset
-        return TrainingScale.of(
-            self.sizes,
+        return ScaleRecord(
             workers=self.rank.world_size,
+            global_batch=self.sizes.global_batch,
             train_images=len(dataset.train),
-            classes=dataset.classes,
+            classes=len(dataset.classes),
         )
 
 
@@ -400,3 +403,98 @@ def _problems(images: Images, numbers: Indices, decode: Decode, side: int) -> li
 
     out = np.empty((len(numbers), side, side, 3), dtype=np.uint8)
     return [problem for problem in read_and_decode(images, numbers, middle, out) if problem]
+
+
+def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
+    """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
+
+    The iterator raises RunError at a damaged image with data.on_error=raise.
+    """
+    sizes = session.sizes
+    sampler = ShuffledSampler(
+        images=len(session.data.dataset.train),
+        used=sizes.used_images_per_epoch,
+        steps=sizes.steps_per_epoch,
+        seed=session.recipe.seed,
+        shares=session.local_batches,
+        rank=session.rank.rank,
+        passes=sizes.accumulation_steps,
+        block_length=session.data.block_length,
+    )
+    begin = first % sizes.steps_per_epoch
+    steps = begin, begin + stop - first
+    if isinstance(session.data.dataset.train, Points):
+        return point_batches(session.data.dataset.train, sampler.batches(epoch, *steps))
+    if isinstance(session.data.dataset.train, OwnSamples):
+        session.data.dataset.train.set_epoch(epoch)
+        shares = sampler.batches(epoch, *steps)
+        return own_batches(session.data.dataset.train, shares, cpus=session.context.loader_pus)
+    transform = training_transform(session.recipe, epoch)
+    batches = _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
+    return _refuse_damaged(batches, session.rank.rank) if session.recipe.data.on_error == "raise" else batches
+
+
+def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
+    for batch in batches:
+        if batch.damaged:
+            raise RunError(
+                f"rank {rank}: damaged image {batch.damaged[0]}: repair it, remove it, or set data.on_error=skip"
+            )
+        yield batch
+
+
+def endless_batches(session: Session) -> Iterator[Batch]:
+    """This rank's training batches, epoch after epoch: for measurements, which end where they like."""
+    for epoch in count():
+        yield from training_batches(session, epoch % session.recipe.epochs, 0, session.sizes.steps_per_epoch)
+
+
+def evaluation_batch(recipe: Recipe) -> int:
+    """Images of one forward pass of an evaluation."""
+    return recipe.evaluate.batch or recipe.batch.local
+
+
+def evaluation_steps(session: Session, split: str = "val") -> int:
+    """The number of batches that this rank evaluates; no rank has more than rank 0."""
+    return len(_evaluation_sampler(session, split))
+
+
+def evaluation_shares(session: Session, split: str) -> list[Indices]:
+    """The numbers of the images of each of this rank's batches."""
+    return _evaluation_sampler(session, split).batches()
+
+
+def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
+    """This rank's share of a split, each image on one rank, without padding."""
+    images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
+    if isinstance(images, Points):
+        return point_batches(images, sampler.batches())
+    if isinstance(images, OwnSamples):
+        return own_batches(images, sampler.batches(), cpus=session.context.loader_pus)
+    data = session.recipe.data
+    transform = Transform(image_size=data.crop, short_side=data.short_side, crop="center")
+    return _loader(session, split, sampler, transform).raw_batches(epoch=0)
+
+
+def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
+    return SequentialSampler(
+        images=len(session.data.dataset.splits[split]),
+        batch_size=evaluation_batch(session.recipe),
+        rank=session.rank.rank,
+        world_size=session.rank.world_size,
+    )
+
+
+def _loader(session: Session, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
+    images = session.data.dataset.splits[split]
+    return ImageLoader(
+        session.data.dataset,
+        split,
+        sampler=sampler,
+        transform=transform,
+        decode=images.decode if isinstance(images, SyntheticImages) else session.data.decode,
+        normalize=session.data.normalize,
+        seed=session.recipe.seed,
+        threads=session.context.loader_threads,
+        cpus=session.context.loader_pus,
+    )

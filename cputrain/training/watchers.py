@@ -317,7 +317,7 @@ class StragglerWatch(Watcher):
     cause changes, and then after twice as many comparisons. `read_s` returns what `Pace` has. Rank 0 reports."""
 
     hosts: Sequence[str]
-    log: TrainingLog
+    warn: Callable[..., None]
     pus: Sequence[int]
     read_s: Callable[[], float]
     usage: CoreUsage = field(init=False)
@@ -348,7 +348,9 @@ class StragglerWatch(Watcher):
         found = find_stragglers(paces)
         for one in to_name(found, slow=self._slow, named=self._named, comparison=self._comparisons):
             self._named[one.rank, one.kind] = self._comparisons
-            self.log.warn_of_straggler(step, one.rank, self.hosts[one.rank], one.factor, one.cause)
+            host, factor, cause = self.hosts[one.rank], one.factor, one.cause
+            what = f"rank {one.rank} on {host} takes {factor:.2f} times as long for a step as the median rank: {cause}"
+            self.warn(step, what, rank=one.rank, host=host, factor=factor, cause=cause)
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
     def _pace(self) -> Pace:
@@ -539,11 +541,11 @@ class NonFiniteHandler(Watcher):
         dist.barrier()  # rank 0 has completed the last checkpoint
         folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
         found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
-        if found and rollbacks.get(found.name, 0) < MAX_ROLLBACKS:
+        if found and rollbacks.get(found.path.name, 0) < MAX_ROLLBACKS:
             set_damaged_aside(found, self.warn, step, self.rank)
-            put_back(found.loaded, self.state, self.recipe.optim.name)
-            rollbacks[found.name] = rollbacks.get(found.name, 0) + 1
-            self.warn(step, f"{message}: restored {found.name}, training continues with the next images")
+            put_back(found, self.state, self.recipe.optim.name)
+            rollbacks[found.path.name] = rollbacks.get(found.path.name, 0) + 1
+            self.warn(step, f"{message}: restored {found.path.name}, training continues with the next images")
             return
         if self.rank == origin:
             saved = list_checkpoints(folder)

@@ -171,7 +171,9 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
         (tmp_path / name_of(step) / file).write_bytes(b"junk")
     found = find_newest(tmp_path, 0)
     assert (
-        found is not None and found.name == "step-0000001" and list(found.damaged) == ["step-0000003", "step-0000002"]
+        found is not None
+        and found.path.name == "step-0000001"
+        and list(found.damaged) == ["step-0000003", "step-0000002"]
     )
     (tmp_path / "step-0000001" / MANIFEST).unlink()
     with pytest.raises(

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
+from cputrain.checkpoints import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import LOCK, TrainingScale, check_folder, check_unlocked, continues_run, locked, make_folder
+from cputrain.runs import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 from tests.support.commands import cputrain
 
-SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
+SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 HOLDER = """
 import sys, time
 from pathlib import Path

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
+from cputrain.checkpoints import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import TrainingScale, check_folder, make_folder
+from cputrain.runs import check_folder, make_folder
 
-SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
+SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 
 
 @pytest.fixture

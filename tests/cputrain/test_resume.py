@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from cputrain.checkpoints import name_of, step_of
+from cputrain.checkpoints import ScaleRecord, name_of, step_of
 from cputrain.models import read_weights
 from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import TrainingScale, changes_training, check_folder, differences, read_events, reason_not_to_resume
+from cputrain.runs import changes_training, check_folder, differences, read_events, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest
@@ -27,7 +26,7 @@ LENET = (
     *("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "epochs=900"),
     *("schedule.warmup_epochs=1", "comm.backend=gloo", f"plan.ppn={PPN}"),
 )
-SCALE = TrainingScale(workers=2, global_batch=12, train_images=27, classes=3)
+SCALE = ScaleRecord(workers=2, global_batch=12, train_images=27, classes=3)
 
 
 def raw(run: Path) -> list[dict]:
@@ -96,7 +95,7 @@ def test_a_resumed_run_names_the_step_inside_its_checkpoint(place: Path) -> None
     recipe = load_recipe(str(run / "recipe.yaml"), (f"output={run}",))
     start = next(event for event in raw(run) if event["event"] == "start")
     assert f"continues after step {step:,}" in check_folder(
-        recipe, TrainingScale.of_start(start), resume=True, overwrite=False
+        recipe, ScaleRecord(**{name: start[name] for name in ScaleRecord.model_fields}), resume=True, overwrite=False
     )
 
 
@@ -253,7 +252,7 @@ def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: t
 def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], workers: int) -> None:
     new = recipe(*settings)
     batch = workers * new.batch.local * new.batch.accumulation
-    now = TrainingScale(workers=workers, global_batch=batch, train_images=27, classes=3)
+    now = ScaleRecord(workers=workers, global_batch=batch, train_images=27, classes=3)
     printed = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, SCALE, now)
     counts = "1 worker" if workers == 1 else f"{workers} workers"
     assert printed and printed.endswith(
@@ -261,7 +260,9 @@ def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], wor
     )
     advised = recipe("batch.local=6", "batch.global=12")
     assert (
-        reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, SCALE, replace(now, global_batch=12))
+        reason_not_to_resume(
+            Path("run"), recipe("batch.local=6"), advised, SCALE, now.model_copy(update={"global_batch": 12})
+        )
         is None
     )
     assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, SCALE, SCALE) is None

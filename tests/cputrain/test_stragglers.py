@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,21 +64,16 @@ def test_of_two_ranks_the_slower_one_is_named_and_a_slow_half_of_four() -> None:
     assert find_stragglers([slow()] * 4) == []
 
 
-class Log:
-    """Takes what is reported."""
-
-    def __init__(self) -> None:
-        self.named: list[tuple[int, int]] = []
-
-    def warn_of_straggler(self, step: int, rank: int, host: str, factor: float, cause: str) -> None:
-        self.named.append((step, rank))
-
-
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[Pace] = [TYPICAL]
     monkeypatch.setattr(watchers, "gathered", lambda own: [own, *others])
-    log: Any = Log()
-    watch = StragglerWatch(hosts=("n1", "n2"), log=log, pus=(0,), read_s=lambda: 0.02)
+    named: list[tuple[int, int]] = []
+
+    def warn(step: int, what: str, *, rank: int, **_more: object) -> None:
+        assert what.startswith(f"rank {rank} on n{rank + 1} takes ")
+        named.append((step, rank))
+
+    watch = StragglerWatch(hosts=("n1", "n2"), warn=warn, pus=(0,), read_s=lambda: 0.02)
     watch.usage = CoreUsage((0,), tmp_path)
     settings = StepSettings(images=8, passes=1, lr=0.1, weight_decay=0.0)
     result = StepResult(
@@ -99,15 +93,15 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
 
     window(0, slow(others=0.5))
     window(50, slow(others=0.5))
-    assert log.named == [(50, 1)]
+    assert named == [(50, 1)]
     window(100, slow(steal=0.5))
-    assert log.named[1:] == [(150, 1)], "another cause"
+    assert named[1:] == [(150, 1)], "another cause"
     window(150, TYPICAL)
     window(200, TYPICAL)
     window(250, slow(steal=0.5))
-    assert log.named[2:] == [(300, 1)], "slow again"
+    assert named[2:] == [(300, 1)], "slow again"
     window(300, slow(steal=0.5, total_s=0.1))
-    assert len(log.named) == 3, "steps that are too short to tell are counted with the next ones"
+    assert len(named) == 3, "steps that are too short to tell are counted with the next ones"
 
 
 def test_a_rank_that_is_slow_in_every_other_comparison_is_named_ever_more_rarely() -> None:
