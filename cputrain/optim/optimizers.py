@@ -5,13 +5,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from cputrain.recipe.schema import OptimSection
+if TYPE_CHECKING:  # Lars and the others need no recipe
+    from cputrain.recipe.schema import OptimSection
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
 # Norms of float32 outside these may have lost squares to underflow or overflow.
@@ -428,7 +429,7 @@ class AdagradDA(GroupOptimizer):
 ParamGroups = list[dict[str, Any]]
 
 
-def build_optimizer(model: nn.Module, optim: OptimSection) -> Optimizer:
+def build_optimizer(model: nn.Module, optim: "OptimSection") -> Optimizer:
     """The optimizer over all parameters that require gradients, with lr=0: the learning rate is set before every step.
 
     Biases and batch-norm parameters are a group of their own.
@@ -452,7 +453,7 @@ def set_lr_and_decay(optimizer: Optimizer, lr: float, weight_decay: float) -> No
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def _lars(groups: ParamGroups, optim: OptimSection) -> Optimizer:
+def _lars(groups: ParamGroups, optim: "OptimSection") -> Optimizer:
     return Lars(
         groups,
         lr=0.0,
@@ -466,16 +467,16 @@ def _lars(groups: ParamGroups, optim: OptimSection) -> Optimizer:
     )
 
 
-def _eps(optim: OptimSection) -> dict[str, Any]:
+def _eps(optim: "OptimSection") -> dict[str, Any]:
     return {} if optim.epsilon == "auto" else {"eps": optim.epsilon}
 
 
-def _adam(groups: ParamGroups, optim: OptimSection) -> dict[str, Any]:
+def _adam(groups: ParamGroups, optim: "OptimSection") -> dict[str, Any]:
     return {"params": groups, "lr": 0.0, "betas": (optim.beta1, optim.beta2), **_eps(optim)}
 
 
 # torch's optimizers use the fused implementation where they have one for CPUs: it passes over the weights once.
-OPTIMIZERS: dict[str, Callable[[ParamGroups, OptimSection], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[ParamGroups, "OptimSection"], Optimizer]] = {
     "sgd": lambda groups, _: SGD(groups, lr=0.0, fused=True),
     "momentum": lambda groups, o: SGD(groups, lr=0.0, momentum=o.momentum, nesterov=o.nesterov, fused=True),
     "lars": _lars,
