@@ -15,7 +15,6 @@ from pydantic import field_validator
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import shipped
-from cputrain.affinity.terminal import align_columns, markdown_table
 from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -384,51 +383,44 @@ def quantity_text(quantity: str, value: float | None) -> str:
     return f"{value:g}"
 
 
+COMPARED = (  # of an experiment and one of its rows
+    Column("experiment", lambda pair: pair[0].experiment),
+    Column("quantity", lambda pair: pair[1].quantity),
+    Column("published", lambda pair: quantity_text(pair[1].quantity, pair[1].published)),
+    Column("recipe", lambda pair: quantity_text(pair[1].quantity, pair[1].recipe)),
+    Column("", lambda pair: "differs" if pair[1].differs else ""),
+)
+INDENTED = Column("", lambda pair: f"  {pair[1].quantity}")
+RULES = ("---", "---", "---:", "---:", "---")
+
+
 def tables_text(rows: Iterable[ExperimentComparison]) -> str:
     """The tables of the documents, one below the other."""
-    return _each_table(rows, _text)
+    texts = []
+    for title, experiments in _titled(rows):
+        blocks = [title]
+        for one in experiments:
+            table = Rows((INDENTED, *COMPARED[2:]), [(one, row) for row in one.rows])
+            note = f"\n  note: {one.note}" if one.note else ""
+            blocks.append(f"{one.experiment}\n  {_recipe(one)}\n{table.text()}{note}")
+        texts.append("\n\n".join(blocks) + "\n")
+    return "\n".join(texts)
 
 
 def tables_markdown(rows: Iterable[ExperimentComparison]) -> str:
     """The tables of the documents in Markdown."""
-    return _each_table(rows, _markdown)
+    texts = []
+    for title, experiments in _titled(rows):
+        table = Rows(COMPARED, [(one, row) for one in experiments for row in one.rows])
+        notes = (f"- {one.experiment}: {_recipe(one)}" + (f"; {one.note}" if one.note else "") for one in experiments)
+        texts.append("\n".join((f"### {title}", "", table.markdown(RULES), *notes)) + "\n")
+    return "\n".join(texts)
 
 
-def _each_table(
-    rows: Iterable[ExperimentComparison], one_table: Callable[[str, Sequence[ExperimentComparison]], str]
-) -> str:
-    titled = groupby(rows, lambda row: f"{row.document}: {row.table}")
-    return "\n".join(one_table(title, list(experiments)) for title, experiments in titled)
-
-
-def _text(title: str, experiments: Sequence[ExperimentComparison]) -> str:
-    blocks = [title]
-    for one in experiments:
-        rows = [("", "published", "recipe", ""), *((f"  {cell}", *rest) for cell, *rest in _cells(one))]
-        note = f"\n  note: {one.note}" if one.note else ""
-        blocks.append(f"{one.experiment}\n  {_recipe(one)}\n{align_columns(rows, numbers=True)}{note}")
-    return "\n\n".join(blocks) + "\n"
-
-
-def _markdown(title: str, experiments: Sequence[ExperimentComparison]) -> str:
-    rows = [("experiment", "quantity", "published", "recipe", "")]
-    rows += [(one.experiment, *cells) for one in experiments for cells in _cells(one)]
-    notes = (f"- {one.experiment}: {_recipe(one)}" + (f"; {one.note}" if one.note else "") for one in experiments)
-    rules = ("---", "---", "---:", "---:", "---")
-    return "\n".join((f"### {title}", "", markdown_table(rows, rules=rules), *notes)) + "\n"
-
-
-def _cells(one: ExperimentComparison) -> list[tuple[str, str, str, str]]:
-    """Quantity, published value, the recipe's value, and "differs" where the two differ."""
-    return [
-        (
-            row.quantity,
-            quantity_text(row.quantity, row.published),
-            quantity_text(row.quantity, row.recipe),
-            "differs" if row.differs else "",
-        )
-        for row in one.rows
-    ]
+def _titled(rows: Iterable[ExperimentComparison]) -> Iterator[tuple[str, list[ExperimentComparison]]]:
+    """The title of each table, and its experiments."""
+    for title, experiments in groupby(rows, lambda row: f"{row.document}: {row.table}"):
+        yield title, list(experiments)
 
 
 def _recipe(one: ExperimentComparison) -> str:

@@ -61,9 +61,9 @@ class Rows:
         """For a terminal; with `numbers` all columns but the first are flush right."""
         return align_columns(self.cells, numbers=numbers)
 
-    def markdown(self) -> str:
-        """As a Markdown table."""
-        return markdown_table(self.cells)
+    def markdown(self, rules: Sequence[str] = ()) -> str:
+        """As a Markdown table; `rules` align its columns, as "---:" does to the right."""
+        return markdown_table(self.cells, rules=rules)
 
     def csv(self) -> str:
         """As comma-separated texts."""
