@@ -20,15 +20,15 @@ from cputrain.affinity.terminal import align_columns, markdown_table
 from cputrain.affinity.topology import named_machine
 from cputrain.simulate import (
     CONSTANTS,
-    EFFICIENCIES,
-    RUNS,
     PublishedEfficiency,
     PublishedRun,
     Row,
     Scenario,
     core_flops_of,
     link_of,
+    published_efficiencies,
     published_reference,
+    published_runs,
     rows_of,
     run_recipe,
     seconds_at,
@@ -85,7 +85,7 @@ def efficiencies() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("network", "hosts", "workers", "batch", "published", "predicted", "range", "source")
     ]
-    for known in EFFICIENCIES:
+    for known in published_efficiencies():
         row = predicted_row(known)
         single = row.images_per_s / row.efficiency
         rows.append(
@@ -105,7 +105,7 @@ def efficiencies() -> list[tuple[str, ...]]:
 
 def predicted_row(known: PublishedEfficiency) -> Row:
     """The prediction of a published efficiency."""
-    (start,) = (run for run in RUNS if run.name == known.start)
+    (start,) = (run for run in published_runs() if run.name == known.start)
     run = replace(start, network=known.network, workers=known.workers, local_batch=known.local_batch)
     recipe = run_recipe(run)
     plan = recipe.plan.model_copy(update={"comm_cores": known.comm_cores})
@@ -122,7 +122,7 @@ def predicted_row(known: PublishedEfficiency) -> Row:
 def families() -> dict[str, list[PublishedRun]]:
     """The runs of each family."""
     found: dict[str, list[PublishedRun]] = {}
-    for run in RUNS:
+    for run in published_runs():
         found.setdefault(run.family, []).append(run)
     return found
 

@@ -14,7 +14,7 @@ from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.assumptions import LINKED, RUNS, link_of, runs_on
+from cputrain.simulate.assumptions import LINKED, link_of, published_runs, runs_on
 from cputrain.simulate.network import find, unreadable
 from cputrain.simulate.predict import Row, Scenario, check_global_batch, reference_of, rows_of, started_from
 from cputrain.simulate.step import ALGORITHMS
@@ -181,7 +181,7 @@ def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *,
             f"({reference.source})"
         )
         others = [run.name for run in runs_on(scenario.machine.model, scenario.recipe.precision)]
-        if reference.source in [run.source for run in RUNS] and len(others) > 1:
+        if reference.source in [run.source for run in published_runs()] and len(others) > 1:
             click.echo(f"other runs to start --from: {', '.join(others)}")
         click.echo(rows_text(rows))
         if explained:

@@ -14,7 +14,7 @@ from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
-from cputrain.simulate.assumptions import LINKED, RUNS, link_of, starting_run
+from cputrain.simulate.assumptions import LINKED, link_of, published_runs, starting_run
 from cputrain.simulate.network import Setup, find, unreadable
 from cputrain.simulate.predict import (
     Candidate,
@@ -155,7 +155,7 @@ def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
     nodes = [row.nodes for row in rows]
     published = [
         run
-        for run in RUNS
+        for run in published_runs()
         if run.processor in scenario.machine.model
         and run.network == scenario.recipe.model.name
         and run.precision == scenario.recipe.precision

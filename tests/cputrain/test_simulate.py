@@ -26,9 +26,6 @@ from cputrain.recipe import load_recipe
 from cputrain.simulate import (
     ASSUMPTIONS,
     CONSTANTS,
-    EFFICIENCIES,
-    RUNS,
-    SURFSARA,
     PublishedEfficiency,
     PublishedRun,
     Setup,
@@ -38,7 +35,9 @@ from cputrain.simulate import (
     core_flops_of,
     link_of,
     messages_of,
+    published_efficiencies,
     published_reference,
+    published_runs,
     speed_at,
     step_of,
     work_of,
@@ -46,9 +45,11 @@ from cputrain.simulate import (
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 
+SURFSARA = "SURFsara, TensorFlow, Xeon 8160, Omni-Path"
+
 
 def runs_of(family: str) -> list[PublishedRun]:
-    return sorted((run for run in RUNS if run.family == family), key=lambda run: run.hosts)
+    return sorted((run for run in published_runs() if run.family == family), key=lambda run: run.hosts)
 
 
 def predicted(setup: Setup) -> Step:
@@ -66,7 +67,7 @@ def of_256_hosts() -> Setup:
 LARGE_ERRORS = {"caffe-8160-448": 24.5, "you-8160-800": 14, "you-7250-512-alexnet": 57}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", published_runs(), ids=lambda run: run.name)
 def test_published_runs_follow_from_the_smallest_of_their_family(run: PublishedRun) -> None:
     first = first_of(runs_of(run.family))
     found = abs(error(predicted_rate(run, [first]), run))
@@ -78,7 +79,7 @@ def test_published_runs_follow_from_the_smallest_of_their_family(run: PublishedR
         assert found < (5 if run.hosts == 256 else 10)
 
 
-@pytest.mark.parametrize("known", EFFICIENCIES, ids=lambda known: known.network)
+@pytest.mark.parametrize("known", published_efficiencies(), ids=lambda known: known.network)
 def test_published_efficiencies_lie_in_the_range(known: PublishedEfficiency) -> None:
     row = predicted_row(known)
     single = row.images_per_s / row.efficiency
@@ -242,7 +243,7 @@ def test_the_command_predicts_the_published_run(capsys: pytest.CaptureFixture[st
     assert not {name for name in set(sys.modules) - loaded if name.startswith("matplotlib")}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", published_runs(), ids=lambda run: run.name)
 def test_the_command_makes_the_predictions_of_the_table(run: PublishedRun, capsys: pytest.CaptureFixture[str]) -> None:
     first = first_of(runs_of(run.family))
     assert main([*command_of(run, first), "--format", "json"]) == 0
