@@ -50,7 +50,7 @@ from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, trans
 from cputrain.models.networks import build_model
 from cputrain.optim.optimizers import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.simulate.network import optimizer_passes
+from cputrain.simulate.step import optimizer_passes
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes

@@ -15,9 +15,8 @@ from cputrain.cli.output import FiniteRange
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.assumptions import LINKED, link_of, published_runs, runs_on
-from cputrain.simulate.network import find, unreadable
 from cputrain.simulate.predict import Row, Scenario, check_global_batch, reference_of, rows_of, started_from
-from cputrain.simulate.step import ALGORITHMS
+from cputrain.simulate.step import ALGORITHMS, find, unreadable
 
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
 WHAT_IF = {

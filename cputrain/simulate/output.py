@@ -15,7 +15,6 @@ from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
 from cputrain.simulate.assumptions import LINKED, link_of, published_runs, starting_run
-from cputrain.simulate.network import Setup, find, unreadable
 from cputrain.simulate.predict import (
     Candidate,
     Row,
@@ -26,7 +25,7 @@ from cputrain.simulate.predict import (
     rows_of,
     scenario_setup,
 )
-from cputrain.simulate.step import NOT_MEASURED, Step
+from cputrain.simulate.step import NOT_MEASURED, Setup, Step, find, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

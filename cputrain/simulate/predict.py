@@ -8,7 +8,7 @@ from math import ceil
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
+from cputrain.affinity.planner.plan import NOTHING_MEASURED, Request, plan_machine
 from cputrain.affinity.planner.request import MEMORY, PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.topology.catalog import named_machine, processor_facts
@@ -41,12 +41,28 @@ from cputrain.simulate.assumptions import (
     runs_on,
     starting_run,
 )
-from cputrain.simulate.network import BYTES, Layer, MeasuredTraining, Measurement, Setup, Speed, layers_of, setup_of
-from cputrain.simulate.step import ALGORITHMS, Step, as_measured, seconds_at, slow_as, step_of, work_of
+from cputrain.simulate.step import (
+    ALGORITHMS,
+    BYTES,
+    Layer,
+    MeasuredTraining,
+    Measurement,
+    Setup,
+    Speed,
+    Step,
+    as_measured,
+    layers_of,
+    seconds_at,
+    setup_of,
+    slow_as,
+    step_of,
+    work_of,
+)
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
 PRECISE, TRIES = 1e-6, 100
 MOST_TIMES = 10  # that a network may be larger or smaller than that whose rate it is predicted from
+NO_LINK = link_of("opa")  # of a single host, which uses none
 RATE_RANGE = 0.03  # a published rate may be off by as much: rounded times, evaluations in them
 
 
@@ -94,33 +110,40 @@ class Scenario:
         return measured_assumptions(self.measured)
 
 
-def planned(
+def planned_setup(
     recipe: Recipe,
     machine: Machine,
     hosts: int,
-    link: Link,
+    link: Link = NO_LINK,
+    *,
+    algorithm: str | None = None,
     request: Request | None = None,
     measured: Measured = NOTHING_MEASURED,
-) -> Plan:
-    """The plan of one of the hosts, as `cputrain plan` makes it. Raises InputError where the recipe does not fit."""
+) -> Setup:
+    """The setup of a recipe under the plan that `cputrain plan` makes. Raises InputError where it does not fit."""
     requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit)
-    return plan_machine(machine, requested, Runtime(), measured)
+    return setup_of(recipe, plan_machine(machine, requested, Runtime(), measured), link, algorithm)
 
 
 def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
     """The setup of a scenario on `hosts` hosts."""
-    plan = planned(scenario.recipe, scenario.machine, hosts, scenario.link, scenario.request, scenario.measured)
-    setup = setup_of(scenario.recipe, plan, scenario.link, scenario.algorithm)
+    setup = planned_setup(
+        scenario.recipe,
+        scenario.machine,
+        hosts,
+        scenario.link,
+        algorithm=scenario.algorithm,
+        request=scenario.request,
+        measured=scenario.measured,
+    )
     return replace(setup, layers=slow_as(setup.layers, scenario.reference.setup.layers))
 
 
 def published_reference(run: PublishedRun) -> Reference:
     """A published run as the rate of its machine."""
-    recipe, machine = run_recipe(run), named_machine(run.machine)
-    link = link_of(run.fabric, gbit=run.gbit)
-    return reference_at(
-        setup_of(recipe, planned(recipe, machine, run.hosts, link), link), machine, run.images_per_s, run.source
-    )
+    machine = named_machine(run.machine)
+    setup = planned_setup(run_recipe(run), machine, run.hosts, link_of(run.fabric, gbit=run.gbit))
+    return reference_at(setup, machine, run.images_per_s, run.source)
 
 
 def measured_reference(training: MeasuredTraining, machine: Machine, rates: Measured) -> Reference:
@@ -128,7 +151,7 @@ def measured_reference(training: MeasuredTraining, machine: Machine, rates: Meas
     rate = training.rate
     recipe = run_recipe(rate, DataSection(crop=rate.crop, path=SYNTHETIC))
     setup = replace(
-        setup_of(recipe, planned(recipe, machine, 1, link_of("opa")), None),
+        planned_setup(recipe, machine, 1),
         threads=rate.threads,
         comm_cores=rate.comm_cores,
         loader_cores=rate.loader_cores,
@@ -153,9 +176,7 @@ def reference_of(
     Raises InputError for a machine without any of them.
     """
     if rate is not None:
-        link = link_of("opa")  # one host uses none
-        setup = setup_of(recipe, planned(recipe, machine, 1, link), None)
-        return reference_at(setup, machine, rate, "given with --rate", rates)
+        return reference_at(planned_setup(recipe, machine, 1), machine, rate, "given with --rate", rates)
     run = starting_run(machine.model, recipe.precision)
     if measured is not None and (measured.rate.network == recipe.model.name or run is None):
         reference = measured_reference(measured, machine, rates)
@@ -290,7 +311,7 @@ def started_from(
             "plan": recipe.plan.model_copy(update={"ppn": workers}),
         }
     )
-    setup = setup_of(ran, planned(ran, machine, hosts, link, measured=rates), link)
+    setup = planned_setup(ran, machine, hosts, link, measured=rates)
     return reference_at(setup, machine, rate, "given with --from", rates)
 
 
