@@ -55,7 +55,10 @@ COMMANDS = {
 }
 
 MODULES = {  # those that have not the command's name
-    "machine": "machines",
+    "machine": "plan",
+    "machines": "plan",
+    "prepare": "data",
+    "demo": "train",
     "import": "launch",
     "eval": "train",
     "find-lr": "train",

@@ -337,7 +337,7 @@ def _work(
     if (array or stage) and (prepare or cmd):
         raise InputError(f"--{'array' if array else 'stage'} is for a recipe's job: remove it")
     if prepare:
-        from cputrain.cli.prepare import (
+        from cputrain.cli.data import (
             prepare_command as prepare_command,  # the image libraries: only where they are needed
         )
 

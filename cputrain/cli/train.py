@@ -1,9 +1,11 @@
-"""`cputrain train`, `eval`, `find-lr` and `weights`."""
+"""`cputrain train`, `eval`, `find-lr`, `weights` and `demo`."""
 
 import json
 import math
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +21,9 @@ from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, counted, spread
 from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.completion import complete_recipe
-from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
+from cputrain.cli.recipes import aligned
 from cputrain.cli.words import as_recipe_key
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, write_plan
@@ -33,6 +35,7 @@ from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import explain, rate_warning
+from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.runs.events import check_log_formats
 from cputrain.runs.folder import (
@@ -381,3 +384,29 @@ def weights_command(network: str, weights: str | None, mirror: str | None) -> No
     size = wanted.path.stat().st_size / MIB
     click.echo(f"{wanted.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {wanted.digits}...{published}")
     click.echo(" ".join(filter(None, (f"model.weights={wanted.path}", normalization_of(wanted.path)))))
+
+
+RECIPE = "demo-digits"
+IMAGES = "data/digits-folder"  # data.path gets the shards
+
+
+@click.command("demo")
+@settings_argument
+def demo_command(settings: tuple[str, ...]) -> None:
+    """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50 on them, evaluate, write the report.
+
+    Everything is written below this folder: data/ and runs/demo, where the run of an earlier demo is replaced. It takes
+    minutes on two cores; KEY=VALUE sets a key of the recipe, as in max_steps=10 for a trial of some seconds. The digits
+    come with scikit-learn: pip install "cputrain[demo]".
+    """
+    from cputrain.cli.data import prepare_command  # the image libraries
+    from cputrain.cli.plan import plan_command
+
+    shards = str(load_recipe(RECIPE, settings).data.path)
+    for each, words in ((plan_command, ("plan",)), (prepare_command, ("prepare", "digits", IMAGES, shards))):
+        click.echo(f"cputrain {shlex.join(words)}")
+        each.main(args=list(words[1:]), prog_name="cputrain", standalone_mode=False)
+    training = ("train", RECIPE, *settings, "--overwrite")
+    click.echo(f"cputrain {shlex.join(training)}")
+    sys.stdout.flush()
+    os.execv(sys.executable, (*own_program("cputrain"), *training))

@@ -96,7 +96,7 @@ def test_a_proposal_imports_no_torch_and_nothing_of_other_commands() -> None:
     """What a Tab imports is what it costs."""
     code = (
         "import sys; from cputrain.cli import main; status = main([]); "
-        "print(sorted({'torch', 'numpy', 'PIL', 'cputrain.cli.prepare'} & set(sys.modules)), file=sys.stderr)"
+        "print(sorted({'torch', 'numpy', 'PIL', 'cputrain.cli.data'} & set(sys.modules)), file=sys.stderr)"
     )
     for words, expected in (
         ("train demo", "demo-digits"),

@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import BF16, ENGINE, Records, measured_of, plan_machine, read_records
 from cputrain.affinity.ranks import Rank
 from cputrain.affinity.topology import find_machine, this_machine
-from cputrain.cli.derived import precision_lines
+from cputrain.cli.recipes import precision_lines
 from cputrain.comm import SignedKeys, choose_backend
 from cputrain.launch import request_of
 from cputrain.measurements import keep_bf16_gain, new_record, rate_record

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.cli.derived import aligned
-from cputrain.cli.prepare import prepare_command as prepare
+from cputrain.cli.data import prepare_command as prepare
+from cputrain.cli.recipes import aligned
 from cputrain.data import survey_recipe
 from cputrain.recipe import (
     Recipe,
