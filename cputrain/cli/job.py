@@ -48,8 +48,8 @@ from cputrain.jobs.script import (
 )
 from cputrain.jobs.script import submit as submit_job
 from cputrain.launch.command import is_python
+from cputrain.launch.local import check_local_batch, request_of
 from cputrain.launch.options import PlanningOptions, request_of_options
-from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
 from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names

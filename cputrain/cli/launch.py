@@ -25,11 +25,11 @@ from cputrain.cli.options import (
     restarts_option,
 )
 from cputrain.cli.output import print_file
-from cputrain.launch.command import program
-from cputrain.launch.hosts import converted_hostfile
+from cputrain.launch.command import Switches, program
+from cputrain.launch.hosts import allocation_notes, converted_hostfile
 from cputrain.launch.options import PlanningOptions
 from cputrain.launch.plan_files import launch_text
-from cputrain.launch.run import Switches, become_rank, make_launch, request_of_rank, run_launch
+from cputrain.launch.run import become_rank, make_launch, request_of_rank, run_launch
 from cputrain.mpi.hosts.hostfile import read_hostfile
 from cputrain.mpi.launchers.detect import identify
 from cputrain.other_launchers.option import command_and_rest, unmarked, words_of
@@ -150,7 +150,7 @@ def launch_command(
     if launch.launcher is not None and (note := converted_hostfile(launch.options, launch.launcher)):
         report(note)
     job, cluster = launch.planned()
-    for note in launch.notes(cluster):
+    for note in allocation_notes(launch.options, launch.allocation, cluster):
         report(f"note: {note}")
     if dry_run:
         print_file(f"{launch_text(job, launch.launcher, launch.folder, live=redraws(sys.stdout, env))}\n")

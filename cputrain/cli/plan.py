@@ -36,6 +36,7 @@ from cputrain.cli.completion import complete_machine, complete_recipe
 from cputrain.cli.options import PLANNING, SectionedCommand, host_groups_option, planning_options, settings_argument
 from cputrain.cli.output import format_option, print_file, print_json
 from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list, wording_of
+from cputrain.launch.command import training_command
 from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
     THIS_MACHINE,
@@ -46,7 +47,6 @@ from cputrain.launch.options import (
     request_of_options,
 )
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
-from cputrain.launch.training_command import training_command
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.launcher import Job
@@ -160,7 +160,7 @@ def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alo
 
 
 def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":
-    from cputrain.launch.recipe_request import check_local_batch, request_of  # pydantic: only where there is a recipe
+    from cputrain.launch.local import check_local_batch, request_of  # pydantic: only where there is a recipe
     from cputrain.recipe.loading import load_recipe
 
     check_local_batch(options.given["local_batch"])

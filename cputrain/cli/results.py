@@ -19,7 +19,7 @@ from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.output import FiniteRange, format_option
 from cputrain.files import RECIPE, REPORT
-from cputrain.launch.recipe_request import for_evaluation, request_of
+from cputrain.launch.local import for_evaluation, request_of
 from cputrain.recipe.schema import PlanSection
 from cputrain.runs.events import FILE
 from cputrain.runs.folder import checkpoints_of, load_training, run_of

@@ -117,7 +117,7 @@ def simulate_command(
     """
     from cputrain.affinity.planner.records import read_measured, read_records
     from cputrain.affinity.topology.catalog import find_machine
-    from cputrain.launch.recipe_request import request_of
+    from cputrain.launch.local import request_of
 
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))

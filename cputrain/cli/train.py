@@ -27,10 +27,9 @@ from cputrain.cli.recipes import aligned
 from cputrain.cli.words import as_recipe_key
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, write_plan
-from cputrain.launch.local import PlannedTraining, local_job, plan_recipe, plan_training, train_here
+from cputrain.launch.command import keep_logs, with_restarts
+from cputrain.launch.local import PlannedTraining, for_evaluation, local_job, plan_recipe, plan_training, train_here
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
-from cputrain.launch.recipe_request import for_evaluation
-from cputrain.launch.training_command import keep_logs, with_restarts
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local

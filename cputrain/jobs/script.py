@@ -15,13 +15,13 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, Request
 from cputrain.affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
 from cputrain.affinity.topology.catalog import find_machine
+from cputrain.launch.local import check_local_batch, request_of
 from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
     plan_host,
     request_of_options,
 )
-from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.mpi.supervise.signals import SAVE_S
 from cputrain.recipe.loading import dump_recipe, load_recipe
 from cputrain.recipe.schema import Recipe

@@ -1,34 +1,52 @@
-"""Any command under a plan: the job that starts it, or this process as one of its ranks.
+"""Any command under a plan: the job that starts it, what a training's command is, restarts after failures.
 
 Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transports are measured, in processes of their
 own.
 """
 
+import logging
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import count
+from dataclasses import asdict, dataclass, replace
+from itertools import count, pairwise
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
 from cputrain.affinity.ranks.host_names import is_this_host
 from cputrain.affinity.ranks.rank import port_of
 from cputrain.affinity.start import own_program
+from cputrain.affinity.wording import counted, first_named
 from cputrain.files import LOGS, PLAN
 from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, het_groups, network_of
-from cputrain.launch.training_command import COMPILING
 from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.launchers.launcher import Job, Launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.preflight.run import unreachable
+from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port
 
+if TYPE_CHECKING:
+    from cputrain.recipe.schema import Recipe
+
 PYTHON = re.compile(r"python[0-9.]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """How the workers of a launch are bound; as in Job."""
+
+    verify: bool
+    allow_other_layout: bool
+    keep_env: bool
+    plan_on_host: bool
 
 
 def command_job(
@@ -37,13 +55,9 @@ def command_job(
     command: tuple[str, ...],
     folder: Path,
     env: Mapping[str, str],
-    *,
-    verify: bool = True,
-    allow_other_layout: bool = False,
-    keep_env: bool = False,
-    plan_on_host: bool = False,
+    switches: Switches,
 ) -> Job:
-    """The job of a command on the planned hosts; the switches are Job's own.
+    """The job of a command on the planned hosts.
 
     MASTER_ADDR, MASTER_PORT and the fabric's variables that the user has exported win over the defaults. They are
     handed to the other hosts explicitly, as not every launcher does so.
@@ -61,10 +75,7 @@ def command_job(
         master_addr=None if here and options.pods == 1 else env.get("MASTER_ADDR") or None,
         master_port=free_port() if here and port is None else port,
         variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
-        verify=verify,
-        allow_other_layout=allow_other_layout,
-        keep_env=keep_env,
-        plan_on_host=plan_on_host,
+        **asdict(switches),
         names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
         het_groups=het_groups(options, cluster),
@@ -176,3 +187,113 @@ def _has_backend(env: Mapping[str, str]) -> bool:
     with suppress(RunError):  # no cache folder
         return any(cache_folder(env).glob(BACKENDS))
     return False
+
+
+TRAINER = ("cputrain", "train")
+
+
+def is_training(command: tuple[str, ...]) -> bool:
+    """Whether a command is `cputrain train`, or `python -m cputrain train`."""
+    return training_arguments(command) is not None
+
+
+def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The arguments of `cputrain train` where a command is that, or `python -m cputrain train`."""
+    pairs = list(pairwise(PurePath(word).name for word in command))
+    return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None
+
+
+def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
+    """The command that trains a recipe, by its file or name; `here`, the recipe itself, where this machine will train:
+    it finds recipe and data from any folder."""
+    command = (*own_program("cputrain"), "train")
+    if here is None:
+        return (*command, name, *settings)
+    from cputrain.recipe.loading import input_settings  # pydantic: only where there is a recipe
+
+    paths = input_settings(here)
+    replaced = {setting.partition("=")[0] for setting in paths}
+    kept = (setting for setting in settings if setting.partition("=")[0] not in replaced)
+    return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
+
+
+COMPARED_PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
+COMPILING = ("/native_build.py:", "/cpp_extension.py:", "/torch/_inductor/")
+"""In a line of a Python stack: the rank compiles our parts or torch's, and has not started yet."""
+
+# Modules that scripts import, as their error names them -> what to do without them.
+ABSENT_MODULES = {
+    **dict.fromkeys(
+        ("oneccl_bindings_for_pytorch", "torch_ccl"),
+        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") needs none',
+    ),
+    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, for which there is cputrain[ipex]",
+}
+
+
+def with_absent_module(error: JobFailedError) -> JobFailedError:
+    """The error of a job, with a line about a module that the failed rank has missed, where we know what to do."""
+    for module, advice in ABSENT_MODULES.items():
+        if any(line.endswith(f"No module named '{module}'") for line in error.tail):
+            return error.advised(f"{module}: {advice}")
+    return error
+
+
+logger = logging.getLogger(__name__)
+
+
+def with_restarts(start: Callable[[int, JobFailedError | None], int], restarts: int) -> int:
+    """The exit status of start(0, None); of start(n, failure) after the n-th failure of the job, `restarts` times at
+    most. Wrong input, signals and checks that fail before the ranks start end it at once."""
+    failure: JobFailedError | None = None
+    for attempt in range(restarts):
+        try:
+            return start(attempt, failure)
+        except JobFailedError as error:
+            failure = error
+            logger.warning("cputrain: %s\nrestart %d of %d", error, attempt + 1, restarts)
+    return start(restarts, failure)
+
+
+def keep_logs(logs: Path, attempt: int) -> None:
+    """Rename the logs of the attempt that has failed: the next one writes its own."""
+    for path in sorted(logs.glob("rank-*.log")):
+        if ".attempt-" not in path.name:
+            path.rename(path.with_suffix(f".attempt-{attempt}.log"))
+
+
+@dataclass(slots=True, kw_only=True)
+class HostsLeft:
+    """A job's hosts, of which some go during its restarts, and may come back."""
+
+    hosts: tuple[str, ...]
+    command: tuple[str, ...]
+    gone: frozenset[str] = frozenset()
+
+    def after(self, failure: JobFailedError) -> tuple[str, ...]:
+        """The hosts that answer after a failure: those that it names and those that were gone before are asked.
+
+        Raises RunError where none does, or where one does not whose loss would change what the command computes: only
+        `cputrain train` keeps its global batch on fewer hosts.
+        """
+        suspected = self.gone.union(failure.hosts)
+        self.gone = frozenset(unreachable([host for host in self.hosts if host in suspected]))
+        left = tuple(host for host in self.hosts if host not in self.gone)
+        names = first_named(sorted(self.gone))
+        if not left:
+            raise RunError(f"no restart: none of the job's hosts answers ({names})")
+        if self.gone and not is_training(self.command):
+            raise RunError(
+                f"no restart: these hosts do not answer: {names}; only cputrain train keeps its global batch on fewer "
+                "hosts: start the command again on the others"
+            )
+        if self.gone:
+            logger.warning("restarting on %s, without %s", counted(len(left), "host"), names)
+        return left
+
+
+def on_hosts(options: PlanningOptions, hosts: tuple[str, ...]) -> PlanningOptions:
+    """The options for some of their hosts."""
+    groups = ((tuple(host for host in names if host in hosts), machine) for names, machine in options.groups)
+    components = tuple(tuple(host for host in names if host in hosts) for names in options.components)
+    return replace(options, hosts=hosts, groups=tuple(group for group in groups if group[0]), components=components)

@@ -116,15 +116,6 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
     return options
 
 
-def with_this_host(options: PlanningOptions) -> PlanningOptions:
-    """The options with this host as localhost where it is the job's only host, by any of its names, and no launcher is
-    named: then none is needed."""
-    alone = len(options.hosts) == 1 and not options.groups and options.machine == THIS_MACHINE
-    if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
-        return replace(options, hosts=THIS_HOST)
-    return options
-
-
 def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster: Cluster) -> Iterator[str]:
     """What the user should know of the scheduler's job around this process: hosts that are not used, components that
     are planned alike, slots that are not the plan's workers."""
@@ -216,7 +207,13 @@ logger = logging.getLogger(__name__)
 
 
 def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
-    """The options for one of several pods, which are the job's hosts. Raises InputError where they contradict that."""
+    """The options for this host, which may be one of several pods. Raises InputError where they contradict that.
+
+    It is localhost where it is the job's only host, by any of its names, and no launcher is named: then none is needed.
+    """
+    alone = len(options.hosts) == 1 and not options.groups and options.machine == THIS_MACHINE
+    if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
+        options = replace(options, hosts=THIS_HOST)
     pods = pods_of(env)
     if pods.count > 1 and (not options.on_this_host or not isinstance(options.given["ppn"], int)):
         raise InputError(

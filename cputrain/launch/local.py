@@ -1,4 +1,5 @@
-"""A training on this machine: planned, then started with its own workers."""
+"""A recipe as the planner's request, and its training on this machine: planned, started with its own workers, and what
+to do after these ran out of memory."""
 
 import json
 from collections.abc import Mapping
@@ -7,23 +8,24 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.running import plan_beside
+from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request, largest_batch
 from cputrain.affinity.start import own_program
 from cputrain.checkpoints import ScaleRecord
 from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
+from cputrain.launch.command import COMPILING, training_arguments
 from cputrain.launch.options import THIS_HOST
-from cputrain.launch.recipe_request import request_of
-from cputrain.launch.shortage import remedy
-from cputrain.launch.training_command import COMPILING
+from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.launchers.launcher import Job
-from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.processes import JobFailedError, Shortage
 from cputrain.mpi.supervise.run import run_local
-from cputrain.recipe.derivation import TrainingSizes, derive
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import locked, make_folder
+from cputrain.recipe.derivation import TrainingSizes, derive, images_per_step, largest_local_batch
+from cputrain.recipe.schema import BatchSection, Recipe
+from cputrain.runs.folder import load_training, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -120,3 +122,75 @@ def local_job(
         names_errors=True,
         starting=COMPILING,
     )
+
+
+def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
+    """What a recipe requests of the planner, as one of `nodes` hosts, with this number of training images if known."""
+    fields = {
+        option.name: option.requested(getattr(recipe.plan, option.name))
+        for option in RECIPE_OPTIONS
+        if option.name in Request.__slots__
+    }
+    return Request(
+        **fields,
+        nodes=nodes,
+        local_batch=recipe.batch.local,
+        global_batch=recipe.batch.global_,
+        most_workers=_most_workers(recipe, images),
+        workload=workload_of(recipe),
+    )
+
+
+def _most_workers(recipe: Recipe, images: int | None) -> int | None:
+    """The most workers that have an image each in every step, and a whole step in an epoch; None: any number."""
+    batch = recipe.batch
+    if batch.global_ is not None:
+        return batch.global_
+    epoch = recipe.data.images_per_epoch or images or recipe.data.train_images
+    return None if epoch is None else max(1, epoch // (batch.local * batch.accumulation))
+
+
+def check_local_batch(local_batch: int | None) -> None:
+    """Raise InputError where --local-batch is given beside a recipe, which has a batch of its own."""
+    if local_batch is not None:
+        raise InputError(f"--local-batch with a recipe: set batch.local={local_batch} in the recipe instead")
+
+
+def for_evaluation(recipe: Recipe) -> Recipe:
+    """The recipe for an evaluation: its images need not fill a global batch, nor come in blocks."""
+    changes = {
+        "batch": BatchSection(local=1),
+        "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),
+        "data": recipe.data.model_copy(update={"images_per_epoch": None, "last_batch": "drop", "block_mib": 0.0}),
+        "plan": recipe.plan.model_copy(update={"balance": "equal"}),
+    }
+    return recipe.model_copy(update=changes)
+
+
+def with_remedy(error: JobFailedError, job: Job) -> JobFailedError:
+    """The error of a launched job, with a batch that fits where it is a training that ran out of memory. Nothing about
+    the training's recipe takes the error's place: it may be gone by now."""
+    arguments = training_arguments(job.command)
+    recipe, *settings = [word for word in arguments or () if not word.startswith("-")] or [""]
+    if error.shortage is None or not recipe or job.instances is not None:
+        return error
+    try:
+        training = load_training(recipe, settings)
+    except (InputError, OSError):
+        return error
+    advice = remedy(training, ppn=job.ppn, nodes=len(job.hosts), shortage=error.shortage, workers="--ppn ")
+    return error.advised(advice)
+
+
+def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: Shortage, workers: str = "plan.ppn=") -> str:
+    """A local batch that fits by the planner's estimate, with the same global batch, or half of one that should have
+    fitted; and how to measure the largest one. `ppn` workers ran on each of so many hosts; `workers` sets that number.
+    """
+    workload, batch = workload_of(recipe), largest_local_batch(recipe.batch, ppn * nodes)
+    measure = f"cputrain sweep {recipe.name} --find-batch measures the largest that trains"
+    fits = largest_batch(workload, int(USABLE * shortage.limit_bytes / ppn)) if workload else batch
+    smaller = fits if fits < batch else batch // 2
+    if smaller < 1:
+        return f"use fewer workers ({workers}{max(1, ppn // 2)}), or a smaller data.crop"
+    same = images_per_step(recipe.batch, ppn * nodes)
+    return f"set batch.local={smaller} batch.global={same}, which keeps the global batch: {measure}"

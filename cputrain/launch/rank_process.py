@@ -15,7 +15,7 @@ from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws
-from cputrain.launch.recipe_request import request_of
+from cputrain.launch.local import request_of
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.recipe.schema import Recipe
 

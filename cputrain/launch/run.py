@@ -15,26 +15,29 @@ from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted
 from cputrain.files import LOGS, PLAN, write_plan
-from cputrain.launch.command import check_launch, check_program, command_job, measure_transports, new_folder
+from cputrain.launch.command import (
+    COMPARED_PACKAGES,
+    HostsLeft,
+    Switches,
+    check_launch,
+    check_program,
+    command_job,
+    keep_logs,
+    measure_transports,
+    new_folder,
+    on_hosts,
+    with_absent_module,
+    with_restarts,
+)
 from cputrain.launch.hosts import (
-    allocation_notes,
     in_pods,
     uses_launcher,
     wait_for_name,
     with_allocated_hosts,
     with_host_groups,
     with_pods,
-    with_this_host,
 )
 from cputrain.launch.options import PlanningOptions, chosen, plan_hosts, request_of_options, with_instances
-from cputrain.launch.training_command import (
-    COMPARED_PACKAGES,
-    HostsLeft,
-    keep_logs,
-    on_hosts,
-    with_absent_module,
-    with_restarts,
-)
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
 from cputrain.mpi.launchers.detect import find_launcher
@@ -43,16 +46,6 @@ from cputrain.mpi.preflight.run import run_preflight
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local, run_remote
 from cputrain.variables import restart_variables
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switches:
-    """How the workers of a launch are bound; as in Job."""
-
-    verify: bool
-    allow_other_layout: bool
-    keep_env: bool
-    plan_on_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +67,10 @@ class Launch:
     instance: str | None
     allocation: Allocation | None
 
-    def notes(self, cluster: Cluster) -> tuple[str, ...]:
-        """What the user should know of the scheduler's job around this process."""
-        return tuple(allocation_notes(self.options, self.allocation, cluster))
-
     def planned(self) -> tuple[Job, Cluster]:
         """The job and its hosts' plans. Raises InputError where the request does not fit."""
         cluster = plan_hosts(self.options, self.base, self.env, self.command)
-        job = command_job(
-            self.options,
-            cluster,
-            self.command,
-            self.folder,
-            self.env,
-            verify=self.switches.verify,
-            allow_other_layout=self.switches.allow_other_layout,
-            keep_env=self.switches.keep_env,
-            plan_on_host=self.switches.plan_on_host,
-        )
+        job = command_job(self.options, cluster, self.command, self.folder, self.env, self.switches)
         job = in_pods(job, self.env)
         return (job if self.instances is None else replace(job, instances=chosen(self.instance, job.ppn))), cluster
 
@@ -112,7 +91,7 @@ def make_launch(
     Raises InputError where options cannot be combined."""
     found = allocation(env)
     options = with_allocated_hosts(with_host_groups(options, host_groups), found)
-    options = with_pods(with_this_host(options), env)
+    options = with_pods(options, env)
     check_launch(options, plan_on_host=switches.plan_on_host)
     if instances is not None:
         options = with_instances(options, instances, this_machine())
@@ -165,7 +144,7 @@ def run_launch(
         except JobFailedError as error:
             if error.shortage is None:
                 raise with_absent_module(error) from None
-            from cputrain.launch.shortage import with_remedy  # the recipes: only where one may have failed
+            from cputrain.launch.local import with_remedy  # the recipes: only where one may have failed
 
             raise with_remedy(error, job) from None
 

@@ -14,7 +14,7 @@ from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import either, first_named
-from cputrain.launch.recipe_request import request_of
+from cputrain.launch.local import request_of
 from cputrain.models.sizes import COPIES
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import (

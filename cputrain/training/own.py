@@ -29,8 +29,8 @@ from cputrain.affinity.kernel.observe import observe, verify
 from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.terminal import CODES
 from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
+from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
-from cputrain.launch.recipe_request import request_of
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe

@@ -54,8 +54,8 @@ from cputrain.data.from_recipe import open_recipe_data, training_transform
 from cputrain.data.loader import Batch, ImageLoader, choose_normalize, own_batches, point_batches, read_and_decode
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_decoder, decode_by_pillow
+from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
-from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep, new_record
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
