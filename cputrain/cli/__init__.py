@@ -59,7 +59,7 @@ MODULES = {  # those that have not the command's name
     "machines": "plan",
     "prepare": "data",
     "demo": "train",
-    "import": "launch",
+    "import": "migrate",
     "eval": "train",
     "find-lr": "train",
     "weights": "train",

@@ -1,4 +1,4 @@
-"""`cputrain launch` and `cputrain import`."""
+"""`cputrain launch`."""
 
 import os
 import sys
@@ -13,8 +13,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.ranks.rank import Rank, discover
-from cputrain.affinity.terminal import align_columns, redraws
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.terminal import redraws
 from cputrain.cli.options import (
     PLANNING,
     Instances,
@@ -30,11 +29,6 @@ from cputrain.launch.hosts import allocation_notes, converted_hostfile
 from cputrain.launch.options import PlanningOptions
 from cputrain.launch.plan_files import launch_text
 from cputrain.launch.run import become_rank, make_launch, request_of_rank, run_launch
-from cputrain.mpi.hosts.hostfile import read_hostfile
-from cputrain.mpi.launchers.detect import identify
-from cputrain.other_launchers.option import command_and_rest, unmarked, words_of
-from cputrain.other_launchers.programs import PROGRAMS
-from cputrain.other_launchers.translation import read, translated
 
 # Options about all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (
@@ -170,57 +164,3 @@ def _check_options_of_rank(rank: Rank) -> None:
                 f"{option}, but this launch is rank {rank.rank} of {rank.world_size} that another launcher has "
                 f"started: remove {option}, or run cputrain launch without that launcher"
             )
-
-
-@click.command("import", context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--from",
-    "name",
-    type=click.Choice(list(PROGRAMS)),
-    help="the launcher that the command line is for, where mpirun may be that of several",
-)
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND-LINE")
-def import_command(name: str | None, words: tuple[str, ...]) -> None:
-    """Print the cputrain launch that does what a command line of another launcher does, and on stderr which of its
-    options are not in it, and why. Nothing is started.
-
-    \b
-    cputrain import "ipexrun --nnodes 2 --nprocs-per-node 2 --ccl-worker-count 4 --hostfile hosts train.py"
-    cputrain import torchrun --nproc-per-node 4 train.py --epochs 3
-    cputrain import --from openmpi "mpirun -np 4 python train.py"
-
-    Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and mpirun
-    of Intel MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
-    """
-    rest = ""
-    try:
-        if len(words) == 1:
-            line, rest = command_and_rest(words[0])
-            words = words_of(line)
-        reading = read(words, name, _launcher_of)
-        found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
-    except InputError as error:
-        raise InputError(unmarked(str(error))) from None
-    print_file(f"{found.line} {rest}".rstrip() + "\n")
-    if found.without:
-        click.echo(f"of {reading.program.title}, not needed, or without a counterpart:", err=True)
-        click.echo(align_columns([(f"  {option}", why) for option, why in found.without]), err=True)
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
-
-
-def _launcher_of(program: str) -> str | None:
-    """The MPI that a program is of, on PATH or by its own path; None where it is not here or of another."""
-    try:
-        found = identify(program, os.environ)
-    except InputError:
-        return None
-    return found.launcher.name if found else None
-
-
-def _hosts_in(path: str) -> int | None:
-    """The number of hosts in a hostfile; None where it cannot be read here."""
-    try:
-        return len(read_hostfile(Path(path)).hosts)
-    except InputError:
-        return None

@@ -172,13 +172,13 @@ def _is_launcher(word: str) -> bool:
 
 def _of_other_launchers(name: str) -> str:
     """What becomes of another launcher's option of that name, and which launcher that is; "" where none has it."""
-    from cputrain.other_launchers.programs import BINDING, PROGRAMS
+    from cputrain.other_launchers.programs import PROGRAMS, REASONS
 
     for program in PROGRAMS.values():
         for option in program.options:
             if name in {each.lstrip("-") for each in option.names}:
                 instead = option.launch_option or option.why
-                more = f"; {LEFT_TO_LAUNCHER}" if instead.startswith(BINDING) else ""
+                more = f"; {LEFT_TO_LAUNCHER}" if instead.startswith(REASONS["binding"]) else ""
                 return f"{program.title} has it; here: {instead}{more}."
     return ""
 

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
@@ -14,8 +13,8 @@ from cputrain.affinity.planner.request import Option as PlanningOption
 from cputrain.affinity.ranks.host_names import is_loopback
 from cputrain.affinity.wording import counted
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
-from cputrain.other_launchers.option import Given, Option, Program, Wanted, line_of, unmarked, wanted
-from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers.programs import PROGRAMS, Option, Program, key_of, option_named
+from cputrain.other_launchers.words import Given, Wanted, line_of, unmarked, wanted
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")
@@ -65,8 +64,8 @@ def read(
 
 def _recognized(program: Program, words: tuple[str, ...]) -> int:
     """How many of the words are options of the launcher."""
-    keys = {_key(name) for option in program.options for name in option.names}
-    return sum(word.startswith("-") and _key(word.partition("=")[0]) in keys for word in words)
+    keys = {key_of(name) for option in program.options for name in option.names}
+    return sum(word.startswith("-") and key_of(word.partition("=")[0]) in keys for word in words)
 
 
 def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]]:
@@ -197,30 +196,6 @@ def _set_by(option: Option, written: str, behind: list[str]) -> tuple[list[Given
         rest = re.sub(pattern, "", rest, flags=re.IGNORECASE)
     rest = re.sub(option.understood, "", rest, flags=re.IGNORECASE)
     return found, bool(found) and re.search(r"\w", rest) is None
-
-
-def option_named(program: Program, name: str) -> Option:
-    """A launcher's option by its name: with one dash or two, - or _, and shortened where only one begins so.
-
-    Raises InputError for one that it does not have.
-    """
-    wanted = _key(name)
-    by_key = {_key(each): option for option in program.options for each in option.names if not each.endswith("*")}
-    if wanted in by_key:
-        return by_key[wanted]
-    for option in program.options:
-        if any(each.endswith("*") and wanted.startswith(_key(each[:-1])) for each in option.names):
-            return option
-    begin_so = {id(option): option for key, option in by_key.items() if key.startswith(wanted) and len(wanted) > 2}
-    if len(begin_so) == 1 and program.starts_python:
-        return next(iter(begin_so.values()))
-    near = get_close_matches(wanted, by_key, n=1, cutoff=0.7)
-    hint = f": did you mean --{near[0]}?" if near else ": remove it, and import the rest"
-    raise InputError(f"{program.title} has no option {name[:60]} that is known here{hint}")
-
-
-def _key(name: str) -> str:
-    return name.lstrip("-").replace("_", "-")
 
 
 # Variables that the plan sets: one beside it would contradict it.

@@ -21,30 +21,6 @@ from cputrain.mpi.launchers import find_launcher
 from cputrain.other_launchers import PROGRAMS, Program, Translation, line_of, option_named, read, translated, words_of
 from tests.support.commands import cputrain, here, mpi_path, refused
 
-# Of Horovod 0.28's parser, which needs Horovod to be built.
-HOROVODRUN = """
--np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-interface
---output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms
---cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --autotune
---no-hierarchical-allgather --no-autotune --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample
---autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc
---slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles
---no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds --mpi-args --tcp
---stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --binding-args --num-nccl-streams
---thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
---prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile --gloo
---host-discovery-script --mpi --jsrun"""
-# Of the parser in the wheel of intel-extension-for-pytorch 2.8.0, which needs torch 2.8, with the deprecated ones.
-IPEXRUN = """
--m --module --no-python --log-dir --log-file-prefix --ncores-per-instance --nodes-list --use-e-cores --strategy
---memory-allocator --omp-runtime --nnodes --nprocs-per-node --ccl-worker-count --logical-cores-for-ccl --master-addr
---master-port --hostfile --extra-mpi-params --ninstances --instance-idx --use-logical-cores --bind-numa-node
---multi-task-manager --latency-mode --throughput-mode --cores-list --benchmark --auto-ipex --dtype --auto-ipex-verbose
---disable-ipex-graph-mode --skip-cross-node-cores --nproc_per_node --more_mpi_params --ncore_per_instance --node_id
---core_list --logical_core_for_ccl --enable_tcmalloc --enable_jemalloc --use_default_allocator --use_logical_core
---disable_numactl --disable_taskset --disable_iomp --log_path --multi_instance --distributed"""
-
-
 OF_HELP = ("-h", "--help", "--usage", "-V", "--version", "-help")
 
 
@@ -190,11 +166,6 @@ def test_every_option_of_an_installed_launcher_is_known_with_its_number_of_words
             if option not in ("-h", "--help"):
                 takes = 0 if action.nargs == 0 else 1
                 assert option_named(PROGRAMS[name], option).takes == takes, option
-
-
-@pytest.mark.parametrize(("name", "options"), [("horovodrun", HOROVODRUN), ("ipexrun", IPEXRUN)])
-def test_every_option_of_a_launcher_that_is_not_installed_is_known(name: str, options: str) -> None:
-    assert unknown(PROGRAMS[name], options.split()) == []
 
 
 @pytest.mark.parametrize("name", ["intelmpi", "mpich", "openmpi4"])

@@ -1,0 +1,70 @@
+"""`cputrain import`, which alone reads the tables of other launchers."""
+
+import os
+from pathlib import Path
+
+import click
+
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.cli.output import print_file
+from cputrain.mpi.hosts.hostfile import read_hostfile
+from cputrain.mpi.launchers.detect import identify
+from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers.translation import read, translated
+from cputrain.other_launchers.words import command_and_rest, unmarked, words_of
+
+
+@click.command("import", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--from",
+    "name",
+    type=click.Choice(list(PROGRAMS)),
+    help="the launcher that the command line is for, where mpirun may be that of several",
+)
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND-LINE")
+def import_command(name: str | None, words: tuple[str, ...]) -> None:
+    """Print the cputrain launch that does what a command line of another launcher does, and on stderr which of its
+    options are not in it, and why. Nothing is started.
+
+    \b
+    cputrain import "ipexrun --nnodes 2 --nprocs-per-node 2 --ccl-worker-count 4 --hostfile hosts train.py"
+    cputrain import torchrun --nproc-per-node 4 train.py --epochs 3
+    cputrain import --from openmpi "mpirun -np 4 python train.py"
+
+    Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and mpirun
+    of Intel MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
+    """
+    rest = ""
+    try:
+        if len(words) == 1:
+            line, rest = command_and_rest(words[0])
+            words = words_of(line)
+        reading = read(words, name, _launcher_of)
+        found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
+    except InputError as error:
+        raise InputError(unmarked(str(error))) from None
+    print_file(f"{found.line} {rest}".rstrip() + "\n")
+    if found.without:
+        click.echo(f"of {reading.program.title}, not needed, or without a counterpart:", err=True)
+        click.echo(align_columns([(f"  {option}", why) for option, why in found.without]), err=True)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _launcher_of(program: str) -> str | None:
+    """The MPI that a program is of, on PATH or by its own path; None where it is not here or of another."""
+    try:
+        found = identify(program, os.environ)
+    except InputError:
+        return None
+    return found.launcher.name if found else None
+
+
+def _hosts_in(path: str) -> int | None:
+    """The number of hosts in a hostfile; None where it cannot be read here."""
+    try:
+        return len(read_hostfile(Path(path)).hosts)
+    except InputError:
+        return None
