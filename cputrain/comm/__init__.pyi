@@ -21,6 +21,7 @@ from .group import start_group as start_group
 from .store import SignedKeys as SignedKeys
 from .store import connect_store as connect_store
 from .store import describe_gone as describe_gone
+from .store import openssl_hmac as openssl_hmac
 from .watchdog import HeartbeatThread as HeartbeatThread
 from .watchdog import LastHeartbeat as LastHeartbeat
 from .watchdog import PendingCollective as PendingCollective

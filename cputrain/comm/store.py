@@ -1,5 +1,6 @@
 """The store at which a job's ranks meet, served on one address of rank 0's host; keys that the job's token signs."""
 
+import ctypes
 import errno
 import hmac
 import os
@@ -97,6 +98,21 @@ def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     every = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server((ANY_ADDRESS, port), family=every, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+
+def openssl_hmac() -> tuple[int, int] | None:
+    """The addresses of OpenSSL's HMAC and EVP_sha256, which hmac calls, for a thread that signs without Python.
+
+    None where this Python's OpenSSL is linked into it so that nothing else can call it.
+    """
+    try:
+        import _hashlib
+
+        library = ctypes.CDLL(_hashlib.__file__)  # and the libraries that it is linked with
+        hmac_, sha256 = (ctypes.cast(library[name], ctypes.c_void_p).value for name in ("HMAC", "EVP_sha256"))
+    except (AttributeError, ImportError, OSError):
+        return None
+    return (hmac_, sha256) if hmac_ and sha256 else None
 
 
 def describe_gone(error: RuntimeError) -> str:

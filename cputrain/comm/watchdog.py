@@ -286,9 +286,14 @@ class HeartbeatThread:
     """Sends a rank's heartbeats from a Python thread, until it stops; for backends without a native one."""
 
     def __init__(
-        self, keys: SignedKeys, rank: int, place: ProcessPlace, pending: Callable[[], PendingCollective]
+        self,
+        keys: SignedKeys,
+        rank: int,
+        place: ProcessPlace,
+        pending: Callable[[], PendingCollective],
+        groups: Callable[[], Mapping[str, Sequence[Sequence[int]]]] = dict,
     ) -> None:
-        self._keys, self._rank, self._place, self._pending = keys, rank, place, pending
+        self._keys, self._rank, self._place, self._pending, self._groups = keys, rank, place, pending, groups
         self._count = 0
         self._stopped = threading.Event()
         self._send()
@@ -309,7 +314,11 @@ class HeartbeatThread:
     def _send(self, *, left: bool = False) -> None:
         self._count += 1
         heartbeat = StoreHeartbeat(
-            **asdict(self._place), count=self._count, waits_in=self._pending().name or None, left=left
+            **asdict(self._place),
+            count=self._count,
+            waits_in=self._pending().name or None,
+            groups=self._groups(),
+            left=left,
         )
         self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))
 

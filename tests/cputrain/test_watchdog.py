@@ -1,5 +1,6 @@
 """The watchdog: silent and absent ranks found from their heartbeats, and the end of a rank whose peer is lost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -93,13 +94,17 @@ import ctypes, json, os
 from torch.distributed import HashStore
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import find_libraries
+from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
 loaded = load(ensure_built(find_libraries(os.environ), os.environ))
-loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1)
-count = lambda: json.loads(store.get("beat").decode().partition(" ")[2])["count"]
-before = count()
+loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1, *openssl_hmac())
+ours, guessed = SignedKeys(store, "token"), SignedKeys(store, "guess")
+before = json.loads(ours.get("beat"))["count"]
 ctypes.PyDLL(None).sleep(3)  # without giving up Python's lock
-os.write(1, f"{count() - before}".encode())
+said = {"counted": json.loads(ours.get("beat"))["count"] - before, "guessed": guessed.get("beat")}
+store.set("forged", store.get("beat"))
+said["forged"] = ours.get("forged")
+os.write(1, json.dumps(said).encode())
 os._exit(0)
 """
 AT_THE_END = """
@@ -290,7 +295,9 @@ def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_th
 def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
     done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5
+    said = json.loads(done.stdout)
+    assert said.pop("counted") > 5
+    assert said == {"guessed": None, "forged": None}  # as store.py signs and reads
 
 
 def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:

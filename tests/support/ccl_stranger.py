@@ -309,7 +309,8 @@ def fork_while_beating() -> None:
     from cputrain.comm import ccl
 
     for number in range(2):
-        ccl._extension.HeartbeatSender(dist.HashStore(), f"beat{number}", "token", '"host": "n"', 1e-6)
+        place = (f"beat{number}", "token", '"host": "n"', 1e-6)
+        ccl._extension.HeartbeatSender(dist.HashStore(), *place, *ccl.openssl_hmac())
     for _ in range(40):
         child = os.fork()
         if not child:

@@ -27,8 +27,15 @@ from cputrain.comm.ccl.environment import (
     settings,
     sweep_segments,
 )
-from cputrain.comm.store import SignedKeys, describe_gone
-from cputrain.comm.watchdog import PendingCollective, Watchdog, WatchedBackend, key_of, place_of_this_process
+from cputrain.comm.store import SignedKeys, describe_gone, openssl_hmac
+from cputrain.comm.watchdog import (
+    HeartbeatThread,
+    PendingCollective,
+    Watchdog,
+    WatchedBackend,
+    key_of,
+    place_of_this_process,
+)
 from cputrain.measurements import VARIABLE, kept_seconds
 from cputrain.mpi.fabric import Setting
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
@@ -103,6 +110,7 @@ def create(options: Any, _backend_options: Any) -> Any:
     unwatched = not any(set(ranks) <= set(one.ranks) for one in _watchdogs)
     if unwatched:
         _watch(options, store, loaded, ranks)
+    loaded.set_watched(bool(_watchdogs))
     seconds = options.timeout.total_seconds()
     if not _kvs_timeout_is_set:
         _env[KVS_TIMEOUT] = str(math.ceil(seconds) + KVS_MARGIN_S)  # oneCCL reads it for each communicator
@@ -165,21 +173,28 @@ def _keys(store: Store, prefix: str) -> SignedKeys:
 def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
     """Watch the ranks of a group, from before it is made: a rank may be lost while others wait for it there."""
     global watchdog  # noqa: PLW0603  one default group in a process
-    token, timeout_s = _env.get(TOKEN_VARIABLE, ""), options.timeout.total_seconds()
-    rank = ranks[options.group_rank]
-    place = json.dumps(asdict(place_of_this_process(native=True)))[1:-1]
+    token, rank, openssl = _env.get(TOKEN_VARIABLE, ""), ranks[options.group_rank], openssl_hmac()
+    place = place_of_this_process(native=openssl is not None)
 
     def connection() -> PrefixStore:
         return PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
 
+    def pending() -> PendingCollective:
+        return PendingCollective(*loaded.pending_collective())
+
+    if openssl:
+        constant = json.dumps(asdict(place))[1:-1]
+        sender = loaded.HeartbeatSender(connection(), key_of(rank), token, constant, HEARTBEAT_S, *openssl)
+    else:
+        sender = HeartbeatThread(SignedKeys(connection(), token), rank, place, pending, loaded.groups)
     watchdog = Watchdog(
         SignedKeys(connection(), token),
         ranks=ranks,
         rank=rank,
-        timeout_s=timeout_s,
-        sender=loaded.HeartbeatSender(connection(), key_of(rank), token, place, HEARTBEAT_S),
+        timeout_s=options.timeout.total_seconds(),
+        sender=sender,
         backend=WatchedBackend(
-            pending=lambda: PendingCollective(*loaded.pending_collective()),
+            pending=pending,
             members=loaded.ranks_of_group,
             set_absent_ranks=loaded.set_absent_ranks,
             abort=lambda reason: loaded.abort(f"ccl: {reason}"),

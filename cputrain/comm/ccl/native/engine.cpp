@@ -131,7 +131,7 @@ void Engine::fail(const std::string& error) {
       failed_ = Clock::now();
     }
   }
-  if (watchdogs_ == 0) {
+  if (!watched_) {
     abort("ccl: " + failure());
   }
 }
@@ -245,9 +245,19 @@ uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest, uint64
   return last.digest;
 }
 
-std::map<std::string, Progress> Engine::groups() {
+std::map<std::string, std::vector<std::array<uint64_t, 3>>> Engine::groups() {
   const std::lock_guard lock(published_mutex_);
-  return groups_;
+  std::map<std::string, std::vector<std::array<uint64_t, 3>>> listed;
+  for (const auto& [key, group] : groups_) {
+    auto& places = listed[key];
+    places.push_back({group.last.number, group.last.digest, group.last.balance});
+    for (const auto& mark : group.marks) {
+      if (mark.number > 0) {
+        places.push_back({mark.number, mark.digest, mark.balance});
+      }
+    }
+  }
+  return listed;
 }
 
 std::vector<int> Engine::ranks_of(const std::string& key) {

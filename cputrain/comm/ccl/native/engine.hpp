@@ -1,6 +1,7 @@
 // Operations in flight: their submission, progress and end. One lock guards every call into oneCCL.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -68,7 +69,7 @@ class Engine {
 
   // oneCCL's own error, "" for none. A watchdog aborts with what it knows about the ranks, in kExplained at the latest.
   std::string failure();
-  void count_watchdogs(int change) { watchdogs_ += change; }
+  void set_watched(bool watched) { watched_ = watched; }
 
   // Sets the text about ranks that have not joined a collective, which the message of its timeout includes.
   void set_absent_ranks(std::string collective, std::string absent);
@@ -80,8 +81,9 @@ class Engine {
   void end_group(const std::string& key);
   // Counts a collective of a group; the digest of all its agreements so far.
   uint64_t count(Progress& group, uint64_t number, uint64_t digest, uint64_t balance);
-  // The progress of each group by its key, the last ones that have been destroyed too.
-  std::map<std::string, Progress> groups();
+  // Of each group by its key, the last ones that have been destroyed too, the number, digest and balance of its last
+  // collective, and of those before it whose numbers are marks.
+  std::map<std::string, std::vector<std::array<uint64_t, 3>>> groups();
   // The ranks of one of these, none for another one.
   std::vector<int> ranks_of(const std::string& key);
 
@@ -155,7 +157,7 @@ class Engine {
   std::atomic<Clock::time_point> changed_{};  // when an operation last began or ended
   std::atomic<int> finishing_{0};  // calls of finish() under way
   std::atomic<int> communicators_{0};
-  std::atomic<int> watchdogs_{0};
+  std::atomic<bool> watched_{false};  // by a watchdog of this process
   std::atomic<bool> leaving_{false};  // the process exits: no thread drives any more
   std::atomic<bool> forked_{false};
 };

@@ -5,7 +5,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "engine.hpp"
-#include "signature.hpp"
+#include "tensors.hpp"
 
 namespace cputrain {
 
@@ -27,13 +27,15 @@ std::string quoted(const std::string& text) {
 }  // namespace
 
 HeartbeatSender::HeartbeatSender(
-    c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s)
+    c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s,
+    Hmac hmac, Sha256 sha256)
     : store_(std::move(store)),
       key_(std::move(key)),
       token_(std::move(token)),
       place_(std::move(place)),
-      interval_(interval_s) {
-  Engine::instance().count_watchdogs(1);
+      interval_(interval_s),
+      hmac_(hmac),
+      sha256_(sha256) {
   send(false);
   std::thread([this] { run(); }).detach();
 }
@@ -64,7 +66,6 @@ void HeartbeatSender::run() {
 
 void HeartbeatSender::stop(double patience_s) {
   std::unique_lock lock(mutex_);
-  Engine::instance().count_watchdogs(stopping_ ? 0 : -1);
   stopping_ = true;
   changed_.notify_all();
   changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return ended_; });
@@ -84,20 +85,33 @@ void HeartbeatSender::send(bool left) {
   const auto current = Engine::instance().current();
   sent_ = current.collective;
   std::string groups;
-  for (const auto& [key, progress] : Engine::instance().groups()) {
-    const auto listed = [](const Place& place) {
-      return c10::str("[", place.number, ", ", place.digest, ", ", place.balance, "]");
-    };
-    groups += c10::str(groups.empty() ? "" : ", ", quoted(key), ": [", listed(progress.last));
-    for (const auto& mark : progress.marks) {
-      groups += mark.number == 0 ? "" : ", " + listed(mark);
+  for (const auto& [key, places] : Engine::instance().groups()) {
+    std::string listed;
+    for (const auto& [number, digest, balance] : places) {
+      listed += c10::str(listed.empty() ? "[" : ", [", number, ", ", digest, ", ", balance, "]");
     }
-    groups += "]";
+    groups += c10::str(groups.empty() ? "" : ", ", quoted(key), ": [", listed, "]");
   }
   const auto value = c10::str(
       "{\"count\": ", ++count_, ", ", place_, ", \"waits_in\": ",
-      current.collective.empty() ? "null" : quoted(current.collective), ", \"groups\": {", groups, "}, \"left\": ", left ? "true" : "false", "}");
-  store_->set(key_, hmac_sha256(token_, "cputrain store " + key_ + " " + value) + " " + value);
+      current.collective.empty() ? "null" : quoted(current.collective), ", \"groups\": {", groups, "}, \"left\": ",
+      left ? "true" : "false", "}");
+  store_->set(key_, signature("cputrain store " + key_ + " " + value) + " " + value);
+}
+
+// In lowercase hexadecimal digits.
+std::string HeartbeatSender::signature(const std::string& text) const {
+  unsigned char code[64];
+  unsigned int bytes = 0;
+  const auto* from = reinterpret_cast<const unsigned char*>(text.data());
+  const auto* made = hmac_(sha256_(), token_.data(), static_cast<int>(token_.size()), from, text.size(), code, &bytes);
+  CPUTRAIN_REQUIRE(made != nullptr, "ccl: OpenSSL cannot sign a heartbeat");
+  std::string digits;
+  for (unsigned int i = 0; i < bytes; i++) {
+    digits += "0123456789abcdef"[code[i] >> 4];
+    digits += "0123456789abcdef"[code[i] & 15];
+  }
+  return digits;
 }
 
 }  // namespace cputrain

@@ -3,7 +3,6 @@
 
 #include "backend.hpp"
 #include "heartbeat.hpp"
-#include "signature.hpp"
 
 PYBIND11_MODULE(cputrain_ccl, module) {
   namespace py = pybind11;
@@ -23,7 +22,11 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   py::class_<HeartbeatSender, std::unique_ptr<HeartbeatSender, py::nodelete>>(module, "HeartbeatSender")
       .def(
           py::init([](const StorePtr& store, const std::string& key, const std::string& token, const std::string& place,
-                      double interval_s) { return new HeartbeatSender(store, key, token, place, interval_s); }),
+                      double interval_s, uintptr_t hmac, uintptr_t sha256) {
+            return new HeartbeatSender(
+                store, key, token, place, interval_s, reinterpret_cast<cputrain::Hmac>(hmac),
+                reinterpret_cast<cputrain::Sha256>(sha256));
+          }),
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
   // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group's key and
@@ -35,6 +38,8 @@ PYBIND11_MODULE(cputrain_ccl, module) {
         current.collective, current.collective.empty() ? 0.0 : overdue.count(), current.place.group,
         current.place.number, current.place.digest, current.place.peers);
   });
+  module.def("groups", [] { return Engine::instance().groups(); });
+  module.def("set_watched", [](bool watched) { Engine::instance().set_watched(watched); });
   module.def("ranks_of_group", [](const std::string& key) { return Engine::instance().ranks_of(key); });
   module.def("set_absent_ranks", [](std::string collective, std::string absent) {
     Engine::instance().set_absent_ranks(std::move(collective), std::move(absent));
@@ -44,5 +49,4 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   module.def("disagree", [](const std::string& what) { Engine::instance().disagree(what); }, without_gil);
   module.def("abort", [](const std::string& reason) { Engine::instance().abort(reason); }, without_gil);
   module.def("refuse_in_child", [](const std::string& what) { Engine::instance().refuse_in_child(what); });
-  module.def("hmac_sha256", &cputrain::hmac_sha256);
 }
