@@ -73,7 +73,7 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
 def is_intact(path: Path) -> bool:
     """Whether a compiled file is there, and as the compiler wrote it: loading one that is cut short kills a process."""
     try:
-        return checksum_file(path).read_text(encoding="utf-8") == _checksum(path)
+        return checksum_file(path).read_bytes() == _checksum(path).encode()  # it may be damaged itself
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -160,7 +160,7 @@ def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env
 
 def _owner(lock: Path) -> str:
     try:
-        return lock.read_text(encoding="utf-8").strip()
+        return lock.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return "another process"
 

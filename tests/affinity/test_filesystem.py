@@ -152,6 +152,8 @@ def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str
     middle = len(data) // 2
     file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if damage is None else damage)
     assert f"{file.relative_to(place)} is damaged, and is compiled anew" in answered() and answered() == ""
+    file.with_suffix(".sha256").write_bytes(b"\xff\x00")  # no text
+    assert "compiling the part" in answered() and answered() == ""
     file.with_suffix(".sha256").unlink()
     assert "compiling the part" in answered() and answered() == ""
     assert {path.name for path in file.parent.iterdir()} == {"part.so", "part.sha256"}

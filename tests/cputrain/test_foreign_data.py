@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -155,6 +156,20 @@ def test_data_of_tensorflow_datasets_is_read(tmp_path: Path) -> None:
 def test_their_class_names_are_taken_where_they_are_written(tmp_path: Path) -> None:
     dataset = open_dataset(str(tfds(tmp_path / "5.1.0", names=True)))
     assert dataset.classes == ("tench", "shark", "hen", "cat") and set(dataset.train.labels.tolist()) == {1, 3}
+
+
+def test_lists_of_labels_may_have_a_mark_and_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    """As editors of Windows write them, and as other locales do."""
+    folder = tfds(tmp_path / "5.1.0", names=True)
+    (folder / "label.labels.txt").write_bytes(b"\xef\xbb\xbftench\nshark\nhen\nch\xe2t\n")
+    assert open_dataset(str(folder)).classes == ("tench", "shark", "hen", "ch\udce2t")
+    images = write_images(tmp_path / "images", classes=2, train=2, val=1)
+    (images / "train/class1").rename(images / os.fsdecode(b"train/ch\xe2t"))
+    for k, name in enumerate(("class0", "class1")):
+        (images / f"val/{name}/000.jpg").rename(images / f"val/{k}.jpg")
+        (images / f"val/{name}").rmdir()
+    (images / "val/val_annotations.txt").write_bytes(b"\xef\xbb\xbf0.jpg ch\xe2t 0 0\n1.jpg class0 0 0\n")
+    assert open_dataset(str(images)).val.labels.tolist() == [0, 1], "ch\udce2t comes before class0"
 
 
 def test_records_of_other_names_and_keys_are_read(tmp_path: Path) -> None:

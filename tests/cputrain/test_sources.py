@@ -81,6 +81,15 @@ def test_validation_labels_come_from_the_devkit_or_a_list_of_files(imagenet: Pat
     }
     archive(imagenet / DEVKIT, kit, "w:gz")
     assert open_source("imagenet", imagenet, val_fraction=None, seed=1).val.labels.tolist() == [1, 0, 2, 2, 0, 1]
+    whole = (imagenet / DEVKIT).read_bytes()
+    (imagenet / DEVKIT).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=rf"cannot read {imagenet / DEVKIT}: EOFError .*: is the download complete"):
+        open_source("imagenet", imagenet, val_fraction=None, seed=1)
+    archive(imagenet / DEVKIT, {**kit, "kit/data/meta.mat": b"<html>"}, "w:gz")
+    with pytest.raises(
+        InputError, match=rf"cannot read {imagenet / DEVKIT}: MatReadError .*: is the download complete"
+    ):
+        open_source("imagenet", imagenet, val_fraction=None, seed=1)
 
 
 def append_twice(folder: Path) -> None:

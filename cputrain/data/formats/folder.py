@@ -61,7 +61,7 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
         return _devkit(source, len(files), images), source
     rows = [
         line.replace(",", " ").split()
-        for line in source.read_text(encoding="utf-8").splitlines()
+        for line in source.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
         if line.strip() and not line.startswith(HEADER)
     ]
     if all(len(words) > 1 for words in rows):
@@ -89,19 +89,25 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
         raise InputError(
             f"{archive.name} needs scipy: pip install scipy, or put {SYNSETS[0]} beside the images"
         ) from None
-    with tarfile.open(archive) as tar:
-        found = {Path(name).name: name for name in tar.getnames()}
-        truth, meta = found.get("ILSVRC2012_validation_ground_truth.txt"), found.get("meta.mat")
-        if truth is None or meta is None:
-            raise InputError(f"{archive} lacks the ground truth or meta.mat: is it the development kit?")
-        numbers_file, meta_file = tar.extractfile(truth), tar.extractfile(meta)
-        assert numbers_file is not None and meta_file is not None, "tarfile gives None for folders alone"
-        numbers = [int(word) for word in numbers_file.read().split()]
-        synsets = loadmat(meta_file, squeeze_me=True)["synsets"]
-    by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    if len(numbers) != count:
-        raise InputError(f"{archive} has {len(numbers):,} labels, {images} {count:,} images")
-    return [by_number[number] for number in numbers]
+    try:
+        with tarfile.open(archive) as tar:
+            found = {Path(name).name: name for name in tar.getnames()}
+            truth, meta = found.get("ILSVRC2012_validation_ground_truth.txt"), found.get("meta.mat")
+            if truth is None or meta is None:
+                raise InputError(f"{archive} lacks the ground truth or meta.mat: is it the development kit?")
+            numbers_file, meta_file = tar.extractfile(truth), tar.extractfile(meta)
+            assert numbers_file is not None and meta_file is not None, "tarfile gives None for folders alone"
+            numbers = [int(word) for word in numbers_file.read().split()]
+            synsets = loadmat(meta_file, squeeze_me=True)["synsets"]
+        by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+        named = [by_number[number] for number in numbers]
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001  tarfile, zlib and scipy have many for a damaged file
+        raise InputError(f"cannot read {archive}: {type(error).__name__} {error}: is the download complete?") from None
+    if len(named) != count:
+        raise InputError(f"{archive} has {len(named):,} labels, {images} {count:,} images")
+    return named
 
 
 KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/

@@ -97,7 +97,8 @@ def _rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
 def _class_names(source: Path) -> dict[int, str]:
     """The names of the classes by label, where tensorflow_datasets has written them."""
     path = source / CLASS_NAMES
-    return dict(enumerate(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else {}
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape") if path.is_file() else ""
+    return dict(enumerate(text.splitlines()))
 
 
 def record_of(example: bytes) -> bytes:
