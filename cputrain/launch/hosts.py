@@ -51,10 +51,10 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
         listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
-    found, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
-    if twice := repeated_host(found):
+    every, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
+    if twice := repeated_host(every):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
-    _check_names(found, source)
+    _check_names(every, source)
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
@@ -68,9 +68,7 @@ def _check_names(hosts: Sequence[str], source: str) -> None:
         raise InputError(f"{source}: {twice[0]} and {twice[1]} have the same address: name that host once")
     own, others = (next((host for host in hosts if is_loopback(host) == loopback), None) for loopback in (True, False))
     if own and others:
-        raise InputError(
-            f"{source}: {own} is each host itself, on {others} too: give the name that {others} has for it"
-        )
+        raise InputError(f"{source}: {own} is each host itself, on {others} too: give its name on {others}")
 
 
 def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
