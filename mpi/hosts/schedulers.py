@@ -283,6 +283,26 @@ SCHEDULERS = (
     Scheduler(name="Cray PALS", variables=("PALS_APID",)),
     Scheduler(name="PJM", variables=("PJM_JOBID",), give='--hostfile "$PJM_O_NODEINF"'),
     Scheduler(name="HyperQueue", variables=("HQ_NODE_FILE",), job_id="HQ_JOB_ID", give='--hostfile "$HQ_NODE_FILE"'),
+    Scheduler(name="OpenCCS", variables=("CCS_NODEFILE",), job_id="CCS_REQID", give='--hostfile "$CCS_NODEFILE"'),
+    # The hostfile of an MPI's launcher, which Kubernetes' MPI operator names to its launcher's pod.
+    *(
+        Scheduler(name="MPI operator", variables=(name,), job_id="HOSTNAME", give=f'--hostfile "${name}"')
+        for name in (
+            *("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"),
+            *("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
+        )
+    ),
+    # Volcano, SkyPilot, SageMaker and Azure ML may run the same command on every host.
+    Scheduler(name="Volcano", variables=("VC_TASK_INDEX",), job_id="HOSTNAME", give="--hosts, on one of them only"),
+    Scheduler(
+        name="SkyPilot",
+        variables=("SKYPILOT_TASK_ID", "SKYPILOT_NODE_IPS"),
+        give='--hosts "$SKYPILOT_NODE_IPS", on one of them only',
+    ),
+    Scheduler(
+        name="SageMaker", variables=("SM_HOSTS",), job_id="TRAINING_JOB_NAME", give="--hosts, on one of them only"
+    ),
+    Scheduler(name="Azure ML", variables=("AZUREML_RUN_ID",), give="--hosts, on one of them only"),
     Scheduler(name="AWS Batch", variables=("AWS_BATCH_JOB_ID",)),
     Scheduler(name="Azure Batch", variables=("AZ_BATCH_JOB_ID",), give='--hosts "$AZ_BATCH_HOST_LIST"'),
 )
