@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-if TYPE_CHECKING:  # Lars and the others need no recipe
-    from cputrain.recipe.schema import OptimSection
+if TYPE_CHECKING:
+    from cputrain.recipe.schema import OptimSection  # Lars alone needs no recipe
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
 # Norms of float32 outside these may have lost squares to underflow or overflow.

@@ -273,3 +273,37 @@ def test_increments_below_the_last_digit_of_bfloat16_add_up_in_the_state_also_af
             optimizer = AdagradDA([p], lr=0.0)
             optimizer.load_state_dict(state)
     assert optimizer.state[p]["square_sum"].tolist() == [1000.0] * 3
+
+
+def test_a_layer_s_step_does_not_depend_on_its_gradient_norm() -> None:
+    """|step| = rate x trust x |w| for the first step, whatever factor the loss has."""
+    for factor in (1e-3, 1.0, 1e3):
+        p = nn.Parameter(torch.full((10, 10), 2.0))
+        p.grad = factor * torch.ones(10, 10)
+        before = p.detach().clone()
+        Lars([p], lr=3.0, trust_coefficient=0.001, momentum=0.9).step()
+        assert float((p.detach() - before).norm()) == pytest.approx(3.0 * 0.001 * 20.0, rel=1e-5)
+
+
+def test_a_parameter_group_may_have_options_of_its_own() -> None:
+    """Each group steps as an optimizer of its own with those options would."""
+    torch.manual_seed(2)
+    weights, gradients = torch.randn(2, 6, 5), torch.randn(2, 6, 5)
+    options = ({"variant": "nus", "trust_coefficient": 0.3, "momentum": 0.5}, {"nesterov": True, "weight_decay": 0.1})
+
+    def stepped(*groups: dict, **shared: object) -> list[torch.Tensor]:
+        optimizer = Lars(list(groups), lr=0.5, **shared)
+        for _ in range(3):
+            optimizer.step()
+        return [group["params"][0].detach() for group in groups]
+
+    def parameter(i: int) -> nn.Parameter:
+        made = nn.Parameter(weights[i].clone())
+        made.grad = gradients[i].clone()
+        return made
+
+    together = stepped(*({"params": [parameter(i)], **options[i]} for i in (0, 1)))
+    for i in (0, 1):
+        (alone,) = stepped({"params": [parameter(i)]}, **options[i])
+        assert torch.equal(together[i], alone)
+    assert not torch.equal(together[0], stepped({"params": [parameter(0)]})[0])
