@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, convert
@@ -177,13 +177,6 @@ def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> floa
     return max(passed, 0.0)
 
 
-class EventLog(Protocol):
-    """A log that takes a run's events."""
-
-    def write(self, event: str, **fields: Any) -> object:
-        """Append an event with its fields."""
-
-
 class SilentEvents:
     """The event log of ranks other than 0, which writes nothing."""
 
@@ -217,6 +210,9 @@ class Events:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+EventLog = Events | SilentEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

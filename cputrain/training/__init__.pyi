@@ -1,7 +1,7 @@
 from .engine import DTYPES as DTYPES
 from .engine import Engine as Engine
 from .engine import autocast as autocast
-from .engine import bf16_speedup as bf16_speedup
+from .engine import bf16_speedups as bf16_speedups
 from .engine import choose_engine as choose_engine
 from .engine import evaluation_network as evaluation_network
 from .engine import has_bf16 as has_bf16

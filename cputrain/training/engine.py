@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -164,16 +163,6 @@ def network_input(images: Tensor, precision: str) -> Tensor:
 def autocast(precision: str) -> AbstractContextManager[object]:
     """A context in which bf16 computes convolutions and matrix products in bfloat16; no effect for others."""
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
-
-
-def possible_bf16_speedups(precision: str) -> list[float]:
-    """bf16_speedups() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise none."""
-    return bf16_speedups() if precision == "float32" and has_bf16() else []
-
-
-def bf16_speedup() -> float:
-    """The median of `bf16_speedups`."""
-    return median(bf16_speedups())
 
 
 def bf16_speedups() -> list[float]:

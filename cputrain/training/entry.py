@@ -30,7 +30,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
 from cputrain.runs.folder import check_folder, finished, locked, make_folder
-from cputrain.training.engine import autocast, optimize_training, possible_bf16_speedups, prepare_model
+from cputrain.training.engine import autocast, bf16_speedups, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
     Progress,
@@ -171,7 +171,7 @@ def _train(session: Session, options: StartOptions) -> TrainResult:
     startup.phase("measuring this CPU")
     environment = describe_environment(session)
     write_text(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1))
-    speedups = possible_bf16_speedups(recipe.precision)
+    speedups = bf16_speedups() if recipe.precision == "float32" and has_bf16() else []
     if speedups:
         keep_bf16_gain(speedups, session.context.env)
     startup.phase("building the network and the optimizer")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from cputrain.data.loader import Batch
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.derivation import rate_warning, settings_at
 from cputrain.runs.events import moment
-from cputrain.training.engine import bf16_speedup
+from cputrain.training.engine import bf16_speedups
 from cputrain.training.evaluation import evaluate
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, Saver
@@ -135,7 +136,7 @@ class TrainingLoop:
         recipe = self.session.recipe
         if warning := rate_warning(recipe, global_batch=self.session.sizes.global_batch):
             self.log.warn(self.step, warning)
-        if recipe.precision == "bf16" and self.session.is_main_rank and (speedup := bf16_speedup()) < 1:
+        if recipe.precision == "bf16" and self.session.is_main_rank and (speedup := median(bf16_speedups())) < 1:
             slower = f"a convolution takes {1 / speedup:.1f} times as long in bf16 as in float32 on this CPU"
             self.log.warn(self.step, f"{slower}: set precision=float32")
 

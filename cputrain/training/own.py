@@ -86,7 +86,8 @@ def train(
     Raises InputError where arguments do not fit, RunError where the training fails. On several ranks the process that
     fails prints its error and ends, with status 2 or 1, so that the launcher ends the others.
     """
-    _check_main_thread()
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("train is called in a thread, where signals cannot stop it: call it in the main thread")
     training = _recipe(recipe, settings)
     own = OwnTask(
         network=network,
@@ -97,11 +98,6 @@ def train(
     env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
     with handlers_restored(), _restored(env):
         return _train(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
-
-
-def _check_main_thread() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise InputError("train is called in a thread, where signals cannot stop it: call it in the main thread")
 
 
 def _dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:

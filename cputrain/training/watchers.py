@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -283,11 +283,8 @@ CLOCK, READING = 0.93, 1.15  # of the typical rank's
 
 class Pace(NamedTuple):
     """A rank's last steps. `step_s` is the median time of a step without waiting for other ranks, `data_wait_s` the
-    part of it that was waiting for images, `total_s` the seconds of these steps.
-
-    Of the CPU time of the cores of its PUs, `steal` is the hypervisor's share and `others` that of other processes;
-    `mhz` is their clock, 0 if unknown, `faults_per_s` the page faults that needed a disk, `read_s` the time of reading
-    its weights, 0 if unknown.
+    part of it that was waiting for images, `total_s` the seconds of these steps; `read_s` is the time of reading its
+    weights, 0 if unknown. The others are as in Used.
     """
 
     step_s: float
@@ -354,17 +351,13 @@ class StragglerWatch(Watcher):
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
     def _pace(self) -> Pace:
-        used = self.usage.since_restart()
         return Pace(
             step_s=median(step_s for step_s, _ in self._steps),
             data_wait_s=median(wait_s for _, wait_s in self._steps),
             total_s=sum(step_s for step_s, _ in self._steps),
-            steal=used.steal,
-            others=used.others,
-            mhz=used.mhz,
-            faults_per_s=used.faults_per_s,
             read_s=self.read_s(),
             threads=torch.get_num_threads(),
+            **asdict(self.usage.since_restart()),
         )
 
 
