@@ -236,14 +236,17 @@ def _step_table(found: MeasuredModel) -> Table:
 
 
 def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
-    """Every layer of rank 0, the slowest first, in the fastest of its recorded steps."""
-    profiled = found.ranks[0]["profiled"]
+    """Every layer of rank 0, the slowest first, in the fastest of its recorded steps.
+
+    What a layer by Winograd's algorithm would take by oneDNN's direct one follows from the speedup that chose it.
+    """
+    profiled, winograd = found.ranks[0]["profiled"], found.ranks[0]["winograd"]
     if not profiled or not profiled[0]["layers"]:
         return ()
     step = min(profiled, key=lambda each: each["seconds"])
     rows = []
     for layer in step["layers"]:
-        forward, backward = layer["forward_s"], layer["backward_s"]
+        forward, backward, speedup = layer["forward_s"], layer["backward_s"], winograd.get(layer["name"])
         rows.append(
             (
                 layer["name"],
@@ -252,11 +255,13 @@ def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
                 _gflops(layer["forward_flop"], forward),
                 1e3 * backward,
                 _gflops(layer["backward_flop"], backward),
+                None if speedup is None else 1e3 * (forward + backward) * speedup,
                 100 * (forward + backward) / step["seconds"],
             )
         )
     rows.sort(key=lambda row: -row[-1])
-    head = ("layer", "kind", "forward ms", "GFLOP/s", "backward ms", "GFLOP/s backward", "% of the step")
+    times = ("forward ms", "GFLOP/s", "backward ms", "GFLOP/s backward", "ms by oneDNN")
+    head = ("layer", "kind", *times, "% of the step")
     kinds = Table(title="layers by kind", head=("kind", "layers", "ms", "% of the step"), rows=_by_kind(step), drawn=2)
     last = len(head) - 1
     return kinds, Table(title="layers", head=head, rows=tuple(rows), shown=SHOWN_LAYERS, drawn=last)

@@ -274,7 +274,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
 
     session = with_measured_engine(start_session(context, recipe))
-    state = _state(session)
+    state, winograd = _state(session)
     recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), endless_batches(session)
     gc.freeze()  # as in a training
     for _ in range(spec.warm_up):
@@ -292,6 +292,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
         "images": session.sizes.global_batch,
         "local_batch": max(session.local_batches),
         "bucket_mib": state.bucket_mib,
+        "winograd": winograd,
         "steps": steps,
         "profiled": profiled,
         "limits": _limits(session, spec),
@@ -300,16 +301,15 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     return found
 
 
-def _state(session: Session) -> TrainState:
-    """The training as `cputrain train` begins it."""
-
+def _state(session: Session) -> tuple[TrainState, dict[str, float | None]]:
+    """The training as `cputrain train` begins it; its layers by Winograd's algorithm, and their speedups."""
     recipe, network = session.recipe, session.task.build()
     prepare_model(network, session.engine, recipe.precision)
-    choose_winograd(session, network, session.mean_local_batch)
+    winograd = choose_winograd(session, network, session.mean_local_batch)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)
-    return make_train_state(recipe, network, optimizer, all_reduce=observed)
+    return make_train_state(recipe, network, optimizer, all_reduce=observed), winograd or {}
 
 
 def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
             notes.append(f"{path.name} is of images normalized by 0.5, torchvision's transform_input: set {settings}")
     prepare_model(network, session.engine, recipe.precision)
     stored = loaded.manifest.training.winograd if loaded else None
-    winograd = choose_winograd(session, network, session.mean_local_batch, stored)
+    chosen = choose_winograd(session, network, session.mean_local_batch, stored)
+    winograd = None if chosen is None else tuple(chosen)
     if winograd is not None:
         notes.append(f"convolutions by Winograd's algorithm: {counted(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim)

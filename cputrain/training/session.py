@@ -317,9 +317,11 @@ def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
 
 def choose_winograd(
     session: Session, network: nn.Module, images: int, stored: tuple[str, ...] | None = None
-) -> tuple[str, ...] | None:
-    """Let the layers of a prepared network that are faster so compute by Winograd's algorithm; their names, None where
-    none are to be chosen. `images`: of one pass; `stored`: the layers that a checkpoint names, which are taken.
+) -> dict[str, float | None] | None:
+    """Let the layers of a prepared network that are faster so compute by Winograd's algorithm.
+
+    Returns how many times as fast each of them is, None for those that a checkpoint names (`stored`), which are taken
+    without a measurement; None where none are to be chosen. `images`: of one pass.
 
     To be called by all ranks, which measure at the same time what no earlier start on rank 0's host has measured. What
     rank 0 has seen counts for all.
@@ -338,10 +340,14 @@ def choose_winograd(
     if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
     shapes = covered_shapes(network, session.task.example(1))
+    chosen: dict[str, float | None]
     if stored is None:
-        gains = _winograd_gains(session, set(shapes.values()), images, kernels)
-        stored = tuple(name for name, shape in shapes.items() if gains[shape_key(shape, images)] >= LEAST_GAIN)
-    chosen = tuple(name for name in all_gather(stored)[0] if name in shapes)
+        of_shapes = _winograd_gains(session, set(shapes.values()), images, kernels)
+        gains = {name: of_shapes[shape_key(shape, images)] for name, shape in shapes.items()}
+        chosen = {name: gain for name, gain in gains.items() if gain >= LEAST_GAIN}
+    else:
+        chosen = dict.fromkeys(stored)
+    chosen = {name: gain for name, gain in all_gather(chosen)[0].items() if name in shapes}
     for name in chosen:
         use_winograd(network.get_submodule(name), kernels)
     return chosen

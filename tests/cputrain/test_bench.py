@@ -30,7 +30,9 @@ from cputrain.bench import (
     trace_json,
 )
 from cputrain.cli import main
+from cputrain.models import ConvolutionShape
 from cputrain.simulate import LayerSeconds
+from cputrain.training import LEAST_GAIN, shape_key
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 from tests.support.trace_format import check_trace
@@ -212,6 +214,23 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     assert [each["ph"] for each in events if each.get("cat") == "all-reduce"][:2] == ["b", "e"]
     wrong = cputrain("bench", "model", "imagefolder", *small, "optim.name=nothing")
     assert "optim.name" in refused(wrong)
+
+
+@pytest.mark.long
+def test_bench_model_says_what_layers_by_winograd_would_take_otherwise(tmp_path: Path) -> None:
+    small = ("model.name=resnet18", "data.crop=64", "batch.local=4", "plan.ppn=1", "plan.threads=1", "engine=native")
+    options = ("--steps", "1", "--format", "json")
+    ran = cputrain("bench", "model", "imagefolder", *small, *options, CPUTRAIN_CACHE=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    (record,) = tmp_path.glob("measured/*/winograd-float32-1-thread.json")
+    gains = json.loads(record.read_text())["values"]
+    layers = {row["layer"]: row for row in json.loads(ran.stdout)["tables"]["layers"]}
+    for i, (channels, side) in enumerate(((64, 16), (128, 8), (256, 4), (512, 2)), start=1):
+        shape = ConvolutionShape(inputs=channels, outputs=channels, height=side, width=side, padding=1)
+        row, gain = layers[f"layer{i}.1.conv2"], gains[shape_key(shape, 4)]
+        assert row["kind"] == ("WinogradConv2d" if gain >= LEAST_GAIN else "Conv2d")
+        direct = gain * (row["forward ms"] + row["backward ms"])
+        assert row["ms by oneDNN"] == (pytest.approx(direct, rel=0.01) if gain >= LEAST_GAIN else None)
 
 
 @pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16", "optim.beta1=2"])
