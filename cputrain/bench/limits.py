@@ -30,7 +30,6 @@ from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, spread_of
-from cputrain.comm.bucket_sizes import fit_alpha_beta
 from cputrain.comm.group import end_group, start_group
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
 from cputrain.data.pixels import (
@@ -46,7 +45,7 @@ from cputrain.data.pixels import (
 from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext
 from cputrain.launch.task import run_on_ranks
-from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
+from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, fit_alpha_beta, rate_record, transport_records
 from cputrain.models.networks import build_model
 from cputrain.optim.optimizers import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection

@@ -83,9 +83,8 @@ def ccl(output_format: str) -> None:
     """
     from statistics import median
 
-    from cputrain.comm.ccl.build import ensure_built
     from cputrain.comm.ccl.check import records_of, time_transports
-    from cputrain.comm.ccl.environment import find_libraries
+    from cputrain.comm.ccl.environment import ensure_built, find_libraries
     from cputrain.measurements import TITLES, keep
 
     env = os.environ

@@ -1,8 +1,3 @@
-from .bucket_sizes import MAX_BUCKET_BYTES as MAX_BUCKET_BYTES
-from .bucket_sizes import MEASURED_BYTES as MEASURED_BYTES
-from .bucket_sizes import MIN_BUCKET_BYTES as MIN_BUCKET_BYTES
-from .bucket_sizes import bucket_bytes as bucket_bytes
-from .bucket_sizes import fit_alpha_beta as fit_alpha_beta
 from .buckets import HOOKS as HOOKS
 from .buckets import AllReduceHook as AllReduceHook
 from .buckets import Bf16AllReduceHook as Bf16AllReduceHook

@@ -53,8 +53,7 @@ def torch(_env: Env) -> Found:
 def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
     from cputrain.affinity.errors import RunError
-    from cputrain.comm.ccl.build import built_path
-    from cputrain.comm.ccl.environment import find_libraries
+    from cputrain.comm.ccl.environment import built_path, find_libraries
     from cputrain.native_build import is_intact
 
     found = find_libraries(env)

@@ -26,8 +26,7 @@ from cputrain.affinity.planner.rules import core_rates
 from cputrain.affinity.topology.catalog import processor_facts
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import MIB, either
-from cputrain.comm.bucket_sizes import MEASURED_BYTES, bucket_bytes, fit_alpha_beta
-from cputrain.measurements import new_record
+from cputrain.measurements import MEASURED_BYTES, bucket_bytes, fit_alpha_beta, new_record
 from cputrain.models.sizes import COPIES, LayerSize, layer_sizes, workload_of
 from cputrain.mpi.fabric import FABRICS
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import MIB
-from cputrain.comm.bucket_sizes import bucket_bytes
 from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.formats.dataset import Dataset, OwnSamples
 from cputrain.data.loader import Batch, own_batch
+from cputrain.measurements import bucket_bytes
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.optimizers import layer_ratios, set_lr_and_decay

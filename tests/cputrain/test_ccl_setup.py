@@ -22,8 +22,21 @@ from cputrain.affinity.filesystem import cache_folder
 from cputrain.affinity.kernel import Thread
 from cputrain.affinity.ranks import Rank
 from cputrain.comm.ccl import environment
-from cputrain.comm.ccl.build import NATIVE, built_path, ensure_built, link_line, load, part, units_of
-from cputrain.comm.ccl.environment import Libraries, Transport, check_host, find_libraries, settings, sweep_segments
+from cputrain.comm.ccl.environment import (
+    NATIVE,
+    Libraries,
+    Transport,
+    built_path,
+    check_host,
+    ensure_built,
+    find_libraries,
+    link_line,
+    load,
+    part,
+    settings,
+    sweep_segments,
+    units_of,
+)
 from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
 from tests.support.ccl_jobs import ROOT
@@ -249,7 +262,7 @@ def test_what_takes_long_is_told_by_one_rank_of_a_host(tmp_path: Path) -> None:
     code = (
         "from tests.cputrain.test_ccl_setup import LIBRARIES; import os\n"
         "from cputrain import native_build; native_build.PROGRESS_S = 0.3\n"
-        "from cputrain.comm.ccl.build import ensure_built; ensure_built(LIBRARIES, os.environ)"
+        "from cputrain.comm.ccl.environment import ensure_built; ensure_built(LIBRARIES, os.environ)"
     )
     for rank, lines in (("0", ("compiling the oneCCL backend", "has been compiling for", "compiled in")), ("1", ())):
         env = {**os.environ, "CPUTRAIN_CACHE": str(tmp_path / rank), "CXX": cxx, "LOCAL_RANK": rank}

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.comm import bucket_bytes
+from cputrain.measurements import bucket_bytes
 from cputrain.models import build_model, read_network, workload_of
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
 from cputrain.simulate import (

@@ -92,8 +92,7 @@ threading.Event().wait()
 KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
-from cputrain.comm.ccl.build import ensure_built, load
-from cputrain.comm.ccl.environment import find_libraries
+from cputrain.comm.ccl.environment import ensure_built, find_libraries, load
 from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
 loaded = load(ensure_built(find_libraries(os.environ), os.environ))

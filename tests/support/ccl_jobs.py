@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.comm.ccl.build import ensure_built
-from cputrain.comm.ccl.environment import find_libraries
+from cputrain.comm.ccl.environment import ensure_built, find_libraries
 from cputrain.mpi.supervise import free_port
 from tests.support.hangs import stacks_of
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.ranks.rank import Rank
-from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import (
     Transport,
     agree,
     check_host,
     choose_transport,
+    ensure_built,
     find_libraries,
+    load,
     place_of,
     settings,
     sweep_segments,

@@ -26,8 +26,7 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import BACKEND
-from cputrain.comm.ccl.build import ensure_built
-from cputrain.comm.ccl.environment import Libraries, find_libraries
+from cputrain.comm.ccl.environment import Libraries, ensure_built, find_libraries
 from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
 from cputrain.mpi.supervise.run import free_port
 
