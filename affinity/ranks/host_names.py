@@ -150,8 +150,12 @@ def find_this_host(listed: Sequence[str]) -> int | None:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name is localhost, this host's own, full or short, or one of its addresses; asks no name service."""
-    return _is_own(name) or _is_short_for(socket.gethostname(), name)
+    """Whether a name is localhost, this host's own, full or short, or one of its addresses. The name service is asked
+    about a longer or shorter form of its own name only: n1.a.org may be another host than this n1."""
+    here = socket.gethostname()
+    if _is_own(name) or host_key(name) == host_key(here):
+        return True
+    return _is_short_for(here, name) and (not (found := addresses_of(name)) or any(map(is_own_address, found)))
 
 
 def _is_own(name: str) -> bool:

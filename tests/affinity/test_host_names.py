@@ -185,3 +185,20 @@ def test_a_name_and_its_short_form_with_one_address_are_one_host(
     hosts: str, listed: list[str], twice: str, tmp_path: Path
 ) -> None:
     assert found_here("x", hosts, listed, tmp_path, ONE_HOST) == twice
+
+
+HERE = "import sys; from cputrain.affinity.ranks import is_this_host; print([*map(is_this_host, sys.argv[1:])])"
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "listed", "found"),
+    [
+        ("n1", "", ["n1", "N1.", "localhost", "10.7.0.1", "n1.a.org", "n2", "10.7.0.2"], [1, 1, 1, 1, 1, 0, 0]),
+        ("n1", "10.7.0.9 n1.a.org\n10.7.0.1 n1.b.org\n", ["n1.a.org", "n1.b.org"], [0, 1]),
+        ("n1.a.org", "10.7.0.9 n1\n", ["n1", "n1.a.org"], [0, 1]),
+    ],
+)
+def test_a_longer_name_with_the_address_of_another_host_is_not_this_one(
+    name: str, hosts: str, listed: list[str], found: list[int], tmp_path: Path
+) -> None:
+    assert found_here(name, hosts, listed, tmp_path, HERE) == str([bool(each) for each in found])
