@@ -31,6 +31,7 @@ from cputrain.data.pixels import (
     random_box,
 )
 from cputrain.models import import_torchvision
+from tests.support.images import encoded
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SAME_ORDER = int(PIL.__version__.split(".")[0]) >= 13  # of scaling down and across, where both are done
@@ -53,12 +54,6 @@ def cropped(decode: Decode, data: bytes, crop: Crops, side: int) -> np.ndarray:
 def random_crops(side: int, seed: int, *, min_area: float = 0.08, flip: bool = True) -> Crops:
     transform = Transform(image_size=side, short_side=side, crop="random_resized", min_area=min_area, flip=flip)
     return transform.crops([0], seed)
-
-
-def encoded(pixels: np.ndarray, kind: str = "png", **how: object) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=kind, **how)
-    return buffer.getvalue()
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -111,9 +106,8 @@ def test_training_parts_are_seeded_and_mirrored(decode: Decode) -> None:
 
 @pytest.mark.parametrize("kind", ["L", "LA", "P", "RGBA", "CMYK", "1"])
 def test_every_kind_of_image_becomes_rgb(decode: Decode, kind: str) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 30), (200, 100, 50)).convert(kind).save(buffer, format="TIFF" if kind == "CMYK" else "PNG")
-    assert cropped(decode, buffer.getvalue(), center_crop(16, 16), 16).any()
+    image = Image.new("RGB", (20, 30), (200, 100, 50)).convert(kind)
+    assert cropped(decode, encoded(image, "TIFF" if kind == "CMYK" else "PNG"), center_crop(16, 16), 16).any()
 
 
 def test_damage_is_an_image_error(decode: Decode) -> None:

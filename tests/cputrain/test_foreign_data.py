@@ -18,11 +18,9 @@ from pyarrow import parquet
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import detect, open_dataset
 from tests.cputrain.test_image_files import counts
-from tests.cputrain.test_prepare import jpeg
-from tests.cputrain.test_tables import png
 from tests.cputrain.test_tfrecord import field, record, varint
 from tests.support.commands import here
-from tests.support.images import survey, write_images
+from tests.support.images import jpeg, png, survey, write_files, write_images
 
 SYNSETS = ("n01440764", "n01443537", "n02086240")
 
@@ -82,16 +80,11 @@ def test_flat_validation_images_need_labels_that_fit(tmp_path: Path) -> None:
 
 def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path: Path) -> None:
     """cs231n.stanford.edu/tiny-imagenet-200.zip: train/CLASS/images/*, val/images/*, val/val_annotations.txt."""
-    for k, synset in enumerate(SYNSETS):
-        (tmp_path / "train" / synset / "images").mkdir(parents=True)
-        (tmp_path / "train" / synset / f"{synset}_boxes.txt").write_text(f"{synset}_0.JPEG\t0\t10\t63\t58\n")
-        (tmp_path / "train" / synset / "images" / f"{synset}_0.JPEG").write_bytes(jpeg(k))
-    for split in ("val", "test"):
-        (tmp_path / split / "images").mkdir(parents=True)
-        for i in range(3):
-            (tmp_path / split / "images" / f"{split}_{i}.JPEG").write_bytes(jpeg(10 + i))
-    lines = [f"val_{i}.JPEG\t{SYNSETS[2 - i]}\t0\t32\t44\t62\n" for i in range(3)]
-    (tmp_path / "val/val_annotations.txt").write_text("".join(lines))
+    boxes = {f"train/{synset}/{synset}_boxes.txt": b"n_0.JPEG\t0\t10\t63\t58\n" for synset in SYNSETS}
+    train = {f"train/{synset}/images/{synset}_0.JPEG": jpeg(k) for k, synset in enumerate(SYNSETS)}
+    others = {f"{split}/images/{split}_{i}.JPEG": jpeg(10 + i) for split in ("val", "test") for i in range(3)}
+    lines = "".join(f"val_{i}.JPEG\t{SYNSETS[2 - i]}\t0\t32\t44\t62\n" for i in range(3))
+    write_files(tmp_path, {**boxes, **train, **others, "val/val_annotations.txt": lines.encode()})
     assert counts(tmp_path) == (3, 3)
     assert open_dataset(str(tmp_path)).val.labels.tolist() == [2, 1, 0]
 
@@ -364,9 +357,7 @@ def test_arrow_files_are_read_in_both_of_their_formats(tmp_path: Path) -> None:
 
 
 def test_a_column_of_paths_is_read_from_beside_the_table(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    for i in range(4):
-        (tmp_path / f"photos/{i}.png").write_bytes(png(i))
+    write_files(tmp_path, {f"photos/{i}.png": png(i) for i in range(4)})
     rows = table(file_name=[f"photos/{i}.png" for i in range(4)], label=["a", "b", "a", "b"])
     for split in ("train", "validation"):
         parquet.write_table(rows, tmp_path / f"{split}.parquet")

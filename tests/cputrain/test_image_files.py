@@ -17,10 +17,9 @@ from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_ima
 from cputrain.data.pixels import Decode, ImageError, center_crop, choose_decoder, decode_by_pillow
 from cputrain.data.prepare import Options, encode, prepare
 from cputrain.data.sources import read_caltech256
-from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_sources import archive
 from tests.support.commands import here
-from tests.support.images import survey, write_images
+from tests.support.images import encoded, jpeg, survey, write_files, write_images
 
 # AppleDouble (RFC 1740, appendix B): magic, version, filler, no entries.
 APPLE_DOUBLE = struct.pack(">II16sH", 0x00051607, 0x00020000, b"Mac OS X        ", 0)
@@ -76,12 +75,11 @@ def test_every_format_that_pillow_reads_by_itself_is_read_by_its_suffix() -> Non
     ],
 )
 def test_an_image_of_any_format_is_listed_decoded_and_packed(tmp_path: Path, suffix: str, form: str) -> None:
-    pixels = np.full((40, 40, 3), (200, 60, 90), np.uint8)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (tmp_path / f"in/{split}/{name}").mkdir(parents=True)
-            image = Image.fromarray(pixels)
-            (image.convert("L") if suffix == ".pgm" else image).save(tmp_path / f"in/{split}/{name}/a{suffix}", form)
+    image = Image.new("RGB", (40, 40), (200, 60, 90))
+    data = encoded(image.convert("L") if suffix == ".pgm" else image, form)
+    write_files(
+        tmp_path, {f"in/{split}/{name}/a{suffix}": data for split in ("train", "val") for name in ("cat", "dog")}
+    )
     assert counts(tmp_path / "in") == (2, 2)
     dataset = open_dataset(str(tmp_path / "in"))
     out = np.empty((1, 16, 16, 3), np.uint8)
@@ -127,12 +125,6 @@ def test_images_in_folders_of_a_class_are_its_images_and_a_link_back_ends(tmp_pa
 RAMP = (np.arange(64 * 64, dtype=np.uint32).reshape(64, 64) * 16).astype(np.uint16)  # 0 to 65,520
 
 
-def written(image: Image.Image, form: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, form, **options)
-    return out.getvalue()
-
-
 def tiff(values: NDArray[np.generic], *, bits: int, photometric: int = 1, sample_format: int = 1) -> bytes:
     """An uncompressed little-endian TIFF of one strip, by TIFF 6.0: 12-bit values are packed two in three bytes."""
     data = values.tobytes()
@@ -148,13 +140,13 @@ def tiff(values: NDArray[np.generic], *, bits: int, photometric: int = 1, sample
 
 
 DEEP: dict[str, tuple[bytes, NDArray[np.uint8]]] = {
-    "png": (written(Image.fromarray(RAMP), "PNG"), (RAMP >> 8).astype(np.uint8)),
-    "tiff": (written(Image.fromarray(RAMP), "TIFF"), (RAMP >> 8).astype(np.uint8)),
-    "tiff, lzw": (written(Image.fromarray(RAMP), "TIFF", compression="tiff_lzw"), (RAMP >> 8).astype(np.uint8)),
+    "png": (encoded(Image.fromarray(RAMP), "PNG"), (RAMP >> 8).astype(np.uint8)),
+    "tiff": (encoded(Image.fromarray(RAMP), "TIFF"), (RAMP >> 8).astype(np.uint8)),
+    "tiff, lzw": (encoded(Image.fromarray(RAMP), "TIFF", compression="tiff_lzw"), (RAMP >> 8).astype(np.uint8)),
     "tiff, white is zero": (tiff(RAMP, bits=16, photometric=0), (255 - (RAMP >> 8)).astype(np.uint8)),
     "tiff, 12 bits": (tiff(RAMP >> 4, bits=12), (RAMP >> 8).astype(np.uint8)),
     "pgm": (b"P5 64 64 65535\n" + RAMP.byteswap().tobytes(), (RAMP >> 8).astype(np.uint8)),
-    "jpeg 2000": (written(Image.fromarray(RAMP), "JPEG2000", irreversible=False), (RAMP >> 8).astype(np.uint8)),
+    "jpeg 2000": (encoded(Image.fromarray(RAMP), "JPEG2000", irreversible=False), (RAMP >> 8).astype(np.uint8)),
 }
 
 
@@ -176,8 +168,8 @@ def test_deeper_gray_is_scaled_to_8_bits(name: str, decode: Decode, tmp_path: Pa
 @pytest.mark.parametrize(
     "data",
     [
-        written(Image.fromarray(RAMP.astype(np.float32)), "TIFF"),
-        written(Image.fromarray(RAMP.astype(np.int32)), "TIFF"),
+        encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"),
+        encoded(Image.fromarray(RAMP.astype(np.int32)), "TIFF"),
         tiff(RAMP.astype(np.int16), bits=16, sample_format=2),
         b"Pf 64 64 -1.0\n" + RAMP.astype("<f4").tobytes(),
     ],
@@ -220,7 +212,7 @@ def test_16_bit_colors_keep_their_upper_bits() -> None:
 def test_a_jpeg_is_one_by_its_bytes_whatever_stands_behind_it(tmp_path: Path) -> None:
     """Photos of phones are MPO to Pillow: JPEGs with a second picture or a gain map."""
     first, second = (Image.open(io.BytesIO(jpeg(i))) for i in (1, 2))
-    data = written(first, "MPO", save_all=True, append_images=[second])
+    data = encoded(first, "MPO", save_all=True, append_images=[second])
     assert Image.open(io.BytesIO(data)).format == "MPO"
     kept = encode(data, short_side=None, quality=None, jpeg_only=True)
     assert kept.suffix == ".jpg" and "no jpeg" not in kept.unusual and kept.data == data, "byte for byte, TFRecords too"
@@ -241,10 +233,7 @@ def test_a_jpeg_is_one_by_its_bytes_whatever_stands_behind_it(tmp_path: Path) ->
     ],
 )
 def test_classes_of_numbers_in_text_order_are_said(tmp_path: Path, classes: list[str], told: str | None) -> None:
-    for split in ("train", "val"):
-        for name in classes:
-            (tmp_path / f"in/{split}/{name}").mkdir(parents=True)
-            (tmp_path / f"in/{split}/{name}/a.jpg").write_bytes(jpeg(1))
+    write_files(tmp_path, {f"in/{split}/{name}/a.jpg": jpeg(1) for split in ("train", "val") for name in classes})
     assert counts(tmp_path / "in") == (len(classes), len(classes))
     found = survey(str(tmp_path / "in"))
     assert found.classes == tuple(sorted(classes)) and len(found.notes) == (told is not None)

@@ -24,18 +24,11 @@ from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, ope
 from cputrain.data.prepare import Options, inspect, prepare
 from cputrain.data.sources import open_source
 from tests.support.commands import here
-from tests.support.images import survey, write_images, write_mnist
+from tests.support.images import jpeg, survey, write_files, write_images, write_mnist
 
 
 def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
     return Options(kind=kind, source=str(source), **how)
-
-
-def jpeg(seed: int, side: int = 40) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "JPEG")
-    return out.getvalue()
 
 
 def test_a_share_of_each_class_is_split_off_by_the_seed(tmp_path: Path) -> None:
@@ -120,11 +113,8 @@ def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: st
 
 
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / f"in/{split}/a").mkdir(parents=True)
-        for i in range(4):
-            side = (300, 100)[i % 2]
-            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, side))
+    sides = {f"in/{split}/a/{i}.jpg": (300, 100)[i % 2] for split in ("train", "val") for i in range(4)}
+    write_files(tmp_path, {place: jpeg(i, side) for i, (place, side) in enumerate(sides.items())})
     prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
     packed = Shards(tmp_path / "out", "train")
     sizes = [Image.open(io.BytesIO(packed.read(i))).size for i in range(4)]
@@ -282,11 +272,8 @@ def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
     shuffled = ordered[epoch_order(len(ordered), 1, 0)]
     assert abs(mean_classes_in_window(shuffled) - expected_classes_in_window(ordered)) < 0.5
     assert 27 < expected_classes_in_window(ordered) < 28
-    for k in range(40):
-        for split in ("train", "val"):
-            (tmp_path / f"in/{split}/c{k:02d}").mkdir(parents=True)
-            for i in range(8):
-                (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
+    places = [f"in/{split}/c{k:02d}/{i}.jpg" for split in ("train", "val") for k in range(40) for i in range(8)]
+    write_files(tmp_path, dict.fromkeys(places, jpeg(1, 8)))
     made = prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path))
     mix = made["train"]["mixing"]
     assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
@@ -361,10 +348,8 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / f"in/{split}/a").mkdir(parents=True)
-        for i in range(300 if split == "train" else 1):
-            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, 8))
+    images = [f"in/train/a/{i}.jpg" for i in range(300)]
+    write_files(tmp_path, dict.fromkeys([*images, "in/val/a/0.jpg"], jpeg(1, 8)))
     prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, shards=300))
     out = str(tmp_path / "out")
     code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"

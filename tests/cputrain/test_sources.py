@@ -15,8 +15,8 @@ from cputrain.affinity.errors import InputError
 from cputrain.data.formats import DEVKIT, SYNSETS, open_dataset
 from cputrain.data.prepare import prepare
 from cputrain.data.sources import TRAIN, VAL, open_source, read_idx
-from tests.cputrain.test_prepare import jpeg, options
-from tests.support.images import write_mnist
+from tests.cputrain.test_prepare import options
+from tests.support.images import jpeg, write_mnist
 
 SYNSET_NAMES = ("n01440764", "n01443537", "n02086240")
 

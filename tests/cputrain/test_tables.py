@@ -1,30 +1,21 @@
 """Parquet and Arrow files of images, as Hugging Face `datasets` writes them."""
 
-import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import TABLES, TableImages, detect, open_dataset, table_files, tables
-from tests.support.images import survey
+from tests.support.images import png, survey
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 NAMES = ["cat", "dog", "owl"]
-
-
-def png(i: int) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.full((10, 12, 3), i, dtype=np.uint8)).save(out, "PNG")
-    return out.getvalue()
 
 
 def table_of(first: int, count: int, **columns: Any) -> Any:

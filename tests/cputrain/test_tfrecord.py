@@ -17,10 +17,10 @@ from cputrain.data.formats import Shards, crc32c, masked, open_dataset
 from cputrain.data.prepare import Options, prepare, problems
 from cputrain.data.sources import open_source
 from cputrain.runs import read_events
-from tests.cputrain.test_prepare import jpeg, options
+from tests.cputrain.test_prepare import options
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain, here
-from tests.support.images import survey, write_images, write_mnist
+from tests.support.images import jpeg, survey, write_images, write_mnist
 
 
 def varint(value: int) -> bytes:

@@ -1,24 +1,21 @@
 """Every reader of data sets and of weights: damaged files are refused in a line, a damaged image is an OSError."""
 
-import io
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from cputrain.data.formats import Dataset, index_path, open_dataset
 from cputrain.data.prepare import Options, prepare
 from cputrain.models import read_weights
 from tests.cputrain.test_tfrecord import example, record
 from tests.fuzz.inputs import damaged, fuzzed, read
-from tests.support.images import write_images
+from tests.support.images import png, write_images
 
 
 def read_images(folder: Path) -> Dataset:
@@ -70,10 +67,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, byte
     """A folder with a Parquet file of images, and that file's bytes."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    encoded = io.BytesIO()
-    Image.fromarray(np.full((4, 4, 3), 9, dtype=np.uint8)).save(encoded, "PNG")
     folder = tmp_path_factory.mktemp("tables")
-    rows = {"image": pyarrow.array([{"bytes": encoded.getvalue(), "path": None}] * 6), "label": [0, 1] * 3}
+    rows = {"image": pyarrow.array([{"bytes": png(9), "path": None}] * 6), "label": [0, 1] * 3}
     features = {"label": {"_type": "ClassLabel", "names": ["a", "b"]}}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     parquet.write_table(pyarrow.table(rows).replace_schema_metadata(metadata), folder / "train.parquet")

@@ -1,13 +1,41 @@
-"""Images made on the spot: folders of JPEGs, MNIST's files."""
+"""Images made on the spot: in every format, folders of JPEGs, MNIST's files."""
 
 import gzip
+import io
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from cputrain.data.formats import Survey, detect
+
+
+def encoded(image: Image.Image | NDArray[np.uint8], form: str = "PNG", **options: object) -> bytes:
+    """An image, or pixels, as a file of that format."""
+    out = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(out, form, **options)
+    return out.getvalue()
+
+
+def jpeg(seed: int, side: int = 40) -> bytes:
+    """Noise of this seed, `side` pixels high and 8 more wide."""
+    return encoded(np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8), "JPEG")
+
+
+def png(brightness: int) -> bytes:
+    """A gray image of 12 x 10 pixels."""
+    return encoded(np.full((10, 12, 3), brightness, dtype=np.uint8))
+
+
+def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files by their places below `root`."""
+    for place, data in files.items():
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        (root / place).write_bytes(data)
+    return root
 
 
 def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> Survey:
