@@ -11,8 +11,7 @@ import argparse
 import sys
 from statistics import median
 
-from benchmarks.hosts import benchmark_hosts
-from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
+from benchmarks.hosts import benchmark_hosts, bits_per_s, told_by_rank_0
 from tests.support.fake_hosts import FakeHosts
 
 HOSTS, BATCH, CROP, STEPS = 4, 4, 64, 3

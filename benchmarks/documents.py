@@ -14,14 +14,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from string import Template
+from typing import Any
 
-from benchmarks.documents_row import Row
-from benchmarks.documents_rows import ROWS
+import yaml
 
 LIMIT_S = 1200  # of one command
 HEADS = ("experiment", "at full size", "on two cores", "shown here", "s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An experiment, as documents.yaml has it."""
+
+    document: str
+    experiment: str
+    full: tuple[str, ...]
+    small: tuple[str, ...]
+    shows: tuple[str, ...]
+    status: int = 0
+
+
+def rows_of_documents() -> tuple[Row, ...]:
+    """The experiments, document by document."""
+    data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+    def row(document: str, *, full: Any = (), small: Any = (), same: str | None = None, shows: Any, **rest: Any) -> Row:
+        lines = [(same,), (same,)] if same is not None else [full, small]
+        full, small = (tuple(Template(line).substitute(data["settings"]) for line in each) for each in lines)
+        return Row(document=document, full=full, small=small, shows=tuple(shows), **rest)
+
+    return tuple(row(each["document"], **one) for each in data["documents"] for one in each["experiments"])
 
 
 def main() -> int:
@@ -31,7 +57,7 @@ def main() -> int:
     parser.add_argument("--photos", type=Path, required=True, help="folder with train/CLASS/* and val/CLASS/*")
     parser.add_argument("--only", default="", help="rows whose document or experiment contains this text")
     options = parser.parse_args()
-    chosen = [row for row in ROWS if options.only in f"{row.document}: {row.experiment}"]
+    chosen = [row for row in rows_of_documents() if options.only in f"{row.document}: {row.experiment}"]
     failed = 0
     with tempfile.TemporaryDirectory(prefix="documents-") as scratch:
         data = Path(scratch) / "data"

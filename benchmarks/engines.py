@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.step_times import median_step_s
+from benchmarks.train_throughput import median_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,32 @@ The monitor does what a launching process does: it answers, judges and looks for
 import argparse
 import os
 import resource
+import select
 import subprocess
 import sys
 import time
 from itertools import pairwise
 
 from cputrain.affinity.terminal import align_columns
-from cputrain.mpi.supervise import REMOTE_POLL_S, STALL_CHECK_S, TOKEN_VARIABLE, Monitor, StallWatch
+from cputrain.mpi.supervise import (
+    REMOTE_POLL_S,
+    STALL_CHECK_S,
+    TOKEN_VARIABLE,
+    Answer,
+    Heartbeat,
+    Hello,
+    Monitor,
+    Preempt,
+    ShowStack,
+    StallWatch,
+    Stop,
+    connect,
+    heartbeat_interval,
+)
 
 PROCESSES, PER_HOST = 4, 2
 START_S, LONGEST_S = 120.0, 60.0
+FILES = 64  # of an agents' process, beside the connections
 TOKEN = "of a simulated job"
 HEAD = ("ranks", "connected after", "share of a core", "KiB a rank", "silent rank after", "message")
 
@@ -27,7 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--agents", type=int, nargs=4, help=argparse.SUPPRESS)  # this program starts itself so
     options = parser.parse_args()
+    if options.agents:
+        be_agents(*options.agents)
+        return
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     monitor, started = Monitor(TOKEN, tuple(f"h{rank // PER_HOST}" for rank in range(options.ranks))), time.monotonic()
     agents = start_agents(monitor.port, options.ranks)
@@ -64,10 +84,35 @@ def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
     return time.monotonic() - started
 
 
+def be_agents(port: int, ranks: int, first: int, last: int) -> None:
+    """Simulated agents: the ranks `first` to `last` - 1, connected to the monitor at a port, their heartbeats spread
+    evenly. Once standard input is closed the last of them sends no more."""
+    interval_s = heartbeat_interval(ranks)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, last - first + FILES), most))
+    connections = []
+    for rank in range(first, last):
+        connection = connect(f"127.0.0.1:{port}", os.environ[TOKEN_VARIABLE], (Answer, Stop, Preempt, ShowStack))
+        connection.send(Hello(rank=rank, host=f"h{rank // PER_HOST}"))
+        connections.append(connection)
+    due = [time.monotonic() + interval_s * i / len(connections) for i in range(len(connections))]
+    while True:
+        if len(due) == len(connections) and select.select([sys.stdin], [], [], 0)[0]:
+            due.pop()
+        for i, at in enumerate(due):
+            now = time.monotonic()
+            if at > now:
+                continue
+            assert connections[i].receive() is not None, "the monitor has closed a connection"
+            connections[i].send(Heartbeat(idle_s=10.0))
+            due[i] = max(at + interval_s, now)
+        time.sleep(max(0.0, min(min(due) - time.monotonic(), 0.05)))
+
+
 def start_agents(port: int, ranks: int) -> list[subprocess.Popen[bytes]]:
     """Processes that are the agents of so many ranks together."""
     cuts = [ranks * i // PROCESSES for i in range(PROCESSES + 1)]
-    argv = (sys.executable, "-m", "benchmarks.monitor_agents", str(port), str(ranks), str(PER_HOST))
+    argv = (sys.executable, "-m", "benchmarks.monitor_scale", "--agents", str(port), str(ranks))
     env = {**os.environ, TOKEN_VARIABLE: TOKEN}
     return [
         subprocess.Popen((*argv, str(first), str(last)), stdin=subprocess.PIPE, env=env)

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.comm_rank import REDUCED
-from benchmarks.hosts import benchmark_hosts
-from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
+from benchmarks.hosts import benchmark_hosts, bits_per_s, told_by_rank_0
 from cputrain.affinity.terminal import markdown_table
 from cputrain.recipe import DataSection, ModelSection, Recipe
 from cputrain.simulate import (

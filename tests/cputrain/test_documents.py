@@ -6,11 +6,10 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.documents import commands
-from benchmarks.documents_row import Row
-from benchmarks.documents_rows import ROWS
+from benchmarks.documents import Row, commands, rows_of_documents
 from cputrain.cli import group
 
+ROWS = rows_of_documents()
 PAGE = (Path(__file__).parents[2] / "docs/documents.md").read_text()
 
 
