@@ -33,7 +33,7 @@ from cputrain.cli import main
 from cputrain.models import ConvolutionShape
 from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 from tests.support.machines import build_machine
 from tests.support.trace_format import check_trace
 
@@ -212,8 +212,6 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     names = {each["name"] for each in events if each["ph"] == "X"}
     assert {"forward", "backward", "optimizer", "conv1"} <= names
     assert [each["ph"] for each in events if each.get("cat") == "all-reduce"][:2] == ["b", "e"]
-    wrong = cputrain("bench", "model", "imagefolder", *small, "optim.name=nothing")
-    assert "optim.name" in refused(wrong)
 
 
 @pytest.mark.long
@@ -233,9 +231,9 @@ def test_bench_model_says_what_layers_by_winograd_would_take_otherwise(tmp_path:
         assert row["ms by oneDNN"] == (pytest.approx(direct, rel=0.01) if gain >= LEAST_GAIN else None)
 
 
-@pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16", "optim.beta1=2"])
+@pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16"])
 def test_bench_model_takes_settings_without_a_recipe(wrong: str) -> None:
-    assert f"setting '{wrong}'" in refused(cputrain("bench", "model", wrong))
+    assert f"setting '{wrong}'" in refused(here("bench", "model", wrong))
 
 
 @pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")

@@ -12,7 +12,7 @@ import pytest
 
 from cputrain.sweep import clock, parse_clock
 from tests.cputrain.test_training import SMALL as TRAINING
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
 from tests.support.images import write_images
 
@@ -48,18 +48,18 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes() == before
     assert [line.split()[0] for line in again.stdout.splitlines()[-4:-2]] == ["0.01", "0.02"]
-    other = cputrain("sweep", "imagefolder", *SWEPT, *rates[:4], "epochs=3", cwd=place)
+    other = here("sweep", "imagefolder", *SWEPT, *rates[:4], "epochs=3", cwd=place)
     assert "contains a run of another recipe: name another folder with --output" in refused(other)
 
 
 def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
-    shown = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
+    shown = here("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
     assert shown.returncode == 0 and "2/2  batch.local=6  (global batch 6, 8 steps)" in shown.stdout
-    two = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "seed=1,2", "output=a", "--output", "b", cwd=place)
+    two = here("sweep", "imagefolder", *SWEPT, "--grid", "seed=1,2", "output=a", "--output", "b", cwd=place)
     assert refused(two) == "cputrain: output=a and --output b name two folders: give one"
-    none = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=600,700", cwd=place)
+    none = here("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=600,700", cwd=place)
     assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker")
-    wrong = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.locla=6,9", cwd=place)
+    wrong = here("sweep", "imagefolder", *SWEPT, "--grid", "batch.locla=6,9", cwd=place)
     assert "unknown key 'batch.locla'" in refused(wrong)
     for options, expected in (
         (("--memory", "2"), "--memory goes only with --find-batch"),
@@ -67,7 +67,7 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
         (("--workers", "two"), "--workers 'two' is not a list of worker counts"),
         (("--time", "soon", "--grid", "seed=1,2"), "--time 'soon' is not a time limit"),
     ):
-        assert expected in refused(cputrain("sweep", "imagefolder", *SWEPT, *options, cwd=place))
+        assert expected in refused(here("sweep", "imagefolder", *SWEPT, *options, cwd=place))
     assert not (place / "runs").exists()
 
 
@@ -155,7 +155,7 @@ def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path)
     ran = cputrain("sweep", "imagefolder", *SWEPT, *known, cwd=place)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.6" in ran.stdout
-    none = cputrain("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
+    none = here("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
     assert "lenet at 512 x 512 with 1 images per step needs 6.49 GiB; --memory leaves " in refused(none)
 
 
@@ -193,7 +193,7 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
     )
     trained = cputrain("train", "imagefolder", *SMALL, *lars, cwd=place)
     assert trained.returncode == 0, trained.stderr
-    shown = cputrain("bench", "optimizer", "run", cwd=place)
+    shown = here("bench", "optimizer", "run", cwd=place)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("step 6, learning rate ") and lines[1].split()[:3] == ["layer", "|w|", "|g|"]
@@ -202,6 +202,6 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
     assert ratio == pytest.approx(w / g, rel=1e-2)
     assert trust == pytest.approx(0.001 * w / (g + 5e-5 * w), rel=1e-2)
     assert rows["bn1.weight"][-1] == "1" and len(rows) == 62
-    early = cputrain("bench", "optimizer", "run", "--step", "4", cwd=place)
+    early = here("bench", "optimizer", "run", "--step", "4", cwd=place)
     assert refused(early).endswith("run has recorded no norms at step 4: its steps are 3, 6")
-    assert "contains no run" in refused(cputrain("bench", "optimizer", "images", cwd=place))
+    assert "contains no run" in refused(here("bench", "optimizer", "images", cwd=place))
