@@ -23,7 +23,7 @@ from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Positive, Recipe, Section, SweepSection
 from cputrain.rows import Column, Rows, figure
 from cputrain.sweep.results import spread, write_results
-from cputrain.sweep.trainings import SEED, RunResult, Variant, finished_top1s, train_all, variants
+from cputrain.sweep.trainings import SEED, RunResult, Variant, clock, finished_top1s, train_all, variants
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -376,8 +376,7 @@ def quantity_text(quantity: str, value: float | None) -> str:
     if value is None:
         return "-"
     if quantity in (TIME, IMPLIED[TIME]):
-        minutes, seconds = divmod(round(value), 60)
-        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        return clock(value)
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:g}"

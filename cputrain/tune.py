@@ -25,13 +25,13 @@ from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.planner.rules import CORES_TO_SPARE_ONE
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import counted
-from cputrain.bench.model import Spec, measure_training, precisions
+from cputrain.bench.model import Spec, measure_training, precisions, steps_alone
 from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.measurements import new_record
 from cputrain.native_build import compiler
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
+from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.rows import Column, Rows
 from cputrain.training.ipex import has_ipex
 
@@ -213,12 +213,6 @@ def _with(recipe: Recipe, values: Mapping[str, str]) -> Recipe:
     if "batch" in values:
         changes["batch"] = recipe.batch.model_copy(update={"local": int(values["batch"])})
     return recipe.model_copy(update=changes)
-
-
-def with_output(candidate: PlanCandidate, folder: str) -> PlannedTraining:
-    """A candidate's training in a folder of its own."""
-    recipe = candidate.planned.recipe.model_copy(update={"output": folder})
-    return replace(candidate.planned, recipe=recipe)
 
 
 # The noise is the standard deviation of a measurement, relative to its value, and assumed to be the same for all
@@ -485,21 +479,18 @@ def tuned_record(result: Result, command: str) -> Record | None:
     return new_record(plan.machine, TUNED, name, values, command=command)
 
 
-def suggestions(found: Result, others: Result | None) -> list[str]:
+def suggestions(others: Result | None) -> list[str]:
     """What else is faster, as settings: changes of the training itself."""
-    lines = []
-    if others is not None and (best := others.race.winner()) != 0:
-        winner = others.winner
-        changed = [setting for setting in winner.settings if setting not in others.candidates[0].settings]
-        sizes, own = winner.planned.sizes, others.candidates[0].planned.sizes
-        batch = (
-            "" if sizes == own else f", with a global batch of {sizes.global_batch:,} instead of {own.global_batch:,}"
-        )
-        lines.append(
-            f"{' '.join(changed)} has {others.race.ratio(best, 0)} times the images/s{batch}; it changes the training: "
-            "nothing uses it unless you set it"
-        )
-    return lines
+    if others is None or (best := others.race.winner()) == 0:
+        return []
+    own, winner = others.candidates[0], others.winner
+    changed = [setting for setting in winner.settings if setting not in own.settings]
+    batch, before = (each.planned.sizes.global_batch for each in (winner, own))
+    more = "" if batch == before else f", with a global batch of {batch:,} instead of {before:,}"
+    return [
+        f"{' '.join(changed)} has {others.race.ratio(best, 0)} times the images/s{more}; it changes the training: "
+        "nothing uses it unless you set it"
+    ]
 
 
 def result_json(found: Result, others: Result | None) -> str:
@@ -513,7 +504,7 @@ def result_json(found: Result, others: Result | None) -> str:
             "settings": list(found.winner.settings),
             "trials": found.race.trials + (others.race.trials if others else 0),
             "noise": found.race.noise,
-            "suggestions": suggestions(found, others),
+            "suggestions": suggestions(others),
         },
         indent=1,
     )
@@ -589,7 +580,8 @@ def trial_cost(candidates: Sequence[PlanCandidate], steps: int, env: Mapping[str
     def cost(index: int) -> float | None:
         candidate = candidates[index]
         with tempfile.TemporaryDirectory() as folder:
-            planned = with_output(candidate, str(Path(folder) / "run"))
+            recipe = candidate.planned.recipe.model_copy(update={"output": str(Path(folder) / "run")})
+            planned = replace(candidate.planned, recipe=recipe)
             try:
                 first, *_ = measure_training(planned, spec, env, what=candidate.name)
             except (InputError, RunError) as error:
@@ -617,7 +609,7 @@ def tuned_recipe(name: str, settings: Sequence[str]) -> Recipe:
     recipe = load_recipe(name, settings)
     if not recipe.data.generated and (recipe.data.path is None or not Path(recipe.data.path).exists()):
         recipe = load_recipe(name, (*settings, f"data.path={SYNTHETIC}"))
-    return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
+    return steps_alone(recipe)
 
 
 def choices_here(own: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:

@@ -33,11 +33,6 @@ class Figure:
     limited_by: str = ""
     note: str = ""
 
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        """Median, lowest and highest."""
-        return self.value, self.low, self.high
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:

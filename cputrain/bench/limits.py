@@ -85,7 +85,7 @@ def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report
             figures.append(figure_of(f"{place.name}, {kernel}", in_gb, "GB/s", limit=limit, limited_by=named))
     whole = bandwidth(host_place(machine), "triad", array // len(machine.allowed_cores), repeats)
     host = figure_of("host, triad", [value / GB for value in whole], "GB/s")
-    record = rate_record(machine, MEMORY, figure_of("", whole, "").spread, command="cputrain bench memory")
+    record = rate_record(machine, MEMORY, spread_of(whole), command="cputrain bench memory")
     title = f"memory of {machine.name}: arrays of {array >> 20} MiB, medians of {counted(repeats, 'repeat')}"
     return Report(title=title, figures=(*figures, host)), (record,)
 
@@ -224,7 +224,9 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
 def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
     runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
     array = TEST_BYTES if quick else LEAST_BYTES
-    found = interleaved({**runs, "triad": _triad(array)}, repeats)
+    a, b, c = (torch.full((array // BYTES,), value) for value in (1.0, 2.0, 3.0))
+    runs["triad"] = lambda: _seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
+    found = interleaved(runs, repeats)
     limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
     return [
         figure_of(
@@ -243,11 +245,6 @@ def _step(model: nn.Module, name: str) -> Callable[[], float]:
     optimizer = build_optimizer(model, OptimSection(name=name))  # type: ignore[arg-type]
     set_lr_and_decay(optimizer, 1e-4, 5e-5)
     return lambda: _seconds(optimizer.step)
-
-
-def _triad(size: int) -> Callable[[], float]:
-    a, b, c = (torch.full((size // BYTES,), value) for value in (1.0, 2.0, 3.0))
-    return lambda: _seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -332,15 +329,16 @@ def bench_decoding(
     with_one_core = _on_one_core(machine, lambda: interleaved(named, repeats))
     figures = [_figure(key, with_one_core, decoded=bool(entropy)) for key in named if LIMIT not in key]
     figures.append(figure_of("normalizing a batch of 32", _normalizing(env, repeats), UNIT))
-    pixels = _mean_pixels(photos)
+    shapes = [Image.open(io.BytesIO(data)).size for data in photos]
+    pixels = sum(width * height for width, height in shapes) / len(photos)
     source = f"{len(photos)} JPEGs of {folder}" if folder else f"{len(photos)} generated JPEGs"
     sizes = sum(map(len, photos)) / len(photos) / 1000
     title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
     command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
-    records = [
-        _decoding_record(machine, name, with_one_core[f"original, {name}"], pixels, command)
-        for name in _decoders(decoder, env)
-    ]
+    records = []
+    for name in _decoders(decoder, env):  # nanoseconds of a core for each pixel of an original image
+        spread = spread_of([1e9 / rate / pixels for rate in with_one_core[f"original, {name}"]])
+        records.append(rate_record(machine, f"{DECODING} {name}", spread, command=command))
     notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
     return Report(title=title, figures=tuple(figures), notes=notes), tuple(records)
 
@@ -359,14 +357,8 @@ def _decoders(decoder: TurboDecoder | None, env: Mapping[str, str]) -> dict[str,
 
 def _figure(name: str, measured: Mapping[str, Sequence[float]], *, decoded: bool) -> Figure:
     kind = name.partition(",")[0]
-    limit = figure_of("", measured[f"{kind}, {LIMIT}"], "").value if decoded else None
+    limit = median(measured[f"{kind}, {LIMIT}"]) if decoded else None
     return figure_of(name, measured[name], UNIT, limit=limit, limited_by=LIMIT if decoded else "")
-
-
-def _decoding_record(machine: Machine, name: str, rates: Sequence[float], pixels: float, command: str) -> Record:
-    """Nanoseconds of a core for each pixel of an original image."""
-    spread = figure_of("", [1e9 / rate / pixels for rate in rates], "").spread
-    return rate_record(machine, f"{DECODING} {name}", spread, command=command)
 
 
 def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -431,11 +423,6 @@ def without_markers(data: bytes) -> bytes:
 def prepared(data: bytes) -> bytes:
     """A JPEG as `cputrain prepare --short-side 256` writes it."""
     return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
-
-
-def _mean_pixels(files: list[bytes]) -> float:
-    sizes = [Image.open(io.BytesIO(data)).size for data in files]
-    return sum(width * height for width, height in sizes) / len(sizes)
 
 
 def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:

@@ -91,17 +91,21 @@ class MeasuredModel:
         return sum(not pus.isdisjoint(core.pus) for core in machine.cores)
 
 
-def bench_recipe(name: str, settings: tuple[str, ...], folder: Path) -> Recipe:
-    """The recipe for a measurement: with generated images, unless the settings name others; nothing but steps."""
-    own = any(setting.startswith("data.path=") for setting in settings)
-    recipe = load_recipe(name, (*settings, *(() if own else (f"data.path={SYNTHETIC}",)), f"output={folder}"))
+def steps_alone(recipe: Recipe) -> Recipe:
+    """The training without evaluations and what else is not a step."""
     return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
 
 
 def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping[str, str]) -> MeasuredModel:
-    """Train a few steps on this host. Raises InputError for a recipe that does not fit, RunError where it fails."""
+    """Train a few steps on this host, with generated images unless the settings name others.
+
+    Raises InputError for a recipe that does not fit, RunError where it fails.
+    """
+    own = any(setting.startswith("data.path=") for setting in settings)
+    images = () if own else (f"data.path={SYNTHETIC}",)
     with tempfile.TemporaryDirectory() as folder:
-        planned = plan_training(bench_recipe(name, settings, Path(folder) / "run"), env)
+        recipe = load_recipe(name, (*settings, *images, f"output={Path(folder) / 'run'}"))
+        planned = plan_training(steps_alone(recipe), env)
         ranks = measure_training(planned, spec, env, what=f"the training of {name}")
     return MeasuredModel(planned=planned, command=" ".join(("cputrain bench model", name, *settings)), ranks=ranks)
 

@@ -294,7 +294,7 @@ def tune_command(
     else:
         click.echo(tune.result_text(found))
         click.echo(f"\n{found.why}\n{tune.outcome_text(found)}")
-        for line in tune.suggestions(found, others):
+        for line in tune.suggestions(others):
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
     if found.sure and (engine := tune.engine_record(found, described)) is not None:

@@ -378,6 +378,12 @@ def rank_times(run: Run) -> tuple[RankSeconds, ...]:
     )
 
 
+def mean_shares(times: Sequence[RankSeconds]) -> list[tuple[str, float]]:
+    """The parts of a step and their mean percent over the ranks; [] without any."""
+    means = np.mean([each.percents for each in times], axis=0).tolist() if times else ()
+    return list(zip((COMPUTE, COMM, DATA), means, strict=False))
+
+
 def _rank_0(run: Run) -> tuple[RankSeconds, ...]:
     steps, images = run.of("step"), run.start.get("global_batch")
     known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]

@@ -25,13 +25,11 @@ from cputrain.affinity.wording import counted
 from cputrain.files import REPORT, write_text
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
-    COMM,
-    COMPUTE,
-    DATA,
     Chart,
     Heat,
     Table,
     charts_data,
+    mean_shares,
     rank_times,
     rows_per_run,
     shown_bars,
@@ -144,7 +142,7 @@ def report_html(run: Run) -> str:
         curves=curves,
         thinned=_thinned(tables),
         bars=shown_bars(times),
-        shares=_shares([each.percents for each in times]),
+        shares=mean_shares(times),
         ranks=len(times),
         heats=heats,
         use=use,
@@ -166,13 +164,6 @@ def _data(
 def _thinned(tables: dict[str, Table]) -> str:
     steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
     return f"{counted(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
-
-
-def _shares(percents: Sequence[tuple[float, float, float]]) -> list[tuple[str, float]]:
-    """The mean share of each part of a step, over the ranks."""
-    if not percents:
-        return []
-    return list(zip((COMPUTE, COMM, DATA), map(float, np.mean(percents, axis=0)), strict=True))
 
 
 def _use(usage: Usage, tables: dict[str, Table]) -> dict[str, Any]:

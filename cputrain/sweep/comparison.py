@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
 from cputrain.files import RECIPE, REPORT, write_text
@@ -20,6 +18,7 @@ from cputrain.report.charts import (
     Table,
     charts_data,
     drawn,
+    mean_shares,
     rank_times,
     rows_per_run,
     thin,
@@ -88,14 +87,13 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
         result = RunResult(label="", run=str(folder), settings=(), status=STOPPED, setup=_setup(run))
     if result.status == STOPPED:
         result = replace(result, status=run.status())
-    times = [each.percents for each in rank_times(run)]
     return ComparedRun(
         name=run.name,
         folder=folder,
         result=result,
         values=values_by_key(run.recipe) if run.recipe else None,
         tables={name: thin(table, most_rows) for name, table in training_tables(run).items()},
-        shares=tuple(map(float, np.mean(times, axis=0))) if times else (),
+        shares=tuple(share for _, share in mean_shares(rank_times(run))),
         unit=unit_of(run.start),
         problems=tuple(problems),
     )

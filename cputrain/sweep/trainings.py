@@ -175,11 +175,6 @@ def read_record(folder: Path) -> TrialRecord | None:
         raise InputError(f"{path} is damaged: remove it, and the training's time limit and use are unknown") from None
 
 
-def write_record(folder: Path, record: TrialRecord) -> None:
-    """Write the record into a run's folder."""
-    write_text(folder / FILE, json.dumps(asdict(record)))
-
-
 Event = dict[str, Any]
 IMAGES = "images"  # the data where the start event names no other
 MOST_POINTS = 100  # of a loss curve, each the mean of the steps up to it
@@ -491,7 +486,8 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
     else:
         outcome, why = "", ""
     used = used_s + time.monotonic() - started
-    write_record(one.recipe.folder, TrialRecord(requested_s=limit_s, used_s=used, status=outcome, ended_by=why))
+    record = TrialRecord(requested_s=limit_s, used_s=used, status=outcome, ended_by=why)
+    write_text(one.recipe.folder / FILE, json.dumps(asdict(record)))
     if status >= status_of_signal(0):
         raise KeyboardInterrupt  # a signal ends the sweep too
 

@@ -111,13 +111,13 @@ def test_the_table_and_the_json_have_every_plan_and_how_sure_the_result_is() -> 
 
 def test_what_changes_the_training_is_suggested_only() -> None:
     found = result([1.0, 0.8, 2.0, 2.0], [2, 1])
-    assert suggestions(found, None) == []
+    assert suggestions(None) == []
     machine = find_machine("numa:1(memory=34359738368) core:4 pu:1")
     values = (*found.winner.values, ("batch", "8"))
     more = PlanCandidate(values=values, named=("batch",), planned=planned(machine, "plan.ppn=2", "batch.local=8"))
     same = replace(more, values=(*found.winner.values, ("batch", "4")), planned=found.winner.planned)
     race = run_race(2, lambda i: (1.0, 0.8)[i], seed=1, resolution=0.02)
-    changed = suggestions(found, Result(candidates=[same, more], race=race))[-1]
+    changed = suggestions(Result(candidates=[same, more], race=race))[-1]
     assert changed.startswith("batch.local=8 has 1.25 (") and "with a global batch of 16 instead of 8" in changed
     assert changed.endswith("it changes the training: nothing uses it unless you set it")
 
