@@ -326,9 +326,10 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 @contextmanager
 def open_events(recipe: Recipe) -> Iterator[Events]:
-    """A run's events.jsonl, of which metrics/ has at the end, also that of a training that fails, what the recipe's
-    `log` requests; TensorBoard shows a run while it goes on."""
+    """A run's events.jsonl, of which metrics/ has what the recipe's `log` requests: written at the beginning, for what
+    killed starts have logged, and at the end of all others; TensorBoard shows a run while it goes on."""
     with TensorBoardEvents(recipe.folder) if "tensorboard" in recipe.log else Events(recipe.folder) as events:
+        export(recipe)
         try:
             yield events
         finally:

@@ -72,12 +72,12 @@ def test_an_mlperf_log_has_one_interval_of_the_run_over_all_its_starts(end: str,
     path = tmp_path / "metrics/mlperf.log"
     for start in (1, 2, 3):
         with Events(tmp_path) if end == "killed" and start < 3 else open_events(recipe) as events:
+            assert path.exists() == (end == "stopped" or start == 3), "those of the starts before"
             events.write("start", **START)
             events.write("epoch", step=start, epoch=start, val_top1=50.0, **EPOCH)
             if start == 3 or end == "stopped":
                 status = {"status": "done" if start == 3 else "stopped"}
                 events.write("end", step=start, trained_until=5.0, **{**END, **status})
-        assert path.exists() == (end == "stopped" or start == 3)
     lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
     keys = [line["key"] for line in lines]
     once = ("run_start", "run_stop", "submission_platform", "submission_benchmark", "train_samples", "seed")
@@ -88,8 +88,8 @@ def test_an_mlperf_log_has_one_interval_of_the_run_over_all_its_starts(end: str,
 
 @pytest.mark.parametrize(("file", "kind"), [("steps.csv", "csv"), ("epochs.csv", "csv"), ("mlperf.log", "mlperf")])
 def test_a_full_disk_names_its_file(file: str, kind: str, tmp_path: Path) -> None:
-    metrics = tmp_path / "run/metrics"
-    metrics.mkdir(parents=True)
+    metrics = logged(tmp_path / "run")
+    metrics.mkdir()
     (metrics / f".{file}.{os.getpid()}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: .*run/metrics/{file}"):
         logged(tmp_path / "run", kind)
