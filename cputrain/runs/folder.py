@@ -135,18 +135,15 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not restarted or _holder(folder).get("job", job) != job:
-            raise InputError(_in_use(folder)) from None
+            holder = _holder(folder)
+            known = {"pid", "host"} <= holder.keys()
+            who = f"process {holder['pid']} on {holder['host']}" if known else "another process"
+            raise InputError(
+                f"output {folder} is in use: {who} trains there: wait for its end, or set output to another folder; "
+                f"if that host has crashed, remove {folder / LOCK}"
+            ) from None
     except OSError:
         return  # a file system without locks
-
-
-def _in_use(folder: Path) -> str:
-    holder = _holder(folder)
-    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
-    return (
-        f"output {folder} is in use: {who} trains there: wait for its end, or set output to another folder; "
-        f"if that host has crashed, remove {folder / LOCK}"
-    )
 
 
 def _holder(folder: Path) -> dict[str, Any]:

@@ -250,6 +250,15 @@ def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> st
 
 def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, object]:
     """The JSON output: accuracies in percent; `batch` is the number of images of one worker's forward pass."""
+    classes = session.data.dataset.classes
+
+    def of_classes(predicted: Predicted | None) -> dict[str, object]:
+        if predicted is None:
+            return {}
+        confused = confused_classes(predicted, classes)[:MOST_PAIRS]
+        accuracies = class_accuracies(predicted, classes)
+        return {"classes": list(map(asdict, accuracies)), "confused": list(map(asdict, confused))}
+
     return {
         "workers": session.rank.world_size,
         "batch": evaluation_batch(session.recipe),
@@ -263,18 +272,8 @@ def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, ob
                 "images": one.accuracy.images,
                 "damaged": list(one.damaged),
                 "seconds": one.seconds,
-                **_classes_as_json(one.predicted, session.data.dataset.classes),
+                **of_classes(one.predicted),
             }
             for one in results
         ],
-    }
-
-
-def _classes_as_json(predicted: Predicted | None, classes: tuple[str, ...]) -> dict[str, object]:
-    """Accuracy of each class and the confused pairs, where there are classes."""
-    if predicted is None:
-        return {}
-    return {
-        "classes": [asdict(each) for each in class_accuracies(predicted, classes)],
-        "confused": [asdict(each) for each in confused_classes(predicted, classes)[:MOST_PAIRS]],
     }
