@@ -187,7 +187,7 @@ def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
 def test_damage_in_any_place_of_any_format_is_damage_and_no_failure(form: str) -> None:
     """Of AVIF Pillow raises RuntimeError, which has ended a training."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
-    whole = bytearray(written(Image.fromarray(noise), form))
+    whole = bytearray(encoded(noise, form))
     found, out = [], np.empty((1, 16, 16, 3), np.uint8)
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         data = bytes(whole[:place] + bytes([whole[place] ^ 255]) * 8 + whole[place + 8 :])
