@@ -18,7 +18,7 @@ from pathlib import Path
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
 from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE, check_layout
-from cputrain.affinity.planner.plan_file import plan_from_dict, request_from_json, worker_from_dict
+from cputrain.affinity.planner.plan_file import request_from_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
 from cputrain.affinity.terminal import exit_status
@@ -70,9 +70,9 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     plan = read_host_plan(path)
     allowed = options.allow_other_layout or env.get(OTHER_LAYOUT_VARIABLE) == "1"
     if options.plan and not (options.no_verify or allowed):
-        check_layout(plan_from_dict(plan), this_machine())
+        check_layout(plan, this_machine())
     exec_bound(
-        worker_from_dict(plan, local_rank),
+        worker_of(plan, local_rank),
         path,
         command,
         env,

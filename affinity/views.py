@@ -199,8 +199,8 @@ def _workers(plan: Plan) -> str:
 def _environment(plan: Plan) -> str:
     """Each variable once where all workers agree on it, else worker by worker."""
     lines = ["environment"]
-    for name, value in plan.workers[0].env:
-        values = [dict(worker.env).get(name, "") for worker in plan.workers]
+    for name, value in plan.workers[0].env.items():
+        values = [worker.env.get(name, "") for worker in plan.workers]
         if len(set(values)) == 1:
             lines.append(f"  {name}={value}")
         else:

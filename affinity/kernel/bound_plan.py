@@ -6,14 +6,21 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.binding import bind_process
 from cputrain.affinity.kernel.observe import launcher_differences, refuse, verify
 from cputrain.affinity.planner.openmp import reconciled, with_libiomp5
 from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_of_this_host, plan_to_json, read_json, worker_from_dict
+from cputrain.affinity.planner.plan_file import (
+    PLAN_FILE,
+    plan_from_dict,
+    plan_of_this_host,
+    plan_to_json,
+    read_json,
+    worker_of,
+)
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES
 from cputrain.affinity.ranks.rank import Rank, with_rank
@@ -33,14 +40,9 @@ def plan_in_memory(plan: Plan) -> Path:
     return Path(f"{DESCRIPTORS}{descriptor}")
 
 
-def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
-    """Worker `local_rank` of this host in a plan file. Raises InputError when the file or the worker does not exist."""
-    return worker_from_dict(read_host_plan(path), local_rank)
-
-
-def read_host_plan(path: Path) -> Any:
-    """This host's plan in a plan file, as JSON data. Raises InputError when there is none."""
-    return plan_of_this_host(read_json(path))
+def read_host_plan(path: Path) -> Plan:
+    """This host's plan in a plan file. Raises InputError when there is none."""
+    return plan_from_dict(plan_of_this_host(read_json(path)))
 
 
 def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None:
@@ -62,7 +64,9 @@ def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None
 def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
     """The worker that this process was bound as; None where no plan has bound it, or the plan cannot be read."""
     path = plan_path_of(env)
-    return None if path is None or WORKER_VARIABLE not in env else planned_worker(path, int(env[WORKER_VARIABLE]))
+    if path is None or WORKER_VARIABLE not in env:
+        return None
+    return worker_of(read_host_plan(path), int(env[WORKER_VARIABLE]))
 
 
 # Names of a rank that a binding by a plan sets, all alike, and a launcher changes.
@@ -139,11 +143,10 @@ def command_environment(
     keep_env: bool,
 ) -> tuple[dict[str, str], list[str]]:
     """The command's environment: the worker's variables, the rank's, the plan's path; and warnings."""
-    planned = dict(worker.env)
-    full, clashes = reconciled(env, planned, keep=keep_env)
+    full, clashes = reconciled(env, worker.env, keep=keep_env)
     warnings = [f"inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}"] if clashes else []
     full = full if rank is None else with_rank(rank, full)
-    if "KMP_BLOCKTIME" in planned:
+    if "KMP_BLOCKTIME" in worker.env:
         try:
             full = with_libiomp5(full, command)
         except InputError as error:

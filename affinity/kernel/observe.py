@@ -142,7 +142,7 @@ def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
     """Where an OpenMP team differs from the plan: bound, each thread has a compute PU of its own, else all are inside
     the domain."""
     given = [thread.pus for thread in team]
-    if not any(name in dict(worker.env) for name in BINDERS):
+    if not any(name in worker.env for name in BINDERS):
         outside = [pus for pus in given if not set(pus) <= set(worker.pus)]
         return [f"{len(outside)} OpenMP threads may leave CPUs {format_list(worker.pus)}"] if outside else []
     if sorted(given) == sorted((pu,) for pu in worker.compute_pus):

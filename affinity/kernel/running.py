@@ -8,9 +8,10 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.binding import anonymous_bytes
-from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
+from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, read_host_plan
 from cputrain.affinity.kernel.observe import Thread, threads_of
 from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.plan_file import worker_of
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list
@@ -95,7 +96,9 @@ def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | No
         exists = path is not None and path.is_file()  # not a pipe, which blocks
     except OSError:  # another user's
         exists = False
-    return planned_worker(path, int(worker)) if path is not None and exists and worker.isdecimal() else None
+    if path is None or not exists or not worker.isdecimal():
+        return None
+    return worker_of(read_host_plan(path), int(worker))
 
 
 def _memory(proc: Path) -> dict[int, int]:

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Annotated
 
 from cputrain.affinity.errors import DoesNotFitError
 from cputrain.affinity.planner.domains import Domain
 from cputrain.affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
-from cputrain.affinity.topology.machine import Machine, NumaNode, format_list
+from cputrain.affinity.topology.machine import Machine, NumaNode, format_list, one_of
 from cputrain.affinity.wording import GIB, counted
 
+MemoryPolicy = Annotated[str, one_of("default", "bind", "preferred", "interleave")]
 USABLE = 0.95
 MEMORY_FIGURES = (
     Reason(
@@ -22,9 +24,9 @@ MEMORY_FIGURES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """A worker's policy (default, bind, preferred, interleave), its NUMA nodes, the bytes it may use, and why."""
+    """A worker's policy, its NUMA nodes, the bytes it may use, and why."""
 
-    policy: str
+    policy: MemoryPolicy
     nodes: tuple[int, ...]
     room_bytes: float
     reason: Reason
@@ -112,7 +114,7 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     fast, local = memory.fast[worker], memory.local[worker]
     near_share, fast_share = memory.near_share(worker), memory.fast_share(worker)
 
-    def chosen(policy: str, nodes: tuple[int, ...], room: float, why: str) -> Memory:
+    def chosen(policy: MemoryPolicy, nodes: tuple[int, ...], room: float, why: str) -> Memory:
         reason = Reason(what="memory policy", value=policy, why=why)
         return Memory(policy=policy, nodes=nodes, room_bytes=min(room, memory.limit), reason=reason)
 

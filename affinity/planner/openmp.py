@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 from cputrain.affinity.errors import InputError, RequestError
 from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.topology.machine import one_of
 
 SYSTEM_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu",
@@ -39,14 +41,17 @@ PROBE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """The OpenMP runtime (libgomp or libiomp5) and allocator in use, and the files to preload for them.
+    """The OpenMP runtime and allocator of the Python that will run the workers.
 
-    `origin` is the source of the OpenMP runtime; empty for a machine other than this host. `missing` are OpenMP
-    runtimes and allocators that LD_PRELOAD names and the loader would not find.
+    openmp: the OpenMP runtime.
+    allocator: the memory allocator.
+    preload: files for LD_PRELOAD.
+    origin: the file that was found, or why none was; empty for a machine other than this host.
+    missing: OpenMP runtimes and allocators in LD_PRELOAD that the loader would not find.
     """
 
-    openmp: str = "libgomp"
-    allocator: str = "glibc"
+    openmp: Annotated[str, one_of("libgomp", "libiomp5")] = "libgomp"
+    allocator: Annotated[str, one_of("glibc", "tcmalloc", "jemalloc")] = "glibc"
     preload: tuple[str, ...] = ()
     origin: str = ""
     missing: tuple[str, ...] = ()
@@ -196,9 +201,9 @@ def _bundled_with_torch(target: Target, names: tuple[str, ...]) -> str | None:
 # Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
 # pages back: page faults then cost ResNet-50 a fifth to a third of its speed.
 KEEP_MEMORY = {
-    "glibc": (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 40))),
-    "jemalloc": (("MALLOC_CONF", "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"),),
-    "tcmalloc": (),
+    "glibc": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+    "jemalloc": {"MALLOC_CONF": "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+    "tcmalloc": {},
 }
 # Each of these places threads or processes by itself; with two of them the result is undefined.
 BINDERS = (
@@ -208,28 +213,25 @@ BINDERS = (
 OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that switch MPI's own binding off
 
 
-def environment(
-    compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool
-) -> tuple[tuple[str, str], ...]:
+def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool) -> dict[str, str]:
     """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
 
     `packed`: see CoreRoles.
     """
-    pairs = [("OMP_NUM_THREADS", str(len(compute_pus)))]
+    env = {"OMP_NUM_THREADS": str(len(compute_pus))}
     if runtime.openmp == "libiomp5":
         # The published setting takes first threads from the mask's first core on; where comm or loader cores come
         # first it would run into them, so the PUs are listed.
         listed = f"proclist=[{','.join(map(str, compute_pus))}],explicit"
         if pin:
-            pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if packed else listed}"))
-        pairs.append(("KMP_BLOCKTIME", "1"))
+            env["KMP_AFFINITY"] = f"granularity=fine,{'compact,1,0' if packed else listed}"
+        env["KMP_BLOCKTIME"] = "1"
     elif pin:
-        pairs.append(("OMP_PLACES", places(compute_pus)))
-        pairs.append(("OMP_PROC_BIND", "close"))
-    pairs += KEEP_MEMORY[runtime.allocator]
+        env |= {"OMP_PLACES": places(compute_pus), "OMP_PROC_BIND": "close"}
+    env |= KEEP_MEMORY[runtime.allocator]
     if runtime.preload:
-        pairs.append(("LD_PRELOAD", ":".join(runtime.preload)))
-    return tuple(pairs)
+        env["LD_PRELOAD"] = ":".join(runtime.preload)
+    return env
 
 
 def places(pus: tuple[int, ...]) -> str:
@@ -327,12 +329,10 @@ def reconciled(
 
 # Intel MPI and oneCCL spin while they wait, on cores that another worker of an oversubscribed host then cannot use.
 # Measured on more ranks than cores: a small all-reduce of Intel MPI takes 12.8 ms, 0.24 ms in its wait mode.
-YIELDING = (("I_MPI_WAIT_MODE", "1"), ("CCL_YIELD", "sched_yield"))
+YIELDING = {"I_MPI_WAIT_MODE": "1", "CCL_YIELD": "sched_yield"}
 
 
-def ccl_environment(
-    comm_pus: tuple[tuple[int, ...], ...], most: int | None, *, shared_cores: bool
-) -> tuple[tuple[str, str], ...]:
+def ccl_environment(comm_pus: tuple[tuple[int, ...], ...], most: int | None, *, shared_cores: bool) -> dict[str, str]:
     """CCL_WORKER_COUNT and CCL_WORKER_AFFINITY for a host whose workers have these comm PUs; none where one has none.
     `shared_cores` adds the variables that make waiting ranks yield their core.
 
@@ -341,8 +341,8 @@ def ccl_environment(
     """
     count = min(map(len, comm_pus))
     count = count if most is None else min(count, most)
-    waiting = YIELDING if shared_cores else ()
+    waiting = YIELDING if shared_cores else {}
     if not count:
         return waiting
     affinity = ",".join(str(pu) for pus in comm_pus for pu in pus[:count])
-    return (("CCL_WORKER_COUNT", str(count)), ("CCL_WORKER_AFFINITY", affinity), *waiting)
+    return {"CCL_WORKER_COUNT": str(count), "CCL_WORKER_AFFINITY": affinity, **waiting}

@@ -1,11 +1,23 @@
 """Machine and request -> plan: workers, threads, binding, environment, and the reason of each number."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Annotated
+
+from msgspec import Meta
 
 from cputrain.affinity.errors import InputError, Wording, worded
 from cputrain.affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
-from cputrain.affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
+from cputrain.affinity.planner.memory import (
+    Memory,
+    MemoryPolicy,
+    check_fit,
+    left_out_reasons,
+    memory_name,
+    peak_bytes,
+    place_memory,
+)
 from cputrain.affinity.planner.openmp import (
     Runtime,
     allocator_why,
@@ -34,28 +46,40 @@ from cputrain.affinity.planner.rules import (
     most_per_pass,
     worker_sizes,
 )
-from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.topology.machine import Count, Ids, Machine, OneOrMore, format_list
 from cputrain.affinity.wording import GIB, counted
+
+VariableName = Annotated[str, Meta(pattern="^[^=]+$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker: the PUs that compute, communicate and load, its memory, threads, batch and environment.
+    """One worker.
 
-    `local_batch` (images per step) and `memory_bytes` (estimated peak) are None where the request leaves them open.
+    local_rank: the worker's number on its host.
+    compute_pus: hardware threads that compute.
+    comm_pus: hardware threads of oneCCL.
+    loader_pus: hardware threads that load images.
+    memory_policy: how the kernel places the worker's memory.
+    memory_nodes: the NUMA nodes of that policy.
+    memory_bytes: estimated peak memory, in bytes; None where the request leaves it open.
+    intra_op: threads of an operator.
+    inter_op: operators that may run at the same time.
+    local_batch: images of the worker in each step; None where the request leaves it open.
+    env: environment variables of the worker.
     """
 
-    local_rank: int
-    compute_pus: tuple[int, ...]
-    comm_pus: tuple[int, ...]
-    loader_pus: tuple[int, ...]
-    memory_policy: str
-    memory_nodes: tuple[int, ...]
-    memory_bytes: int | None
-    intra_op: int
-    inter_op: int
-    local_batch: int | None
-    env: tuple[tuple[str, str], ...]
+    local_rank: Count
+    compute_pus: Annotated[Ids, Meta(min_length=1)]
+    comm_pus: Ids
+    loader_pus: Ids
+    memory_policy: MemoryPolicy
+    memory_nodes: Ids
+    memory_bytes: Count | None
+    intra_op: OneOrMore
+    inter_op: OneOrMore
+    local_batch: Count | None
+    env: Mapping[VariableName, str] = field(hash=False)
 
     @property
     def pus(self) -> tuple[int, ...]:
@@ -110,9 +134,9 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
     return [Reason(what="cost of the workers", value=", ".join(costs), why=why)] if ranks > 1 else []
 
 
-def ccl_reasons(env: tuple[tuple[str, str], ...], default_why: str | None) -> list[Reason]:
+def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[Reason]:
     """oneCCL's threads and how it waits, as a worker's environment has them."""
-    variables, reasons = dict(env), []
+    reasons = []
     if "CCL_WORKER_COUNT" in variables:
         why = default_why or "one for each comm CPU; every worker lists the CPUs of all workers"
         reasons.append(Reason(what="oneCCL threads per worker", value=variables["CCL_WORKER_COUNT"], why=why))
@@ -299,7 +323,7 @@ def _workers(
             intra_op=size.intra_op,
             inter_op=size.inter_op,
             local_batch=batch,
-            env=environment(role.compute, runtime, packed=role.packed, pin=_pins(machine, request, role)) + ccl,
+            env=environment(role.compute, runtime, packed=role.packed, pin=_pins(machine, request, role)) | ccl,
         )
         for i, (role, size, batch, peak, memory) in enumerate(zip(roles, sizes, batches, peaks, memories, strict=True))
     )

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.filesystem import shipped
-from cputrain.affinity.topology.machine import MOST_IDS, Machine, parse_list
+from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
 from cputrain.affinity.wording import either
 
 SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
@@ -17,21 +19,27 @@ SET = "set by the recipe or an option"  # the reason for a value that neither a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One decision, or a figure behind decisions: what it is, its value as shown, and why.
+    """One decision, or a figure behind decisions; planner stages return their values together with these.
 
-    Planner stages return their values together with these.
+    what: what was decided.
+    value: the decision, as shown.
+    why: why. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 
     what: str
     value: str
-    why: str
+    why: Annotated[str, Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Allowed PUs that no worker gets, and why."""
+    """Allowed PUs that no worker gets.
 
-    pus: tuple[int, ...]
+    pus: their numbers.
+    why: why. Settings are in braces: {balance=batch} is --balance batch on the command line.
+    """
+
+    pus: Ids
     why: str
 
 
@@ -119,12 +127,17 @@ WORKLOAD_FIGURES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A network in training. `parameters` counts its weights; the others are per image: floating-point operations of
-    forward and backward pass in 1e9, and bytes that the forward pass keeps for the backward pass.
+    """A network in training.
 
-    `optimizer_copies` is the optimizer's state in copies of the weights (momentum: 1, Adam: 2). `assumed` marks a
-    stand-in for an unknown network: no plan is refused because of it. `decoder` decodes images of `image_pixels`;
-    `precision` is that of the computation.
+    name: the network and its input.
+    parameters: number of its weights.
+    gflop: floating-point operations of forward and backward pass in 1e9, per image.
+    activation_bytes: bytes that the forward pass keeps for the backward pass, per image.
+    optimizer_copies: the optimizer's state in copies of the weights (momentum: 1, Adam: 2).
+    assumed: whether it stands for an unknown network: no plan is refused because of it.
+    decoder: what decodes the images.
+    image_pixels: pixels of an image before it is cropped.
+    precision: precision of the computation.
     """
 
     name: str
@@ -192,44 +205,60 @@ def largest_batch(workload: Workload, room_bytes: int) -> int:
 
 DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
 BF16 = "convolution, bf16 to float32"
+Speed = Annotated[float, Meta(gt=0)]
 STANDARD = "resnet50 at 224 x 224"  # its training rate stands for networks that have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A speed: median, lowest and highest of the repeats, when it was measured (2026-01-31) and by which command.
+    """A speed that was measured.
 
-    `name` and unit: "training NETWORK, PRECISION" GFLOP/s of a core in whole steps; "decoding DECODER" ns of a core per
-    pixel of a JPEG; "all-reduce BACKEND" bytes/s that a core receives, adds and sends; "memory" bytes/s of the host;
-    "convolution, bf16 to float32" the one's speed relative to the other's.
+    name: with its unit: "training NETWORK, PRECISION" GFLOP/s of a core in whole steps; "decoding DECODER" ns of a core
+        per pixel of a JPEG; "all-reduce BACKEND" bytes/s that a core receives, adds and sends; "memory" bytes/s of the
+        host; "convolution, bf16 to float32" the one's speed relative to the other's.
+    value: the median of the repeats.
+    low: the lowest of the repeats.
+    high: the highest of the repeats.
+    date: the day: 2026-01-31.
+    command: the command that has measured it.
     """
 
     name: str
-    value: float
-    low: float
-    high: float
+    value: Speed
+    low: Speed
+    high: Speed
     date: str
     command: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The fastest plan of one host for a training among those that `cputrain tune` has tried; `why` tells by how much.
+    """The fastest plan of one host for a training among those that `cputrain tune` has tried.
 
-    Its threads are one for each core that neither communicates nor loads.
+    ppn: workers per host.
+    comm_cores: cores per worker reserved for communication.
+    loader_cores: cores per worker reserved for loading images; each of the others has a thread.
+    allocator: the memory allocator.
+    date: the day: 2026-01-31.
+    why: by how much it is faster.
     """
 
-    ppn: int
-    comm_cores: int
-    loader_cores: int
-    allocator: str
+    ppn: OneOrMore
+    comm_cores: Count
+    loader_cores: Count
+    allocator: Annotated[str, one_of("auto", "glibc", "tcmalloc", "jemalloc")]
     date: str
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The measurements that count for a machine and a request; `notes` tell of those that are not used, and why."""
+    """The measurements that count for a machine and a request.
+
+    rates: speeds of the machine.
+    tuned: the fastest plan of those that `cputrain tune` has tried for this training; None: none were tried.
+    notes: measurements that are not used, and why.
+    """
 
     rates: tuple[Rate, ...] = ()
     tuned: Tuned | None = None
@@ -408,8 +437,10 @@ class Request:
     """What a plan should be like; None lets the profile, a tuned plan or the rules decide.
 
     ppn: workers per host.
-    threads, inter_op: intra-op and inter-op threads per worker.
-    comm_cores, loader_cores: cores per worker reserved for communication and for loading images.
+    threads: intra-op threads per worker.
+    inter_op: inter-op threads per worker.
+    comm_cores: cores per worker reserved for communication.
+    loader_cores: cores per worker reserved for loading images.
     smt: second hardware threads compute, too.
     pin_threads: bind each OpenMP thread to a PU of its own. OpenMP then binds the process's first thread, too, and
         whatever it starts later (loader processes, say) inherits that one PU unless it moves itself.
@@ -423,38 +454,38 @@ class Request:
     allocator: the memory allocator; "auto": tcmalloc, else jemalloc, where found, else glibc.
     oversubscribe: allow more workers than cores, which then share cores.
     occupied: PUs whose cores are left to other processes.
-    cores: the PUs to plan with, as taskset numbers them; (): all that the process may use.
+    cores: the PUs to plan with, as taskset numbers them; none: all that the process may use.
     e_cores: "off" leaves out cores slower than the fastest ones; "auto": they compute where that is faster.
     global_batch: images per step of all workers of all hosts; local_batch is then the most in one backward pass.
     most_workers: the most workers of all hosts together that the rules may choose.
-
-    The last three are what published profiles do and the rules do not: oneCCL's threads per worker, how many of them
-    run on second threads of compute cores, and comm and loader cores at the end of a domain instead of its start.
+    comm_threads: threads of oneCCL per worker. Published profiles set this and the next two, the rules do not.
+    comm_siblings: how many of oneCCL's threads run on second threads of compute cores.
+    reserve_last: comm and loader cores are at the end of a domain instead of its start.
     """
 
-    ppn: int | None = None
-    threads: int | None = None
-    inter_op: int | None = None
-    comm_cores: int | None = None
-    loader_cores: int | None = None
+    ppn: Count | None = None
+    threads: Count | None = None
+    inter_op: Count | None = None
+    comm_cores: Count | None = None
+    loader_cores: Count | None = None
     smt: bool = False
     pin_threads: bool = True
-    nodes: int = 1
+    nodes: OneOrMore = 1
     link_gbit: float = 100.0
     profile: str = "auto"
     balance: str = "equal"
-    local_batch: int | None = None
+    local_batch: Count | None = None
     workload: Workload | None = None
     openmp: str = "auto"
     allocator: str = "auto"
     oversubscribe: bool = False
-    occupied: tuple[int, ...] = ()
-    cores: tuple[int, ...] = ()
+    occupied: Ids = ()
+    cores: Ids = ()
     e_cores: str = "auto"
     global_batch: int | None = None
     most_workers: int | None = None
-    comm_threads: int | None = None
-    comm_siblings: int = 0
+    comm_threads: Count | None = None
+    comm_siblings: Count = 0
     reserve_last: bool = False
 
 

@@ -3,10 +3,24 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS: a larger id is damage, not a machine
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
+
+
+def one_of(*words: str) -> Meta:
+    """The limit of a text that is one of these words."""
+    return Meta(pattern=f"^({'|'.join(words)})$", extra_json_schema={"enum": [*words]})
+
+
+# Types with the limits that the reader of plan.json checks.
+Count = Annotated[int, Meta(ge=0)]
+OneOrMore = Annotated[int, Meta(ge=1)]
+Ids = Annotated[tuple[Count, ...], Meta(extra_json_schema={"uniqueItems": True})]
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -56,38 +70,48 @@ def format_mask(ids: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A physical core. `pus` are its hardware threads, ascending; `numa_node` is None where the kernel gives none.
+    """A physical core.
 
-    `die` is its die's number in the package, None where a package is one die. `l3` and `l2` name the cache that it
-    uses by that cache's lowest PU; None where unknown. `speed` is that of its core type relative to the
-    machine's fastest: 1 everywhere but on the slow cores of a hybrid processor.
+    pus: its hardware threads, ascending.
+    package: the CPU socket.
+    numa_node: the NUMA node; None where the kernel gives none.
+    die: the die within the package; None where a package is one die.
+    l3: the level-3 cache, named by its lowest PU; None where unknown.
+    l2: the level-2 cache, named by its lowest PU; None where unknown.
+    speed: speed of the core relative to the fastest type of core of the host; 1 everywhere but on the slow cores of a
+        hybrid processor.
     """
 
-    pus: tuple[int, ...]
+    pus: Ids
     package: int
     numa_node: int | None
     die: int | None = None
     l3: int | None = None
     l2: int | None = None
-    speed: float = 1.0
+    speed: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """A memory domain. `pus` may be empty (memory only), `memory_bytes` may be 0 (PUs only).
+    """A memory domain.
 
-    `kind` is "dram", "hbm" (faster: MCDRAM, HBM), "slow" (CXL, NVM, memory of a GPU), or "unknown": memory without PUs
-    of which nothing tells how fast it is. `near` names the nodes with PUs that are nearest to this memory; for a node
-    with PUs that is itself. `bandwidth_mb_s` and `latency_ns` are those of reads from the nearest PUs (the firmware's
-    HMAT), `tier` is the number of the kernel's memory tier (low tiers are fast); None where unknown. `memory_assumed`
-    tells that `memory_bytes` is a usual size, as the description states none.
+    id: the kernel's number of the node.
+    pus: its hardware threads; none where it is memory only.
+    memory_bytes: its memory, 0 where it has PUs only.
+    kind: type of memory; hbm: faster (MCDRAM, HBM); slow: CXL, NVM or memory of a GPU; unknown: memory without PUs of
+        which nothing tells how fast it is.
+    near: the NUMA nodes whose PUs are next to this memory; for a node with PUs that is itself.
+    bandwidth_mb_s: read bandwidth from the nearest PUs, by the firmware's HMAT; None where unknown.
+    latency_ns: read latency from the nearest PUs, by the firmware's HMAT; None where unknown.
+    tier: the kernel's memory tier; low tiers are fast; None where unknown.
+    memory_assumed: whether memory_bytes is a usual size, as the description of the host states none.
     """
 
-    id: int
-    pus: tuple[int, ...]
-    memory_bytes: int
-    kind: str = "dram"
-    near: tuple[int, ...]
+    id: Count
+    pus: Ids
+    memory_bytes: Count
+    kind: Annotated[str, one_of("dram", "hbm", "slow", "unknown")] = "dram"
+    near: Ids
     bandwidth_mb_s: int | None = None
     latency_ns: int | None = None
     tier: int | None = None
@@ -98,11 +122,18 @@ class NumaNode:
 class Machine:
     """A computer, and the parts of it that this process may use.
 
-    `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
-    `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
-    alone. `cpu_quota` is the control groups' limit of CPU time, in PUs' worth; None without a limit, like
-    `memory_limit_bytes`. Between `isolated_pus` the scheduler moves no thread (isolcpus). `warnings` tell what is wrong
-    or missing in the description that the machine was read from.
+    name: its host name, or its name in the catalog.
+    model: the processor's name.
+    isa: vector extensions, as the kernel names them.
+    cores: every core, ordered by package, NUMA node, die, caches and first PU.
+    numa_nodes: every NUMA node.
+    allowed_pus: hardware threads that this process may use. Like allowed_nodes they come from the kernel (affinity
+        mask, cpuset), never from the topology alone.
+    allowed_nodes: NUMA nodes whose memory this process may use.
+    cpu_quota: limit of CPU time by control groups, in PUs' worth; None: no limit.
+    memory_limit_bytes: limit of memory by control groups, in bytes; None: no limit.
+    isolated_pus: CPUs between which the scheduler moves no thread (isolcpus).
+    warnings: what is wrong or missing in the description of the host.
     """
 
     name: str

@@ -181,7 +181,7 @@ def _svg(cluster: Cluster) -> str:
 def _env(cluster: Cluster) -> str:
     """Shell assignments, one block for each worker."""
     blocks = (
-        f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env)
+        f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env.items())
         for worker in cluster.groups[0].plan.workers
     )
     return "\n".join(blocks)

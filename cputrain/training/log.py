@@ -97,8 +97,7 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
 
 def planned_allocator(env: Mapping[str, str]) -> str:
     """The memory allocator of the plan that has bound this process."""
-    plan = read_host_plan(Path(env[PLAN_VARIABLE]))
-    return str(plan["runtime"]["allocator"])
+    return read_host_plan(Path(env[PLAN_VARIABLE])).runtime.allocator
 
 
 REDRAW_S = 0.5

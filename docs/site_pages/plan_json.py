@@ -1,9 +1,31 @@
-"""The fields of plan.json, from its JSON Schema."""
+"""The JSON Schema of plan.json, from the types that read it, and the page of its fields.
 
+A type's docstring has a line for each field, `name: description`, whose further lines are indented.
+"""
+
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
+from cputrain.affinity.planner import (
+    OPTION_OF,
+    Measured,
+    Rate,
+    Reason,
+    Request,
+    Runtime,
+    Tuned,
+    Unused,
+    WorkerPlan,
+    Workload,
+    WrittenMachine,
+    WrittenPlan,
+)
+from cputrain.affinity.topology import Core, Machine, NumaNode
 from site_pages.imports import ROOT
 from site_pages.text import code, plain, table
 
@@ -12,6 +34,35 @@ INTRODUCTION = """# plan.json
 A run's folder contains this file, and `cputrain plan --format json` prints it.
 [plan.schema.json](../plan.schema.json) is its JSON Schema. `[]` marks the elements of a list.
 """
+FIELD = re.compile(r"^(\w+): (.+(?:\n {4}.+)*)", re.MULTILINE)
+TYPES: tuple[tuple[type, ...], ...] = (
+    *((kind,) for kind in (WrittenPlan, Request, Workload, Runtime, Measured, Rate, Tuned, WorkerPlan, Unused, Reason)),
+    *((Core,), (NumaNode,), (Machine, WrittenMachine)),
+)
+
+
+def plan_schema() -> dict[str, Any]:
+    """The schema: the fields of each type with their descriptions, and no others."""
+    schema = msgspec.json.schema(WrittenPlan)
+    for kinds in TYPES:
+        texts = dict(pair for kind in kinds for pair in FIELD.findall(inspect.getdoc(kind) or ""))
+        written = schema["$defs"][kinds[-1].__name__]
+        written["additionalProperties"] = False
+        written["description"] = (inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].replace("\n", " ")
+        for name, field in written["properties"].items():
+            field.pop("default", None)
+            if name in texts:
+                field["description"] = _sentence(texts[name])
+            if kinds == (Request,) and name in OPTION_OF and OPTION_OF[name].choices and field["type"] == "string":
+                field["enum"] = [*OPTION_OF[name].choices]
+    title = "A host's plan: what `cputrain plan --format json` prints and plan.json holds"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
+
+
+def _sentence(text: str) -> str:
+    """A field's description as JSON has it, where None is null."""
+    words = " ".join(text.split()).replace("None", "null")
+    return f"{words[0].upper()}{words[1:]}"
 
 
 def plan_json() -> str:
@@ -24,20 +75,21 @@ def _fields(path: str, schema: dict[str, Any], root: dict[str, Any]) -> Iterator
     schema = _resolved(schema, root)
     for name, field in schema.get("properties", {}).items():
         whole = _resolved(field, root)
-        yield code(f"{path}{name}"), _type(whole), plain(field.get("description", whole.get("description", "")))
+        yield code(f"{path}{name}"), _type(field, root), plain(field.get("description", whole.get("description", "")))
         yield from _fields(f"{path}{name}.", whole, root)
         if "items" in whole:
             yield from _fields(f"{path}{name}[].", whole["items"], root)
 
 
 def _resolved(field: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field's values other than null."""
+    if "anyOf" in field:
+        field = next(part for part in field["anyOf"] if part.get("type") != "null")
     return root["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
 
 
-def _type(field: dict[str, Any]) -> str:
-    if "const" in field:
-        return str(field["const"])
-    if "enum" in field:
-        return ", ".join("null" if value is None else str(value) for value in field["enum"])
-    kind = field.get("type", "any")
-    return " or ".join(kind) if isinstance(kind, list) else kind
+def _type(field: dict[str, Any], root: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type(part, root) for part in field["anyOf"])
+    whole = _resolved(field, root)
+    return ", ".join(map(str, whole["enum"])) if "enum" in whole else str(whole["type"])

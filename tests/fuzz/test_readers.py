@@ -17,12 +17,12 @@ from cputrain.affinity.planner import (
     Runtime,
     measured_of,
     parse_record,
+    plan_from_dict,
     plan_machine,
     plan_of_host,
     plan_to_json,
     read_json,
     read_plan,
-    worker_from_dict,
 )
 from cputrain.affinity.ranks import discover
 from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, tree_root, unpacked
@@ -87,7 +87,7 @@ GROUPS = f'{{"host_groups": [{{"hosts": ["n1"], "plan": {SMALL_PLAN}}}]}}'
 def test_plans(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "plan.json", text)
     read(lambda: shown(read_plan(path)))
-    read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
+    read(lambda: plan_from_dict(plan_of_host(read_json(path), "n1")))
 
 
 def shown(plan: Plan) -> str:
@@ -118,7 +118,7 @@ def json_edits(draw: st.DrawFn, text: str) -> str:
 def test_plans_edited_by_hand(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "plan.json", text)
     read(lambda: shown(read_plan(path)))
-    read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
+    read(lambda: plan_from_dict(plan_of_host(read_json(path), "n1")))
 
 
 MIXING = {"classes_in_32": 1.0, "at_random": 1.5}

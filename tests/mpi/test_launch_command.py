@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_of_host, worker_from_dict
+from cputrain.affinity.planner import Request, Runtime, plan_from_dict, plan_machine, plan_of_host
 from cputrain.affinity.topology import find_machine
 from cputrain.mpi.hosts import HostGroup, job_plan_json
 from cputrain.mpi.launchers import (
@@ -98,8 +98,8 @@ def test_each_host_group_has_its_own_slots_and_plan(tmp_path: Path) -> None:
     for name, text in (("openmpi", "n0 slots=2\nn1 slots=2\nk1 slots=4\n"), ("mpich", "n0:2\nn1:2\nk1:4\n")):
         assert launch_command(mixed, newest_version(name), ("CMD",), Path()).files[0][1] == text
     data = json.loads(job_plan_json(groups))
-    assert worker_from_dict(plan_of_host(data, "k1.cluster"), 3) == groups[1].plan.workers[3]
-    assert worker_from_dict(plan_of_host(data, "n1"), 1) == groups[0].plan.workers[1]
+    assert plan_from_dict(plan_of_host(data, "k1.cluster")).workers[3] == groups[1].plan.workers[3]
+    assert plan_from_dict(plan_of_host(data, "n1")).workers[1] == groups[0].plan.workers[1]
     with pytest.raises(InputError, match="host x is not in the plan"):
         plan_of_host(data, "x")
     with pytest.raises(InputError, match="need --bind self"):
