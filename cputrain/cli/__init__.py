@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from cputrain import __version__
 from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain.cli.output import finished, is_closed, is_full, open_streams
-from cputrain.cli.words import missing_argument, no_such_command, no_such_option, wording_of
+from cputrain.cli.words import answer, missing_argument, no_such_command, no_such_option, wording_of
 from cputrain.mpi.supervise.signals import InterruptedBySignalError
 from cputrain.training.signals import signals_held
 from cputrain.variables import COMPLETE
@@ -64,13 +64,16 @@ MODULES = {  # those that have not the command's name
     "find-lr": "train",
     "weights": "train",
     "tune": "bench",
-    "reproduce": "sweep",
+    "reproduce": "studies",
+    "simulate": "studies",
+    "sweep": "studies",
     "report": "results",
     "watch": "results",
     "predict": "results",
     "export": "results",
     "keys": "recipes",
     "env": "doctor",
+    "completion": "words",
 }
 
 
@@ -118,8 +121,6 @@ def main(arguments: list[str] | None = None) -> int:
     open_streams()
     env = os.environ
     if instruction := env.get(COMPLETE):
-        from cputrain.cli.completion import answer
-
         return answer(instruction, group)
     _log_to_stderr()
     words = sys.argv[1:] if arguments is None else arguments

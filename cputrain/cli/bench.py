@@ -17,10 +17,9 @@ from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted, first_named
 from cputrain.bench.figures import Report
-from cputrain.cli.completion import complete_recipe
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange, format_option, print_json, shows_bars
-from cputrain.cli.words import WholeSummaries
+from cputrain.cli.words import WholeSummaries, complete_recipe
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.runs.events import FILE, read_events
 from cputrain.sweep.trainings import parse_clock

@@ -15,10 +15,9 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import either
-from cputrain.cli.completion import complete_recipe, complete_recipe_or_setting, complete_setting
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
 from cputrain.cli.output import print_file, print_json
-from cputrain.cli.words import WholeSummaries
+from cputrain.cli.words import WholeSummaries, complete_recipe, complete_recipe_or_setting, complete_setting
 from cputrain.jobs.kubernetes import (
     KINDS,
     MOST_CPUS,

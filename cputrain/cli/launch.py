@@ -25,8 +25,7 @@ from cputrain.cli.options import (
 )
 from cputrain.cli.output import print_file
 from cputrain.launch.command import Switches, program
-from cputrain.launch.hosts import allocation_notes, converted_hostfile
-from cputrain.launch.options import PlanningOptions
+from cputrain.launch.options import PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 from cputrain.launch.run import become_rank, make_launch, request_of_rank, run_launch
 

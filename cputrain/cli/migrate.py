@@ -11,9 +11,8 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
 from cputrain.mpi.hosts.hostfile import read_hostfile
 from cputrain.mpi.launchers.detect import identify
-from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers.programs import PROGRAMS, command_and_rest, unmarked, words_of
 from cputrain.other_launchers.translation import read, translated
-from cputrain.other_launchers.words import command_and_rest, unmarked, words_of
 
 
 @click.command("import", context_settings={"allow_interspersed_args": False})

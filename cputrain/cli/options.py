@@ -22,10 +22,9 @@ from cputrain.affinity.planner.request import (
     Option,
 )
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.cli.completion import complete_machine, complete_setting
 from cputrain.cli.output import FiniteRange
-from cputrain.launch.hosts import requested_hosts, workers_per_host
-from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions
+from cputrain.cli.words import complete_machine, complete_setting
+from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, requested_hosts, workers_per_host
 from cputrain.mpi.fabric import FABRICS
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import LAUNCHERS

@@ -32,19 +32,27 @@ from cputrain.affinity.topology.catalog import (
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.views import plan_differences
 from cputrain.affinity.wording import GIB, counted
-from cputrain.cli.completion import complete_machine, complete_recipe
 from cputrain.cli.options import PLANNING, SectionedCommand, host_groups_option, planning_options, settings_argument
 from cputrain.cli.output import format_option, print_file, print_json
-from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list, wording_of
+from cputrain.cli.words import (
+    WholeSummaries,
+    catalog_group,
+    command_or_list,
+    complete_machine,
+    complete_recipe,
+    wording_of,
+)
 from cputrain.launch.command import training_command
-from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
+    allocation_notes,
     network_of,
     network_settings,
     plan_hosts,
     request_of_options,
+    with_allocated_hosts,
+    with_host_groups,
 )
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
 from cputrain.mpi.hosts.groups import Cluster

@@ -14,9 +14,8 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.request import BF16, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import first_sentence
-from cputrain.cli.completion import complete_key, complete_recipe
 from cputrain.cli.output import curve, format_option, print_json, sampled
-from cputrain.cli.words import catalog_group, command_or_list
+from cputrain.cli.words import catalog_group, command_or_list, complete_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.optim.schedules import lr_at

@@ -20,11 +20,10 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, counted, spread
 from cputrain.checkpoints import is_checkpoint
-from cputrain.cli.completion import complete_recipe
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
 from cputrain.cli.recipes import aligned
-from cputrain.cli.words import as_recipe_key
+from cputrain.cli.words import as_recipe_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, write_plan
 from cputrain.launch.command import keep_logs, with_restarts

@@ -23,8 +23,7 @@ from cputrain.affinity.ranks.rank import port_of
 from cputrain.affinity.start import own_program
 from cputrain.affinity.wording import counted, first_named
 from cputrain.files import LOGS, PLAN
-from cputrain.launch.hosts import check_binder
-from cputrain.launch.options import PlanningOptions, het_groups, network_of
+from cputrain.launch.options import PlanningOptions, check_binder, het_groups, network_of
 from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.launchers.launcher import Job, Launcher

@@ -1,24 +1,51 @@
-"""Planning options -> planned host, and several instances of a program on one host."""
+"""Planning options -> plans, several instances of a program on one host, and the hosts of a launch: named, from a
+scheduler's job, or pods."""
 
-from collections.abc import Mapping
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.errors import InputError, RequestError
+from cputrain.affinity.errors import InputError, RequestError, RunError
 from cputrain.affinity.kernel.running import NOT_SHARED, plan_beside
 from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
-from cputrain.affinity.ranks.host_names import LOCALHOST
+from cputrain.affinity.ranks.host_names import (
+    LOCALHOST,
+    is_loopback,
+    is_this_host,
+    names_of_one_host,
+    repeated_host,
+    repeated_this_host,
+)
+from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
+from cputrain.affinity.wording import counted, either
 from cputrain.mpi.fabric import Fabric, Setting, fabric_between
 from cputrain.mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
+from cputrain.mpi.hosts.hostfile import (
+    FORMATS,
+    MAX_HOSTS,
+    Host,
+    HostList,
+    check_name,
+    expand,
+    fold,
+    host_with_slots,
+    read_hostfile,
+)
+from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation
 from cputrain.mpi.launchers.detect import find_launcher, newest_version, without_path
-from cputrain.mpi.launchers.launcher import InstalledLauncher
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
 from cputrain.mpi.launchers.programs import INTEL_MPI
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
@@ -185,3 +212,219 @@ def chosen(numbers: str | None, count: int) -> tuple[int, ...]:
     if not listed or listed[-1] >= count:
         raise InputError(f"--instance {numbers[:30]!r}: the plan has instances 0 to {count - 1}: give numbers of these")
     return listed
+
+
+def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
+    """The hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError where these contradict."""
+    if nodes is not None and nodes > MAX_HOSTS:
+        raise InputError(f"--nodes {nodes} is more than {MAX_HOSTS:,}, the most hosts of a job: correct it")
+    if names is not None and hostfile is not None:
+        raise InputError("--hosts and --hostfile cannot be combined: give one")
+    if hostfile is not None:
+        listed = read_hostfile(hostfile)
+    elif names is not None:
+        listed = HostList(hosts=tuple(host_with_slots(text, "--hosts") for text in expand(names)), format="plain")
+    elif nodes in (None, 1):
+        listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
+    else:
+        listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
+    every, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
+    if twice := repeated_host(every):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
+    _check_names(every, source)
+    if nodes not in (None, len(listed.hosts)):
+        raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
+    return listed
+
+
+def _check_names(hosts: Sequence[str], source: str) -> None:
+    """Raise InputError where two names are of one host, or one means another host on each of them."""
+    if twice := repeated_this_host(hosts):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
+    if twice := names_of_one_host(hosts):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} have the same address: name that host once")
+    own, others = (next((host for host in hosts if is_loopback(host) == loopback), None) for loopback in (True, False))
+    if own and others:
+        raise InputError(f"{source}: {own} is each host itself, on {others} too: give its name on {others}")
+
+
+def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
+    """`ppn` as requested, which must equal the hosts' slots, or else the number of slots."""
+    slots = {host.slots for host in hosts}
+    if slots == {None} or (ppn == "auto" and None in slots):
+        return ppn
+    if len(slots) > 1:
+        first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
+        raise InputError(
+            f"host {first.name} has {_slots(first)}, {other.name} has {_slots(other)}: describe hosts that differ with "
+            "one --host-group for each group"
+        )
+    each = slots.pop()
+    if isinstance(ppn, int) and ppn != each:
+        raise InputError(
+            f"ppn={ppn}, but {hosts[0].name} has {_slots(hosts[0])}: set ppn to {each} or change the slots"
+        )
+    return each
+
+
+def _slots(host: Host) -> str:
+    return "no number of slots" if host.slots is None else counted(host.slots, "slot")
+
+
+def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> PlanningOptions:
+    """The options with the hosts of the scheduler's job around this process, where no hosts are named."""
+    components = () if found is None or len(found.components) < 2 else tuple(map(_names, found.components))
+    if options.real_hosts or options.launcher == "local":
+        return replace(options, components=components if options.groups else ())
+    if found is not None and (len(found.hosts) > 1 or found.note):
+        hosts = _names(found.hosts)
+        if len(options.hosts) not in (1, len(hosts)):
+            raise InputError(
+                f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
+            )
+        return replace(options, hosts=hosts, real_hosts=True, components=components)
+    if len(options.hosts) > 1:
+        known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
+        raise InputError(
+            f"launch needs the names of its hosts: give --hosts or --hostfile, or run it in a job of {known}"
+        )
+    return options
+
+
+def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster: Cluster) -> Iterator[str]:
+    """What the user should know of the scheduler's job around this process: hosts that are not used, components that
+    are planned alike, slots that are not the plan's workers."""
+    if found is None or options.launcher == "local":
+        return
+    used = frozenset(options.hosts)
+    if options.on_this_host:
+        if found.uses_one_host and not found.hosts:
+            yield found.uses_one_host
+        given: tuple[Host, ...] = found.hosts if len(found.hosts) == 1 else ()
+    else:
+        given = tuple(host for host in found.hosts if host.name in used)
+        if found.note and used == frozenset(_names(found.hosts)):
+            yield found.note
+    if options.components and not options.groups:
+        listed = "; ".join(fold(names) for names in options.components)
+        yield (
+            f"{found.title} ({listed}): all are planned as this host: where they differ, give --host-group "
+            "HOSTS=MACHINE for each component, or --plan-on-host"
+        )
+    plan_of = {host: group.plan for group in cluster.groups for host in group.hosts}
+    for slots in dict.fromkeys(host.slots for host in given):
+        here = [host.name for host in given if host.slots == slots]
+        plans = {len(plan.workers): plan for name in here for plan in [plan_of.get(name, cluster.groups[0].plan)]}
+        for plan in plans.values():
+            if slots is not None and _differs(slots, plan, cores=found.scheduler.slots_are_cores):
+                yield _difference(found, slots, here, plan)
+
+
+def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
+    """Whether a host's slots are neither the plan's workers nor, for schedulers that count them, its cores or CPUs."""
+    machine = plan.machine
+    return slots not in (len(plan.workers), *((len(machine.allowed_cores), len(machine.allowed_pus)) if cores else ()))
+
+
+def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> str:
+    workers, cores = counted(len(plan.workers), "worker"), counted(len(plan.machine.allowed_cores), "core")
+    on = f"{counted(slots, found.scheduler.slot)} on {fold(hosts)}"
+    start = f"--ppn {slots} starts a worker for each" if slots <= len(plan.machine.allowed_cores) else ""
+    ask = f"request {counted(len(plan.workers), found.scheduler.slot)} per host"
+    if found.scheduler.slots_are_cores:
+        ask = f"request whole hosts of {cores}, or give --cores with the CPUs that are the job's"
+    what_to_do = "; or ".join(filter(None, (start, ask)))
+    return f"{found.scheduler.name} gives {on}, the plan has {workers} on {cores}: {what_to_do}"
+
+
+def _names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    return tuple(host.name for host in hosts)
+
+
+def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> PlanningOptions:
+    """The options for hosts of several groups, each written HOSTS=MACHINE."""
+    if not groups:
+        return options
+    if len(options.hosts) > 1 or options.real_hosts or options.machine != THIS_MACHINE:
+        raise InputError("--host-group names hosts and machines: leave out --hosts, --nodes and --machine")
+    pairs = []
+    for group in groups:
+        hosts, _, machine = group.partition("=")
+        if not machine:
+            raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
+        pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts)), machine))
+    every = tuple(host for hosts, _ in pairs for host in hosts)
+    _check_names(every, "--host-group")
+    return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))
+
+
+def check_binder(options: PlanningOptions) -> None:
+    """Raise InputError where a launcher is to bind the ranks, and none starts them."""
+    if options.bind == "launcher" and not uses_launcher(options):
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+
+
+def uses_launcher(options: PlanningOptions) -> bool:
+    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
+    return not options.on_this_host or options.launcher not in ("auto", "local")
+
+
+def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) -> str | None:
+    """A note that the hostfile is in another launcher's format, so that this one gets a converted copy."""
+    own = launcher.launcher.hosts
+    if own is None or options.hostfile_format in ("plain", own.file_format):
+        return None
+    return f"the hostfile is in {FORMATS[options.hostfile_format]}: converted for {launcher.launcher.title}"
+
+
+NAME_S = 300.0  # for the first pod to be scheduled and named, when its image is pulled
+logger = logging.getLogger(__name__)
+
+
+def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
+    """The options for this host, which may be one of several pods. Raises InputError where they contradict that.
+
+    It is localhost where it is the job's only host, by any of its names, and no launcher is named: then none is needed.
+    """
+    alone = len(options.hosts) == 1 and not options.groups and options.machine == THIS_MACHINE
+    if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
+        options = replace(options, hosts=THIS_HOST)
+    pods = pods_of(env)
+    if pods.count > 1 and (not options.on_this_host or not isinstance(options.given["ppn"], int)):
+        raise InputError(
+            f"{COUNT}={pods.count}: this is one of {pods.count} pods, which all need the same --ppn N, and no --hosts, "
+            "--hostfile and --nodes"
+        )
+    return replace(options, pods=pods.count)
+
+
+def in_pods(job: Job, env: Mapping[str, str]) -> Job:
+    """The job of one host as this pod's part of a job. Raises InputError where its first pod is not named, or where the
+    pods share no secret, by which their ranks know each other."""
+    pods = pods_of(env)
+    if pods.count == 1:
+        return job
+    if not job.master_addr:
+        raise InputError(f"{COUNT}={pods.count}, but MASTER_ADDR does not name the first pod: set it for all pods")
+    if not env.get(TOKEN_VARIABLE):
+        raise InputError(f"{COUNT}={pods.count}, but {TOKEN_VARIABLE} is not set: set the same secret for all pods")
+    secrets = ((TOKEN_VARIABLE, env[TOKEN_VARIABLE]),)
+    return replace(job, pods=pods, master_port=port_of(env) or MASTER_PORT, secrets=secrets)
+
+
+def wait_for_name(address: str, pods: Pods, limit_s: float = NAME_S) -> None:
+    """Wait until the first pod has an address: its name appears when it is scheduled. Raises RunError at the limit."""
+    if pods.count == 1:
+        return
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"the first pod, {address}, has no address after {limit_s:g} s ({error.strerror}): check "
+                    "that it is scheduled, and that a headless Service has the name of the pods' subdomain"
+                ) from None
+        time.sleep(1)

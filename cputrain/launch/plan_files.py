@@ -17,15 +17,17 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.views import plan_to_svg, plan_to_text
 from cputrain.affinity.wording import counted
 from cputrain.files import write_atomic
-from cputrain.launch.hosts import check_binder, converted_hostfile, uses_launcher
 from cputrain.launch.options import (
     THIS_HOST,
     THIS_MACHINE,
     PlanningOptions,
     assumed,
+    check_binder,
+    converted_hostfile,
     het_groups,
     network_settings,
     planned_launcher,
+    uses_launcher,
 )
 from cputrain.mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from cputrain.mpi.hosts.hostfile import fold

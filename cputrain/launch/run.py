@@ -29,15 +29,19 @@ from cputrain.launch.command import (
     with_absent_module,
     with_restarts,
 )
-from cputrain.launch.hosts import (
+from cputrain.launch.options import (
+    PlanningOptions,
+    chosen,
     in_pods,
+    plan_hosts,
+    request_of_options,
     uses_launcher,
     wait_for_name,
     with_allocated_hosts,
     with_host_groups,
+    with_instances,
     with_pods,
 )
-from cputrain.launch.options import PlanningOptions, chosen, plan_hosts, request_of_options, with_instances
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
 from cputrain.mpi.launchers.detect import find_launcher

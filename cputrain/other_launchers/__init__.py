@@ -1,5 +1,5 @@
-"""Command lines of other launchers as `cputrain launch`: what each option becomes (launchers.yaml, `programs`), what a
-line asks for (`words`), and the `cputrain launch` that does it (`translation`).
+"""Command lines of other launchers as `cputrain launch`: what each option becomes (launchers.yaml), what a line asks
+for (`programs`), and the `cputrain launch` that does it (`translation`).
 """
 
 from cputrain.affinity.lazy import front

@@ -1,10 +1,10 @@
 from .programs import PROGRAMS as PROGRAMS
 from .programs import Program as Program
+from .programs import command_and_rest as command_and_rest
+from .programs import line_of as line_of
 from .programs import option_named as option_named
+from .programs import unmarked as unmarked
+from .programs import words_of as words_of
 from .translation import Translation as Translation
 from .translation import read as read
 from .translation import translated as translated
-from .words import command_and_rest as command_and_rest
-from .words import line_of as line_of
-from .words import unmarked as unmarked
-from .words import words_of as words_of

@@ -13,8 +13,18 @@ from cputrain.affinity.planner.request import Option as PlanningOption
 from cputrain.affinity.ranks.host_names import is_loopback
 from cputrain.affinity.wording import counted
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
-from cputrain.other_launchers.programs import PROGRAMS, Option, Program, key_of, option_named
-from cputrain.other_launchers.words import Given, Wanted, line_of, unmarked, wanted
+from cputrain.other_launchers.programs import (
+    PROGRAMS,
+    Given,
+    Option,
+    Program,
+    Wanted,
+    key_of,
+    line_of,
+    option_named,
+    unmarked,
+    wanted,
+)
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import COMMANDS, main
-from cputrain.cli.completion import SHELLS
+from cputrain.cli.words import SHELLS
 from tests.support.commands import need
 
 

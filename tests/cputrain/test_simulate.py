@@ -20,7 +20,7 @@ from benchmarks.simulate_published import (
 )
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.cli.simulate import numbers_of_hosts
+from cputrain.cli.studies import numbers_of_hosts
 from cputrain.recipe import load_recipe
 from cputrain.simulate import (
     ASSUMPTIONS,
