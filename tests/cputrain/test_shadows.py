@@ -162,13 +162,14 @@ def test_our_own_processes_ignore_another_python_s_home(folder: Path) -> None:
 
 @pytest.mark.parametrize("minor", [10, 12, 13])
 def test_other_pythons_start_our_modules_as_well(folder: Path, minor: int) -> None:
-    """Python 3.10 has neither -P nor PYTHONSAFEPATH."""
+    """Python 3.10 has neither -P nor PYTHONSAFEPATH. A Python without our packages gets as far as the first of them."""
     folders = [f"{home}/bin" for home in Path.home().glob(f".pyenv/versions/3.{minor}.*")]
     python = shutil.which(f"python3.{minor}", path=":".join((*folders, "/usr/bin", "/usr/local/bin")))
     if python is None:
         pytest.skip(reason=f"needs Python 3.{minor}")
     here = ("-Iu", START, "affinity", "plan", "--machine", "pack:1 core:4 pu:1")
-    assert "core" in run_well(folder, python, *here, PYTHONPATH=str(folder))
+    done = run(folder, python, *here, PYTHONPATH=str(folder))
+    assert "core" in done.stdout or done.stderr.endswith("No module named 'msgspec'\n"), done.stderr
 
 
 def test_scripts_of_jobs_start_our_modules_apart_from_the_folder(folder: Path) -> None:
