@@ -203,6 +203,7 @@ def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
     check_host(RANK, {"FI_PROVIDER": "tcp"})
     with pytest.raises(InputError, match=r"FI_PROVIDER=psm3 registers memory, but this process may lock only 64 KiB"):
         check_host(RANK, {"FI_PROVIDER": "psm3"})
+    check_host(RANK, {"FI_PROVIDER": "^psm3"})  # any but this one
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,11 @@ def test_a_rank_that_is_lost_before_it_makes_a_group_is_named_without_a_local_ra
 
 
 def test_a_process_forks_while_oneccl_is_stuck() -> None:
-    with started(STRANGER, "ccl", "fork_while_stuck", **QUIET) as ranks:
+    """Or while a heartbeat is being written."""
+    with ExitStack() as stack:
+        (beating,) = stack.enter_context(started(STRANGER, "ccl", "fork_while_beating", ranks=1, **QUIET))
+        ranks = stack.enter_context(started(STRANGER, "ccl", "fork_while_stuck", **QUIET))
+        assert passed(beating) == ["fork_while_beating"]
         end = ended(ranks[0], LIMIT_S)
     assert end.status == 0, end.err
     assert lines_of(end.out) == [{"rank": 0, "passed": "fork_while_stuck", "stuck": True}]

@@ -304,6 +304,23 @@ def fork_while_stuck() -> None:
     os._exit(0)
 
 
+def fork_while_beating() -> None:
+    """Children that destroy the group are forked while threads of heartbeats read all the time what it needs."""
+    from cputrain.comm import ccl
+
+    for number in range(2):
+        place = (f"beat{number}", "token", '"host": "n"', 1e-6)
+        ccl._extension.HeartbeatSender(dist.HashStore(), *place, *ccl.openssl_hmac())
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            dist.destroy_process_group()
+            os._exit(7)
+        expect(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "the child's status")
+    say(passed="fork_while_beating")
+    os._exit(0)
+
+
 def arrive_only(store: dist.Store, rank: int, size: int, _seconds: float, _name: str) -> None:
     """What a rank says at a group's making before oneCCL has its turn."""
     store.add("feature", 0)
@@ -436,6 +453,7 @@ TASKS = {
         killed,
         killed_before,
         fork_while_stuck,
+        fork_while_beating,
         joins_late,
         waits,
         messages_are_left,

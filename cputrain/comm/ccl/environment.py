@@ -292,7 +292,8 @@ def check_host(rank: Rank, env: Mapping[str, str]) -> None:
                 "comm.backend=gloo"
             )
     _check_workers(rank, env)
-    provider = next((name for name in PINNING if name in env.get("FI_PROVIDER", "")), None)
+    requested = env.get("FI_PROVIDER", "")
+    provider = next((name for name in PINNING if name in requested and not requested.startswith("^")), None)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if provider and limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
         raise InputError(

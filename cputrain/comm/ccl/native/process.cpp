@@ -37,13 +37,16 @@ void Engine::guard_process() {
     // A child's lock stays locked, as no thread of it may drive: where it forks itself, it must not wait for it.
     const auto prepare = [] {
       holds_for_fork = !instance().forked_ && instance().mutex_.try_lock_for(kForkPatience);
+      instance().published_mutex_.lock();  // which the child needs, too
     };
     const auto parent = [] {
+      instance().published_mutex_.unlock();
       if (std::exchange(holds_for_fork, false)) {
         instance().mutex_.unlock();
       }
     };
     const auto child = [] {
+      instance().published_mutex_.unlock();
       instance().forked_ = true;
     };
     const int forks = pthread_atfork(prepare, parent, child);
