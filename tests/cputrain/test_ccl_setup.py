@@ -21,6 +21,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
 from cputrain.affinity.kernel import Thread
 from cputrain.affinity.ranks import Rank
+from cputrain.comm import ccl
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.environment import (
     NATIVE,
@@ -151,6 +152,18 @@ def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     assert misplaced_comm_threads(1, planned, there) == []
     assert misplaced_comm_threads(2, planned, there) == ["oneCCL threads planned on CPUs 11, none found on 11"]
     assert misplaced_comm_threads(1, {}, there) == []
+
+
+def test_a_user_s_number_of_oneccl_s_threads_is_replaced_and_other_variables_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several queues and no threads oneCCL takes libfabric's psm3, which may hang."""
+    env = {"CCL_WORKER_COUNT": "4"}
+    monkeypatch.setattr(ccl, "_env", env)
+    monkeypatch.setattr(ccl, "applied", settings(LIBRARIES, RANK, LIBFABRIC, env))
+    env["CCL_LOG_LEVEL"] = "info"  # set since then
+    ccl._set_variables()
+    assert (env["CCL_WORKER_COUNT"], env["CCL_WORKER_OFFLOAD"], env["CCL_LOG_LEVEL"]) == ("1", "0", "info")
 
 
 def test_ranks_of_one_host_meet_on_loopback() -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.ccl.environment import (
+    ONE_QUEUE,
     Transport,
     agree,
     check_host,
@@ -93,8 +94,10 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
 def _set_variables() -> None:
     """Set what oneCCL needs, for a later world too: oneCCL and libfabric read some of it anew then, and the program, or
     `cputrain.train` at its end, may have put its environment back."""
-    for name, value, _ in applied:
-        _env.setdefault(name, value)
+    for setting in applied:
+        name, value, _ = setting
+        if setting == ONE_QUEUE or name not in _env:  # the user's number of queues is replaced
+            _env[name] = value
 
 
 def create(options: Any, _backend_options: Any) -> Any:
