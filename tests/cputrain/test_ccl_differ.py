@@ -44,7 +44,9 @@ DIFFERENT = {
 
 def errors_of(*processes: subprocess.Popen[bytes]) -> dict[int, tuple[str, float]]:
     """What each rank says, and after how many seconds."""
-    lines = [line for process in processes for line in lines_of(ended(process, LIMIT_S).out)]
+    ends = [ended(process, LIMIT_S) for process in processes]
+    lines = [line for end in ends for line in lines_of(end.out)]
+    assert lines, [(end.status, end.err[-2000:]) for end in ends]
     return {line["rank"]: (line["error"], line["seconds"]) for line in lines}
 
 
