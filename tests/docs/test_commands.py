@@ -43,6 +43,7 @@ FOREIGN = {
     "--mail-user",
     "--mem",
     "--mpi",
+    "--shm-size",
     "--network",
     "--ninstances",
     "--no-python",
