@@ -81,13 +81,21 @@ def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def names_of_one_host(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """The first name in a list and a longer one that begins with all of its labels, to which the name service gives the
-    same address; None without such. It is asked of such names only."""
+    """The first name in a list and a longer one that begins with all of its labels, where the name service does not
+    tell them apart: it gives them the same address, or it does not know both and no other name is longer. None without
+    such. It is asked of such names only."""
     by_key = {host_key(host): host for host in hosts if not is_address(host)}
+    longer: dict[str, list[str]] = {}
     for key, host in by_key.items():
         for short in _shortened(key)[:-1]:
-            if short in by_key and not {*addresses_of(by_key[short])}.isdisjoint(addresses_of(host)):
-                return by_key[short], host
+            if short in by_key:
+                longer.setdefault(by_key[short], []).append(host)
+    for short, others in longer.items():
+        own = {*addresses_of(short)}
+        for host in others:
+            found = addresses_of(host)
+            if not own.isdisjoint(found) or (len(others) == 1 and not (own and found)):
+                return short, host
     return None
 
 

@@ -248,7 +248,8 @@ def planning_options(command: F) -> F:
 
 def _check_one_host(*hosts: Any) -> None:
     """Raise InputError for a number of all ranks where there may be several hosts, as on one they are the workers."""
-    if any(hosts) or allocation(os.environ) is not None:
+    found = allocation(os.environ)
+    if any(hosts) or (found is not None and found.uses_one_host):
         raise InputError(
             "-n, -np or --np is the number of all ranks in other launchers; cputrain takes the workers of each host: "
             "give --ppn N"

@@ -521,7 +521,9 @@ def job_check(env: Mapping[str, str]) -> Iterator[Check]:
         return
     if found is None:
         return
-    if not found.hosts:
+    if found.alone:
+        yield ok("job", found.title)
+    elif not found.hosts:
         yield warning("job", f"{found.title}: its hosts are not known", f"name them with {found.scheduler.give}")
     elif found.note:
         yield warning("job", f"{found.title}: {fold([host.name for host in found.hosts])}", found.note)

@@ -242,7 +242,10 @@ def _check_names(hosts: Sequence[str], source: str) -> None:
     if twice := repeated_this_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
     if twice := names_of_one_host(hosts):
-        raise InputError(f"{source}: {twice[0]} and {twice[1]} have the same address: name that host once")
+        raise InputError(
+            f"{source}: {twice[0]} and {twice[1]} are one host by their addresses or, where these are "
+            "unknown, by their names: name it once, with all of its slots"
+        )
     own, others = (next((host for host in hosts if is_loopback(host) == loopback), None) for loopback in (True, False))
     if own and others:
         raise InputError(f"{source}: {own} is each host itself, on {others} too: give its name on {others}")

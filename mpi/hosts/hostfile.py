@@ -213,8 +213,9 @@ def parse_hosts(text: str, source: str) -> HostList:
     """Hosts of a text from a source, one per line, as the launcher or scheduler reads them that has the format.
 
     Comments begin with #, in Open MPI's format also with // or are between /* and */. A host on several lines: those
-    without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Grid Engine's slots in
-    several queues add up. Raises InputError naming a line that is wrong, or that has another format than those before.
+    without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Hydra's slots add up, as do
+    Grid Engine's in several queues. Raises InputError naming a line that is wrong, or that has another format than
+    those before.
     """
     if END_OF_LINE in text:
         raise InputError(f"{source} contains null characters, as UTF-16 does: save it as UTF-8 text")
@@ -264,19 +265,24 @@ def _lines(text: str, source: str, formats: dict[str, int]) -> Iterator[tuple[in
 
 def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
     """Add a line that names a host to what is known of it."""
-    known = host.slots is not None or host.repeats > 0
     if name != host.name:
         raise InputError(f"{place}: {name} is {host.name} of line {host.line}: write its name in one way")
     if line.slots is None:
         host.slots = None if host.slots is None else host.slots + 1
         host.repeats += 1
-    elif not known or (line.format == "sge" and not host.repeats) or (line.format == "hydra" and host.slots is None):
+    elif (
+        line.format == "hydra"
+        or (host.slots is None and not host.repeats)
+        or (line.format == "sge" and not host.repeats)
+    ):
         host.slots = line.slots + (host.slots or host.repeats)
     else:
         raise InputError(
             f"{place}: the file contains {name} twice, with slots, in {FORMATS[line.format]}: remove this line or "
             f"line {host.line}"
         )
+    if (slots := host.slots or host.repeats) > MAX_SLOTS:
+        raise InputError(f"{place}: {name} has {slots:,} slots by now, more than {MAX_SLOTS:,}: correct its lines")
 
 
 def _parse_line(words: list[str], place: str, file_format: str) -> _Line:

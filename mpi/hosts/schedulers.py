@@ -21,6 +21,7 @@ Env = Mapping[str, str]
 FLUX_TIMEOUT_S = 20.0
 PIECE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 SLOTS = re.compile("[0-9]{1,9}")
+LISTED = re.compile(r'[^\s,\[\]"]+')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class Scheduler:
     `variables` tell that this process is in its job; the first that is set is its id, unless `job_id` is, a variable
     that other programs set as well. `found` reads the hosts, and gives None where the variables do not name them; None:
     they are not read here. `slot` is what it counts on a host, `slots_are_cores` whether that may be cores as well as
-    ranks. `give` names the hosts to `cputrain launch`.
+    ranks. `give` names the hosts to `cputrain launch`. Where `found` does not read them, `hosts_in` matches the names
+    of variables that hold their number, their names or their file; `one_if_unset`: jobs of one host do not have these.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Scheduler:
     slot: str = "slot"
     slots_are_cores: bool = False
     give: str = "--hosts or --hostfile"
+    hosts_in: str = ""
+    one_if_unset: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +59,14 @@ class Allocation:
     """The job around this process.
 
     `components` are the hosts of each component: several for a heterogeneous job of Slurm, none where the hosts are
-    not known. `note` says what was left out of them.
+    not known. `note` says what was left out of them. `alone`: they are not known, but this is the only one.
     """
 
     scheduler: Scheduler
     job: str
     components: tuple[Hosts, ...]
     note: str = ""
+    alone: bool = False
 
     @property
     def hosts(self) -> Hosts:
@@ -72,13 +77,13 @@ class Allocation:
     def title(self) -> str:
         """ "Slurm job 17 of 2 components, 3 hosts"."""
         many = f" of {len(self.components)} components" if len(self.components) > 1 else ""
-        known = f", {counted(len(self.hosts), 'host')}" if self.hosts else ""
+        known = f", {counted(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
         return f"{self.scheduler.name} job {self.job}{many}{known}"
 
     @property
     def uses_one_host(self) -> str:
         """A line that this host alone is used, and what to do; "" where the job has no other."""
-        if len(self.hosts) == 1:
+        if self.alone or len(self.hosts) == 1:
             return ""
         return f"{self.title}: only this host is used: " + (
             "cputrain launch uses all of them" if self.hosts else f"name the job's hosts with {self.scheduler.give}"
@@ -94,7 +99,13 @@ def allocation(env: Env) -> Allocation | None:
         found = None if scheduler.found is None else scheduler.found(env)
         found = found or Found(components=())
         job = env.get(scheduler.job_id) or job
-        return Allocation(scheduler=scheduler, job=job[:60], components=found.components, note=found.note)
+        return Allocation(
+            scheduler=scheduler,
+            job=job[:60],
+            components=found.components,
+            note=found.note,
+            alone=not found.components and _has_one_host(scheduler, env),
+        )
     return None
 
 
@@ -241,6 +252,19 @@ def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
     return tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
 
 
+def _has_one_host(scheduler: Scheduler, env: Env) -> bool:
+    """Whether a job's variables say that it has one host."""
+    values = [env[name] for name in env if re.fullmatch(scheduler.hosts_in, name) and env[name] not in ("", "0")]
+    if len(values) != 1:
+        return scheduler.one_if_unset and not values
+    if not values[0].startswith("/"):
+        return values[0].strip() == "1" or (not values[0].isdecimal() and len(set(LISTED.findall(values[0]))) == 1)
+    try:
+        return len(read_hostfile(Path(values[0]), scheduler.hosts_in).hosts) == 1
+    except InputError:
+        return False
+
+
 # The first whose variables are set is the job's.
 SCHEDULERS = (
     Scheduler(name="Slurm", variables=("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), found=_slurm, slot="task"),
@@ -276,15 +300,53 @@ SCHEDULERS = (
         slots_are_cores=True,
         give='--hosts "$(flux hostlist)"',
     ),
-    Scheduler(name="Cobalt", variables=("COBALT_JOBID",), give='--hostfile "$COBALT_NODEFILE"'),
-    Scheduler(name="OAR", variables=("OAR_JOB_ID", "OAR_JOBID"), give='--hostfile "$OAR_NODEFILE"'),
-    Scheduler(name="LoadLeveler", variables=("LOADL_STEP_ID", "LOADL_JOB_NAME"), give='--hostfile "$LOADL_HOSTFILE"'),
-    Scheduler(name="HTCondor", variables=("_CONDOR_JOB_AD", "_CONDOR_SCRATCH_DIR")),
+    Scheduler(
+        name="Cobalt",
+        variables=("COBALT_JOBID",),
+        give='--hostfile "$COBALT_NODEFILE"',
+        hosts_in="COBALT_NODEFILE",
+    ),
+    Scheduler(
+        name="OAR",
+        variables=("OAR_JOB_ID", "OAR_JOBID"),
+        give='--hostfile "$OAR_NODEFILE"',
+        hosts_in="OAR_NODEFILE",
+    ),
+    Scheduler(
+        name="LoadLeveler",
+        variables=("LOADL_STEP_ID", "LOADL_JOB_NAME"),
+        give='--hostfile "$LOADL_HOSTFILE"',
+        hosts_in="LOADL_HOSTFILE",
+    ),
+    # Set in the parallel universe only.
+    Scheduler(
+        name="HTCondor",
+        variables=("_CONDOR_JOB_AD", "_CONDOR_SCRATCH_DIR"),
+        hosts_in="_CONDOR_NPROCS",
+        one_if_unset=True,
+    ),
     Scheduler(name="Cray PALS", variables=("PALS_APID",)),
-    Scheduler(name="PJM", variables=("PJM_JOBID",), give='--hostfile "$PJM_O_NODEINF"'),
-    Scheduler(name="HyperQueue", variables=("HQ_NODE_FILE",), job_id="HQ_JOB_ID", give='--hostfile "$HQ_NODE_FILE"'),
-    Scheduler(name="OpenCCS", variables=("CCS_NODEFILE",), job_id="CCS_REQID", give='--hostfile "$CCS_NODEFILE"'),
-    # The hostfile of an MPI's launcher, which Kubernetes' MPI operator names to its launcher's pod.
+    Scheduler(
+        name="PJM",
+        variables=("PJM_JOBID",),
+        give='--hostfile "$PJM_O_NODEINF"',
+        hosts_in="PJM_O_NODEINF",
+    ),
+    Scheduler(
+        name="HyperQueue",
+        variables=("HQ_NODE_FILE",),
+        job_id="HQ_JOB_ID",
+        give='--hostfile "$HQ_NODE_FILE"',
+        hosts_in="HQ_NODE_FILE",
+    ),
+    Scheduler(
+        name="OpenCCS",
+        variables=("CCS_NODEFILE",),
+        job_id="CCS_REQID",
+        give='--hostfile "$CCS_NODEFILE"',
+        hosts_in="CCS_NODEFILE",
+    ),
+    # The hostfile of an MPI's launcher, which Kubernetes' MPI operator names to its launcher's pod; it lists others.
     *(
         Scheduler(name="MPI operator", variables=(name,), job_id="HOSTNAME", give=f'--hostfile "${name}"')
         for name in (
@@ -293,16 +355,44 @@ SCHEDULERS = (
         )
     ),
     # Volcano, SkyPilot, SageMaker and Azure ML may run the same command on every host.
-    Scheduler(name="Volcano", variables=("VC_TASK_INDEX",), job_id="HOSTNAME", give="--hosts, on one of them only"),
+    Scheduler(
+        name="Volcano",
+        variables=("VC_TASK_INDEX",),
+        job_id="HOSTNAME",
+        give="--hosts, on one of them only",
+        hosts_in="VC_[A-Z0-9_]+_NUM",
+    ),
     Scheduler(
         name="SkyPilot",
         variables=("SKYPILOT_TASK_ID", "SKYPILOT_NODE_IPS"),
         give='--hosts "$SKYPILOT_NODE_IPS", on one of them only',
+        hosts_in="SKYPILOT_NODE_IPS",
     ),
     Scheduler(
-        name="SageMaker", variables=("SM_HOSTS",), job_id="TRAINING_JOB_NAME", give="--hosts, on one of them only"
+        name="SageMaker",
+        variables=("SM_HOSTS",),
+        job_id="TRAINING_JOB_NAME",
+        give="--hosts, on one of them only",
+        hosts_in="SM_HOSTS",
     ),
-    Scheduler(name="Azure ML", variables=("AZUREML_RUN_ID",), give="--hosts, on one of them only"),
-    Scheduler(name="AWS Batch", variables=("AWS_BATCH_JOB_ID",)),
-    Scheduler(name="Azure Batch", variables=("AZ_BATCH_JOB_ID",), give='--hosts "$AZ_BATCH_HOST_LIST"'),
+    Scheduler(
+        name="Azure ML",
+        variables=("AZUREML_RUN_ID",),
+        give="--hosts, on one of them only",
+        hosts_in="AZUREML_NODE_COUNT",
+    ),
+    # Set in multi-node parallel jobs and in multi-instance tasks only.
+    Scheduler(
+        name="AWS Batch",
+        variables=("AWS_BATCH_JOB_ID",),
+        hosts_in="AWS_BATCH_JOB_NUM_NODES",
+        one_if_unset=True,
+    ),
+    Scheduler(
+        name="Azure Batch",
+        variables=("AZ_BATCH_JOB_ID",),
+        give='--hosts "$AZ_BATCH_HOST_LIST"',
+        hosts_in="AZ_BATCH_HOST_LIST",
+        one_if_unset=True,
+    ),
 )

@@ -178,7 +178,10 @@ ONE_HOST = TWICE.replace("repeated_this_host", "names_of_one_host")
         ("10.7.0.9 n1.a n1\n", ["n1.a", "ana@N1"], "('ana@N1', 'n1.a')"),
         ("10.7.0.9 n1.a\n10.7.0.8 n1\n", ["n1", "n1.a"], "None"),
         ("10.7.0.9 n1.a n1.b\n", ["n1.a", "n1.b", "n1"], "None"),  # n1 is unknown, the others are not short for another
-        ("", ["n1", "n1.a"], "None"),
+        ("", ["n1", "n1.a"], "('n1', 'n1.a')"),
+        ("10.7.0.9 n1.a\n", ["n2", "n1.a", "n1"], "('n1', 'n1.a')"),
+        ("", ["n1", "n1.a", "n1.b"], "None"),  # either, or a third
+        ("", ["10.7", "10.7.0.9", "n1", "n10.a"], "None"),
     ],
 )
 def test_a_name_and_its_short_form_with_one_address_are_one_host(

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.mpi.hosts import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
-from tests.support.commands import here, mpi_path
+from tests.support.commands import here, mpi_path, refused
 
 
 def parsed(text: str) -> list[tuple[str, int | None]]:
@@ -40,6 +41,7 @@ COMMENTED = [("h1", 1), ("h2", 2), ("h3", None)]
         ("h1 slots=2\nh2 username=ana max_count=3\n", "openmpi", [("h1", 2), ("ana@h2", 3)]),
         ("h1 slots=2\nh1\n", "openmpi", [("h1", 3)]),
         ("h1:2\nh1\nh2\nh2:2\n", "hydra", [("h1", 3), ("h2", 3)]),
+        ("h1:2\nh2:1\nh1:3\nh1\n", "hydra", [("h1", 6), ("h2", 1)]),
         ("h1:2 user=ana\n", "hydra", [("ana@h1", 2)]),
         ("rack[0-1]_blade[0-1]:2\n", "hydra", [(f"rack{i}_blade{j}", 2) for i in "01" for j in "01"]),
         ("h1 4 all.q@h1 UNDEFINED\nh2 4 all.q@h2 <NULL>\nh1 2 b.q@h1 0,1\n", "sge", [("h1", 6), ("h2", 4)]),
@@ -68,7 +70,6 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("", "contains no hosts"),
         ("# nothing\n\n", "contains no hosts"),
         ("h1 slots=4\nh2:4\n", "line 1 is in Open MPI's .* line 2 in Intel MPI's and MPICH's"),
-        ("h1:4\nh1:4\n", "f:2: the file contains h1 twice"),
         ("h1 slots=four", "f:1: 'slots=four'"),
         ("h1:0", "0 slots"),
         ("h1 cpus=4", "'cpus=4' is not"),
@@ -84,7 +85,7 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h" * 4097, "more than 255 characters"),
         ("vm-a\nvm-a slots=2", r"f:2: the file contains vm-a twice, with slots, in Open MPI's format .*line 1"),
         ("h1 slots=2\nh1 slots=2", "f:2: the file contains h1 twice, with slots, in Open MPI's format"),
-        ("h1:2\nh1:2", "f:2: the file contains h1 twice, with slots, in Intel MPI's and MPICH's format"),
+        ("h1:65536\nh2\nh1:1", "f:3: h1 has 65,537 slots by now, more than 65,536"),
         ("h1 slots=2 slots=3", "f:1: 'slots=3' says again .* Open MPI's format"),
         ("h1 slots=2 cpu=2", "f:1: 'cpu=2' says again .* Open MPI's format"),
         ("VM-A slots=2\nvm-a", "f:2: vm-a is VM-A of line 1: write its name in one way"),
@@ -162,12 +163,34 @@ def test_hostfiles_are_read_or_refused_as_by_open_mpi(text: str, tmp_path: Path)
         assert {host.name.rpartition("@")[2].partition(".")[0]: str(host.slots) for host in ours} == read, result.stderr
 
 
+@pytest.mark.parametrize("text", ["h1:2\nh1:2\n", "h1:2\nh2:1\nh1:3\n", "h1:2\nh1\n", "h1:3\t binding=user:0\r\n"])
+def test_hydra_s_hostfiles_are_read_as_by_mpich(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(text.encode())
+    hosts = read_hostfile(tmp_path / "hosts").hosts
+    path = {**os.environ, **mpi_path("mpich")}
+    ranks = str(sum(host.slots or 1 for host in hosts))
+    argv = ["mpiexec", "-f", "hosts", "-n", ranks, "-rmk", "user", "-launcher", "fork", "-v", "true"]
+    shown = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+    read: Counter[str] = Counter()
+    for name, cores in re.findall(r"\] proxy: (\S+) \((\d+) cores\)", shown):
+        read[name] += int(cores)
+    assert read == {host.name: host.slots for host in hosts}
+
+
 def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfh1 slots=2\r\nh2 slots=2\r\n")
     assert read_hostfile(tmp_path / "hosts").hosts == (Host(name="h1", slots=2), Host(name="h2", slots=2))
     options = ("--machine", "skx-8160-2s", "--hostfile", "hosts", "--launcher", "mpich", "--write", "job")
     assert here("plan", *options, cwd=tmp_path).returncode == 0
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
+
+
+def test_a_short_name_that_no_address_tells_apart_is_its_longer_one(tmp_path: Path) -> None:
+    """As for Open MPI, which refuses two numbers of slots and counts two lines without."""
+    for text in ("n1 slots=1\nn1.invalid slots=1\n", "n1\nn1.invalid\n"):
+        (tmp_path / "hosts").write_text(text)
+        line = refused(here("launch", "--dry-run", "--hostfile", "hosts", "--", "true", cwd=tmp_path))
+        assert "hosts: n1 and n1.invalid are one host" in line
 
 
 def test_utf_16_without_a_byte_order_mark_is_refused(tmp_path: Path) -> None:

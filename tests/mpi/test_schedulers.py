@@ -178,10 +178,49 @@ def test_a_scheduler_s_file_that_is_gone_is_named_with_its_variable(variable: st
 @pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one.found is None], ids=lambda one: one.name)
 def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object, tmp_path: Path) -> None:
     name, variables, give = (getattr(scheduler, field) for field in ("name", "variables", "give"))
+    two = {"_CONDOR_NPROCS": "2", "AWS_BATCH_JOB_NUM_NODES": "2", "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5"}
     for variable in variables:
-        found = allocation({variable: "77"})
+        found = allocation({**two, variable: "77"})
         assert found is not None
         assert found.uses_one_host == f"{name} job 77: only this host is used: name the job's hosts with {give}"
+
+
+@pytest.mark.parametrize(
+    ("env", "one"),
+    [
+        ({"SKYPILOT_TASK_ID": "sky-1", "SKYPILOT_NODE_IPS": "10.0.0.4\n"}, True),
+        ({"SKYPILOT_TASK_ID": "sky-1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}, False),
+        ({"SM_HOSTS": '["algo-1"]', "TRAINING_JOB_NAME": "t"}, True),
+        ({"SM_HOSTS": '["algo-1","algo-2"]', "TRAINING_JOB_NAME": "t"}, False),
+        ({"AZUREML_RUN_ID": "r", "AZUREML_NODE_COUNT": "1"}, True),
+        ({"AZUREML_RUN_ID": "r", "AZUREML_NODE_COUNT": "4"}, False),
+        ({"AZUREML_RUN_ID": "r"}, False),
+        ({"_CONDOR_JOB_AD": "/s/.job.ad"}, True),  # vanilla universe
+        ({"_CONDOR_JOB_AD": "/s/.job.ad", "_CONDOR_NPROCS": "1"}, True),
+        ({"_CONDOR_JOB_AD": "/s/.job.ad", "_CONDOR_NPROCS": "2"}, False),
+        ({"AWS_BATCH_JOB_ID": "j"}, True),  # not a multi-node parallel job
+        ({"AWS_BATCH_JOB_ID": "j", "AWS_BATCH_JOB_NUM_NODES": "3"}, False),
+        ({"AZ_BATCH_JOB_ID": "j"}, True),  # not a multi-instance task
+        ({"AZ_BATCH_JOB_ID": "j", "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5"}, False),
+        ({"VC_TASK_INDEX": "0", "VC_WORKER_NUM": "1", "VC_PS_NUM": "0"}, True),
+        ({"VC_TASK_INDEX": "0", "VC_WORKER_NUM": "1", "VC_PS_NUM": "1"}, False),
+        ({"VC_TASK_INDEX": "0"}, False),
+        ({"OAR_JOB_ID": "3", "OAR_NODEFILE": "c1\nc1\nc1\n"}, True),  # a line for each core
+        ({"COBALT_JOBID": "3", "COBALT_NODEFILE": "c1\nc2\n"}, False),
+        ({"PJM_JOBID": "3", "PJM_O_NODEINF": "/none"}, False),
+        ({"OMPI_MCA_orte_default_hostfile": "job-worker-0 slots=2\n"}, False),  # that host is another one
+    ],
+    ids=str,
+)
+def test_a_job_of_one_host_by_its_variables_needs_no_line(env: dict[str, str], one: bool, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in env if name.lower().endswith("file")}
+    for name, path in files.items():
+        path.write_text(env[name])
+    env = env | {name: str(path) for name, path in files.items()}
+    found = allocation(env)
+    assert found is not None and (found.uses_one_host == "", found.title.endswith(", 1 host")) == (one, one)
+    noted = here("plan", "--ppn", "1", cwd=tmp_path, **env).stderr
+    assert ("only this host is used" in noted) != one and (noted == "" or not one)
 
 
 def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) -> None:
