@@ -229,8 +229,6 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
     every, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
-    if twice := repeated_host(every):
-        raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
     _check_names(every, source)
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
@@ -239,6 +237,8 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
 
 def _check_names(hosts: Sequence[str], source: str) -> None:
     """Raise InputError where two names are of one host, or one means another host on each of them."""
+    if twice := repeated_host(hosts):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
     if twice := repeated_this_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
     if twice := names_of_one_host(hosts):
@@ -285,6 +285,7 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
+        _check_names(hosts, found.title)
         return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
         known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
@@ -332,7 +333,7 @@ def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
 def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> str:
     workers, cores = counted(len(plan.workers), "worker"), counted(len(plan.machine.allowed_cores), "core")
     on = f"{counted(slots, found.scheduler.slot)} on {fold(hosts)}"
-    start = f"--ppn {slots} starts a worker for each" if slots <= len(plan.machine.allowed_cores) else ""
+    start = f"--ppn {slots} starts a worker for each" if 0 < slots <= len(plan.machine.allowed_cores) else ""
     ask = f"request {counted(len(plan.workers), found.scheduler.slot)} per host"
     if found.scheduler.slots_are_cores:
         ask = f"request whole hosts of {cores}, or give --cores with the CPUs that are the job's"

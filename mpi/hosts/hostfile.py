@@ -193,9 +193,9 @@ class _Listed:
     repeats: int = 0
 
 
-def read_hostfile(path: Path, title: str = "hostfile") -> HostList:
+def read_hostfile(path: Path, title: str = "hostfile", *, any_spelling: bool = False) -> HostList:
     """The hosts of a file in any launcher's format. Raises InputError naming file and line; `title` is what names the
-    file, for messages."""
+    file, for messages. `any_spelling`: see `parse_hosts`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -206,15 +206,16 @@ def read_hostfile(path: Path, title: str = "hostfile") -> HostList:
         raise InputError(f"{title} {path} is not UTF-8: {error}: give a text file with one host per line") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{title} {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
-    return parse_hosts(text, str(path))
+    return parse_hosts(text, str(path), any_spelling=any_spelling)
 
 
-def parse_hosts(text: str, source: str) -> HostList:
+def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostList:
     """Hosts of a text from a source, one per line, as the launcher or scheduler reads them that has the format.
 
     Comments begin with #, in Open MPI's format also with // or are between /* and */. A host on several lines: those
     without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Hydra's slots add up, as do
-    Grid Engine's in several queues. Raises InputError naming a line that is wrong, or that has another format than
+    Grid Engine's in several queues. A host has one spelling, or the first where `any_spelling` may follow, as in files
+    that no user writes. Raises InputError naming a line that is wrong, or that has another format than
     those before.
     """
     if END_OF_LINE in text:
@@ -227,7 +228,8 @@ def parse_hosts(text: str, source: str) -> HostList:
         if read.format != "plain":
             formats.setdefault(read.format, number)
         for name in read.names:
-            _add(hosts.setdefault(host_key(name), _Listed(name=name, line=number)), name, read, place)
+            host = hosts.setdefault(host_key(name), _Listed(name=name, line=number))
+            _add(host, host.name if any_spelling else name, read, place)
     if not hosts:
         raise InputError(f"{source} contains no hosts: write one host per line")
     if len(formats) > 1:

@@ -21,6 +21,8 @@ Env = Mapping[str, str]
 FLUX_TIMEOUT_S = 20.0
 PIECE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 SLOTS = re.compile("[0-9]{1,9}")
+LIST = "SLURM_JOB_NODELIST"
+HET_LIST = f"{LIST}_HET_GROUP_"
 LISTED = re.compile(r'[^\s,\[\]"]+')
 
 
@@ -111,23 +113,28 @@ def allocation(env: Env) -> Allocation | None:
 
 def _slurm(env: Env) -> Found | None:
     """sbatch(1), OUTPUT ENVIRONMENT VARIABLES: the components of a heterogeneous job have numbers at the end."""
-    size = env.get("SLURM_HET_SIZE") or env.get("SLURM_PACK_SIZE") or "1"  # PACK: before Slurm 20.02
+    word = (
+        "HET" if any(name.startswith(HET_LIST) for name in env) or "SLURM_HET_SIZE" in env else "PACK"
+    )  # before 20.02
+    said = env.get(f"SLURM_{word}_SIZE", "1")
+    numbers = [int(match[1]) for name in env if (match := re.fullmatch(rf"{LIST}_{word}_GROUP_([0-9]{{1,4}})", name))]
+    size = max(int(said) if SLOTS.fullmatch(said) else 1, *(number + 1 for number in numbers), 1)
     suffixes = [""]
-    if SLOTS.fullmatch(size) and int(size) > 1:
-        word = "HET" if "SLURM_HET_SIZE" in env else "PACK"
-        suffixes = [f"_{word}_GROUP_{number}" for number in range(min(int(size), MAX_SLOTS))]
-        absent = [suffix for suffix in suffixes if not env.get(f"SLURM_JOB_NODELIST{suffix}")]
+    if size > 1:
+        suffixes = [f"_{word}_GROUP_{number}" for number in range(min(size, MAX_SLOTS))]
+        absent = [suffix for suffix in suffixes if not env.get(f"{LIST}{suffix}")]
         if absent:
             raise InputError(
-                f"SLURM_{word}_SIZE={size}, but SLURM_JOB_NODELIST{absent[0]} is not set: name the hosts with --hosts"
+                f"this Slurm job has {size} components (SLURM_{word}_SIZE={said[:30]}), but {LIST}{absent[0]} is not "
+                "set: name the hosts with --hosts"
             )
-    if not env.get(f"SLURM_JOB_NODELIST{suffixes[0]}"):
+    if not env.get(f"{LIST}{suffixes[0]}"):
         return None
     return Found(components=tuple(_slurm_component(env, suffix) for suffix in suffixes))
 
 
 def _slurm_component(env: Env, suffix: str) -> Hosts:
-    source, tasks_name = f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
+    source, tasks_name = f"{LIST}{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
     names = expand(env[source])
     tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # else a number of CPUs
     counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
@@ -177,7 +184,7 @@ def _grid_engine(env: Env) -> Found | None:
     try:
         lines = [
             line.split()
-            for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+            for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
             if line.strip()
         ]
     except OSError as error:
@@ -237,7 +244,8 @@ def _flux_prints(env: Env, *words: str) -> str | None:
 def _file_of_slots(path: str, variable: str) -> Hosts:
     """The hosts of the file that a variable names. It repeats a host's line for each slot; a host that is there once
     has one."""
-    return tuple(replace(host, slots=host.slots or 1) for host in read_hostfile(Path(path), variable).hosts)
+    listed = read_hostfile(Path(path), variable, any_spelling=True).hosts
+    return tuple(replace(host, slots=host.slots or 1) for host in listed)
 
 
 def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:

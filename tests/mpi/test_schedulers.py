@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import SCHEDULERS, allocation
-from tests.support.commands import cputrain, here
+from tests.support.commands import cputrain, here, refused
 
 Slots = list[tuple[str, int | None]]
 SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
@@ -64,6 +64,10 @@ def test_a_heterogeneous_slurm_job_has_the_hosts_of_all_its_components(word: str
     del env[f"SLURM_JOB_NODELIST_{word}_GROUP_1"]
     with pytest.raises(InputError, match=rf"SLURM_JOB_NODELIST_{word}_GROUP_1 is not set: name the hosts"):
         allocation(env)
+    env[f"SLURM_JOB_NODELIST_{word}_GROUP_1"] = "b1"
+    for size in ("x", ""):  # the lists of the components are there all the same
+        found = allocation({**env, f"SLURM_{word}_SIZE": size, f"SLURM_TASKS_PER_NODE_{word}_GROUP_1": "4"})
+        assert found is not None and [host.name for host in found.hosts] == ["a1", "b1"]
 
 
 def test_srun_gets_a_part_for_each_component(tmp_path: Path) -> None:
@@ -167,6 +171,30 @@ def test_a_host_that_a_scheduler_spells_in_two_ways_is_one(tmp_path: Path) -> No
     found = allocation(env)
     assert found is not None and found.title == "Grid Engine job 7, 2 hosts"
     assert hosts_of({"LSB_MCPU_HOSTS": "n1.cl 2 N1.CL. 2 n2.cl 4"}) == [("n1.cl", 4), ("n2.cl", 4)]
+
+
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"])
+def test_a_scheduler_s_file_may_have_a_byte_order_mark_and_two_spellings(variable: str, tmp_path: Path) -> None:
+    rest = " 1 all.q@n UNDEFINED" if variable == "PE_HOSTFILE" else ""
+    lines = "".join(f"{name}{rest}\r\n" for name in ("N1.cl", "n1.cl.", "n2.cl", "n2.cl"))
+    (tmp_path / "hosts").write_text(f"\ufeff{lines}", encoding="utf-8")
+    assert hosts_of({variable: str(tmp_path / "hosts")}) == [("N1.cl", 2), ("n2.cl", 2)]
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"LSB_MCPU_HOSTS": "n1 1 n1.invalid 1"}, "n1 and n1.invalid are one host"),
+        ({"LSB_MCPU_HOSTS": "localhost 1 b 1"}, "localhost is each host itself, on b too"),
+        (
+            {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a1", "SLURM_JOB_NODELIST_HET_GROUP_1": "A1"},
+            "a1 and A1 are the same host",
+        ),
+    ],
+)
+def test_a_job_that_lists_a_host_by_two_names_is_refused(env: dict[str, str], said: str, tmp_path: Path) -> None:
+    env = {"SLURM_JOB_ID" if "SLURM_HET_SIZE" in env else "LSB_JOBID": "5", **env}
+    assert said in refused(here("launch", "--ppn", "1", "--dry-run", "--", "true", cwd=tmp_path, **env))
 
 
 @pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"])
