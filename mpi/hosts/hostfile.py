@@ -118,8 +118,8 @@ def fold(hosts: Iterable[str]) -> str:
     return ",".join(parts)
 
 
-# Names reach shells, ssh and files: nothing else is let through. An absolute name ends with a dot.
-NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+# Names reach shells, ssh and files: nothing else is let through. No label is empty, an absolute name ends with a dot.
+NAME = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 DOTTED = re.compile(r"[0-9]+(?:\.[0-9]+){3}\.?")  # never a name: RFC 1123, 2.1
 MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
 MAX_SLOTS = 1 << 16

@@ -75,6 +75,7 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h1 cpus=4", "'cpus=4' is not"),
         ("h1;reboot", "not a host name"),
         ("h1\n$(touch x)", "f:2"),
+        ("n1..n4", "'n1..n4' is not a host name"),
         ("-oProxyCommand=x", "not a host name"),
         ("h 1", "'1' is not"),
         ("h1:4 slots=4", "remove or correct it"),
