@@ -225,7 +225,8 @@ def _unknown_misfit(memories: tuple[Memory, ...]) -> tuple[str, ...]:
     tight = [worker for worker, memory in enumerate(memories) if memory.room_bytes < PROCESS_BYTES]
     if not tight:
         return ()
-    remedy = "use fewer workers" if len(memories) > 1 else "give it more memory, or use another host"
+    fewer = len(memories) > 1 and sum(memory.room_bytes for memory in memories) >= PROCESS_BYTES
+    remedy = "use fewer workers" if fewer else "give it more memory, or use another host"
     compared = _compared(PROCESS_BYTES, tight[0], memories[tight[0]])
     return (f"a training would not fit in memory: a Python with torch alone needs {compared}: {remedy}",)
 

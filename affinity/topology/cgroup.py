@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import OCTAL
 from cputrain.affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
 from cputrain.affinity.topology.machine import parse_list
 
@@ -100,7 +101,7 @@ def _mounts(root: Path) -> list[Mount]:
     }
     for _, where, file_system, options, *_ in rows(root / "proc/mounts", 6, " "):  # a source may be empty
         names = tuple(options.split(","))
-        path = root / where.lstrip("/")
+        path = root / OCTAL.sub(lambda code: chr(int(code[1], 8)), where).lstrip("/")  # proc(5): a blank is \\040
         if file_system == "cgroup2":
             found[where] = Mount(version="v2", path=path, controllers=())
         elif file_system == "cpuset" or (file_system == "cgroup" and {"cpuset", "noprefix"} <= set(names)):

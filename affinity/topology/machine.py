@@ -203,3 +203,23 @@ def homeless_warnings(cores: tuple[Core, ...]) -> tuple[str, ...]:
     if not pus:
         return ()
     return (f"CPUs {format_list(pus)} belong to no NUMA node: workers there take memory where the kernel finds it",)
+
+
+def memory_warnings(machine: Machine) -> tuple[str, ...]:
+    """A warning where the size of no memory is known, or where allowed cores have no usable memory next to them."""
+    sized = [node for node in machine.numa_nodes if node.memory_bytes]
+    if not sized:
+        return ("how much memory this host has is not known: whether a training fits in it is not checked",)
+    near = {
+        i
+        for node in sized
+        if node.id in machine.allowed_nodes and (node.pus or node.kind in ("dram", "hbm"))
+        for i in node.near
+    }
+    far = [pu for core in machine.allowed_cores if core.numa_node not in {None, *near} for pu in core.pus]
+    if not far:
+        return ()
+    return (
+        f"CPUs {format_list(far)} have no memory next to them that this process may use: all of their workers' memory "
+        "is remote",
+    )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
@@ -13,9 +14,11 @@ from cputrain.affinity.topology.machine import (
     Machine,
     format_list,
     homeless_warnings,
+    memory_warnings,
     narrowed,
     ordered,
     parse_list,
+    parse_mask,
 )
 from cputrain.affinity.topology.memory import on_package_gib, read_nodes, without_dram
 
@@ -137,19 +140,21 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     the file that is missing or contradicts another.
     """
     cpu_dir = root / "sys/devices/system/cpu"
-    process = _allowed(root / "proc/self/status")
-    allowed = mask or (frozenset(process["Cpus"]) if process.get("Cpus") else None)
+    process, limits = _allowed(root / "proc/self/status"), read_limits(root)
+    # The kernel keeps a process's mask and memory inside its cpuset.
+    told = mask or process.get("Cpus") or limits.pus
+    allowed = None if told is None else frozenset(told)
     online, contradictions = _online_pus(cpu_dir, allowed, live=mask is not None)
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
     flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
     model = printable(cpuinfo.get("model name", "unknown model"))
     on_package = on_package_gib(cpuinfo.get("cpu family"), cpuinfo.get("model"), model)
     nodes, warnings = read_nodes(root / "sys/devices", online, on_package_gib=on_package)
-    siblings = _sibling_sets(cpu_dir, online)
-    cores = _cores(root / "sys/devices", siblings, {pu: node.id for node in nodes for pu in node.pus})
+    siblings, bare = _sibling_sets(cpu_dir, online)
+    node_of = {pu: node.id for node in nodes for pu in node.pus}
+    cores = _cores(root / "sys/devices", siblings, node_of)
     nodes = without_dram(nodes, len({core.package for core in cores}), model)
     hostname = root / "proc/sys/kernel/hostname"
-    limits = read_limits(root)
     machine = Machine(
         name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
         model=model,
@@ -161,14 +166,46 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
         isolated_pus=tuple(sorted(isolated_pus(root, limits) & frozenset(online))),
-        warnings=(*contradictions, *warnings, *homeless_warnings(cores)),
+        warnings=(*contradictions, *warnings, *homeless_warnings(cores), *_split_warnings(siblings, bare, node_of)),
     )
-    # The kernel keeps a process's mask inside its cpuset.
-    pus = allowed if allowed is not None else None if limits.pus is None else frozenset(limits.pus)
-    machine = narrowed(machine, pus, None)
-    for nodes_allowed in (limits.nodes, process.get("Mems")):
-        machine = narrowed(machine, None, None if nodes_allowed is None else frozenset(nodes_allowed))
-    return machine
+    mems = frozenset(process.get("Mems") or limits.nodes or machine.allowed_nodes)
+    unknown = mems.isdisjoint(machine.allowed_nodes)
+    machine = narrowed(machine, allowed, None if unknown else mems)
+    named = (*_limit_warnings(machine, limits, mems if unknown else frozenset()), *memory_warnings(machine))
+    return replace(machine, warnings=(*machine.warnings, *named))
+
+
+def _split_warnings(
+    siblings: list[tuple[int, ...]], bare: tuple[int, ...], node_of: Mapping[int, int]
+) -> tuple[str, ...]:
+    """Warnings of CPUs without topology where others have one, and of cores whose CPUs are in several NUMA nodes."""
+    split = [pu for pus in siblings if len({node_of[pu] for pu in pus if pu in node_of}) > 1 for pu in pus]
+    found = []
+    if bare and len(bare) < sum(map(len, siblings)):
+        found.append(f"CPUs {format_list(bare)} have no topology, unlike the others: each counts as a core of its own")
+    if split:
+        found.append(
+            f"CPUs {format_list(split)} share cores across NUMA nodes, a fault of the virtual machine or the firmware: "
+            "a core counts to the node of its first CPU"
+        )
+    return tuple(found)
+
+
+def _limit_warnings(machine: Machine, limits: Limits, unknown_mems: frozenset[int]) -> tuple[str, ...]:
+    """Warnings where the kernel's mask has CPUs beyond the control group's cpuset, or memory of absent NUMA nodes."""
+    beyond = () if limits.pus is None else tuple(pu for pu in machine.allowed_pus if pu not in frozenset(limits.pus))
+    found = []
+    if beyond:
+        found.append(
+            f"the control group's cpuset has CPUs {format_list(limits.pus or ())}, but the kernel lets this process "
+            f"run on CPUs {format_list(beyond)}, too: these are planned"
+        )
+    if unknown_mems:
+        found.append(
+            f"the kernel lets this process use memory of NUMA nodes {format_list(unknown_mems)}, but the host has "
+            f"nodes {format_list(machine.allowed_nodes)}: memory of all of them is planned"
+        )
+    return tuple(found)
 
 
 def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
@@ -179,15 +216,23 @@ def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
     return frozenset((*at_boot, *((limits.pus or ()) if limits.isolated else ())))
 
 
+ALLOWED = {
+    "Cpus_allowed": parse_mask,
+    "Mems_allowed": parse_mask,
+    "Cpus_allowed_list": parse_list,
+    "Mems_allowed_list": parse_list,
+}
+
+
 def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
     """The PUs ("Cpus") and memory nodes ("Mems") of a process; empty where a tree does not tell."""
     found = {}
     for name, listed in rows(status, 2, ":") if status.is_file() else ():
-        if name in ("Cpus_allowed_list", "Mems_allowed_list"):
+        if name in ALLOWED:
             try:
-                found[name[:4]] = parse_list(listed)
+                found[name[:4]] = ALLOWED[name](listed)
             except ValueError:
-                raise InputError(f"{status} contains {listed[:40]!r}, which is not a list of ids") from None
+                raise InputError(f"{status} contains {listed[:40]!r}, which is not a set of ids") from None
     return found
 
 
@@ -210,9 +255,10 @@ def _online_pus(
         )
         if beyond:
             pus = by_folders | beyond | (allowed & listed)
+            shown = f"CPUs {format_list(listed)}" if listed else "no CPU"
             warnings = (
-                f"{path} lists CPUs {format_list(listed)}, but the kernel lets this process run on CPUs "
-                f"{format_list(allowed)}: these are planned (lxcfs, for one, numbers a container's CPUs anew)",
+                f"{path} lists {shown}, but the kernel lets this process run on CPUs {format_list(allowed)}: these are "
+                "planned (lxcfs, for one, numbers a container's CPUs anew)",
             )
     if not pus:
         raise InputError(f"no online CPU found in {cpu_dir}: name a folder that has sys/devices/system/cpu")
@@ -228,13 +274,18 @@ def _online_by_folders(cpu_dir: Path) -> frozenset[int]:
     )
 
 
-def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One tuple of online PUs per core, each PU in exactly one."""
+def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """One tuple of online PUs per core, each PU in exactly one; and the PUs that have no topology.
+
+    They are each a core of its own: CPUs of some virtual machines and old kernels.
+    """
     every = frozenset(online)
     core_of: dict[int, tuple[int, ...]] = {}
+    bare: list[int] = []
     for pu in online:
         path = first_file(cpu_dir / f"cpu{pu}/topology", ("core_cpus_list", "thread_siblings_list", "thread_siblings"))
-        # No topology folder: some virtual machines and old kernels; each PU is then a core of its own.
+        if path is None:
+            bare.append(pu)
         siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in every)
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
             raise InputError(f"{path} contradicts the other CPUs' siblings: copy the tree again")
@@ -246,14 +297,14 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
                     f"{cpu_dir}/cpu{pu}/topology has CPU {other} as a sibling, cpu{other}/topology has not CPU {pu}: "
                     "copy the tree again"
                 )
-    return sorted(set(core_of.values()))
+    return sorted(set(core_of.values())), tuple(bare)
 
 
 def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, int]) -> tuple[Core, ...]:
     """One core for each set of siblings."""
     cpu_dir = devices / "system/cpu"
     speeds = core_speeds(devices, tuple(pus[0] for pus in siblings))
-    packages = _packages(cpu_dir, siblings)
+    packages = _packages(cpu_dir, siblings, node_of)
     dies = _dies(cpu_dir, siblings, packages)
     made = []
     for pus in siblings:
@@ -272,18 +323,19 @@ def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, in
     return ordered(made)
 
 
-def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]]) -> dict[int, int]:
+def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]], node_of: Mapping[int, int]) -> dict[int, int]:
     """First PU of a core -> its package.
 
-    By physical_package_id; where firmware gives none (-1) by the sets of PUs in a package, in the order of their first
-    PUs; one package where there are none either.
+    By physical_package_id, of cores without one that of their NUMA node's other cores; where firmware gives none (-1)
+    by the sets of PUs in a package, in the order of their first PUs; one package where there are none either.
     """
     firsts = [pus[0] for pus in siblings]
     topology = {pu: cpu_dir / f"cpu{pu}/topology" for pu in firsts}
     files = {pu: topology[pu] / "physical_package_id" for pu in firsts}
     known = {pu: package for pu, file in files.items() if file.is_file() and (package := number(file)) >= 0}
-    if len(known) == len(firsts):
-        return known
+    if known:
+        of_node = {node_of.get(pu): package for pu, package in known.items()}
+        return {pu: known.get(pu, of_node.get(node_of.get(pu), min(known.values()))) for pu in firsts}
     paths = {pu: first_file(topology[pu], PACKAGE_SETS) for pu in firsts}
     lowest = {pu: min(ids(path), default=pu) for pu, path in paths.items() if path is not None}
     order = sorted(set(lowest.values()))

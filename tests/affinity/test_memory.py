@@ -124,12 +124,23 @@ def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() ->
     assert "next to no worker" in why(made, "memory left out")
 
 
-@pytest.mark.parametrize(("mib", "ppn", "warned"), [(300, 4, True), (300, 1, True), (1024, 1, False), (8192, 4, False)])
-def test_a_plan_for_an_unknown_program_warns_where_torch_alone_would_not_fit(mib: int, ppn: int, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("mib", "ppn", "remedy"),
+    [
+        (2048, 4, "use fewer workers"),
+        (300, 4, "give it more memory"),
+        (300, 1, "give it more memory"),
+        (1024, 1, None),
+        (8192, 4, None),
+    ],
+)
+def test_a_plan_for_an_unknown_program_warns_where_torch_alone_would_not_fit(
+    mib: int, ppn: int, remedy: str | None
+) -> None:
     machine = build_machine(1, 1, 8, 1, memory_bytes=mib << 20)
     found = [text for text in plan_machine(machine, Request(ppn=ppn)).warnings if "would not fit in memory" in text]
-    assert len(found) == warned
-    assert all(("use fewer workers" in text) == (ppn > 1) for text in found)
+    assert len(found) == (remedy is not None)
+    assert all(f": {remedy}" in text for text in found)
 
 
 def test_memory_next_to_no_worker_helps_where_the_worker_s_own_is_too_small() -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,6 +98,100 @@ def test_a_cpuset_s_file_does_not_hide_what_the_mask_has(tmp_path: Path) -> None
     (root / "sys/fs/cgroup").mkdir(parents=True)
     (root / "sys/fs/cgroup/cpuset.cpus.effective").write_text("0-1\n")
     assert read_machine(root).allowed_pus == (8, 9)
+
+
+CPUSET = {"proc/self/cgroup": "0::/", "proc/mounts": "cgroup2 /sys/fs/c\\040g cgroup2 rw 0 0"}
+NODES, SYS_CPU = "sys/devices/system/node", "sys/devices/system/cpu"
+STATUS = "proc/self/status"
+
+
+@pytest.mark.parametrize(
+    ("files", "facts", "named"),
+    [
+        pytest.param(
+            {**CPUSET, "sys/fs/c g/cpuset.cpus.effective": "8-9", f"{SYS_CPU}/online": "0-1"},
+            {"allowed_pus": (8, 9)},
+            "online lists CPUs 0-1, but the kernel lets this process run on CPUs 8-9",
+            id="lxcfs, without a mask",
+        ),
+        pytest.param(
+            {**CPUSET, "sys/fs/c g/cpuset.cpus.effective": "0-1", STATUS: "Cpus_allowed_list:\t0-3"},
+            {"allowed_pus": (0, 1, 2, 3)},
+            "cpuset has CPUs 0-1, but the kernel lets this process run on CPUs 2-3, too",
+            id="mask beyond the cpuset",
+        ),
+        pytest.param(
+            {STATUS: "Cpus_allowed:\t00000303\nMems_allowed:\t1"},
+            {"allowed_pus": (0, 1, 8, 9), "allowed_nodes": (0,)},
+            None,
+            id="masks without lists",
+        ),
+        pytest.param(
+            {STATUS: "Mems_allowed_list:\t5"},
+            {"allowed_nodes": (0, 1)},
+            "memory of NUMA nodes 5, but the host has nodes 0-1",
+            id="memory of absent nodes",
+        ),
+        pytest.param(
+            {STATUS: "Cpus_allowed_list:\t4-7\nMems_allowed_list:\t0"},
+            {"allowed_nodes": (0,)},
+            "CPUs 4-7 have no memory next to them",
+            id="memory of the other package",
+        ),
+        pytest.param(
+            {f"{NODES}/node1/meminfo": "Node 1 MemTotal: 0 kB"},
+            {"allowed_nodes": (0, 1)},
+            "CPUs 4-7,12-15 have no memory next to them",
+            id="node without memory",
+        ),
+        pytest.param(
+            {f"{NODES}/node0/meminfo": None, f"{NODES}/node1/meminfo": None},
+            {},
+            "how much memory this host has is not known",
+            id="memory unknown",
+        ),
+        pytest.param(
+            {f"{SYS_CPU}/cpu3/topology": None, f"{SYS_CPU}/cpu11/topology/thread_siblings_list": "11"},
+            {"packages": (0, 1)},
+            "CPUs 3 have no topology, unlike the others",
+            id="a CPU without topology",
+        ),
+        pytest.param(
+            {f"{SYS_CPU}/cpu7/topology/physical_package_id": "-1"},
+            {"packages": (0, 1)},
+            None,
+            id="a core without package",
+        ),
+        pytest.param(
+            {f"{NODES}/node0/cpulist": "0-7", f"{NODES}/node1/cpulist": "8-15"},
+            {},
+            "CPUs 0-15 share cores across NUMA nodes",
+            id="siblings in two nodes",
+        ),
+        pytest.param(
+            {f"{SYS_CPU}/online": None, f"{SYS_CPU}/cpu*": None, STATUS: "Cpus_allowed_list:\t0-3"},
+            {"allowed_pus": (0, 1, 2, 3)},
+            "online lists no CPU, but",
+            id="no folder of a CPU",
+        ),
+    ],
+)
+def test_gaps_and_contradictions_of_a_host_s_files_are_named(
+    files: dict[str, str | None], facts: dict[str, object], named: str | None, tmp_path: Path
+) -> None:
+    """2 packages of 4 cores with 2 threads; `files` are the ones that differ, None for those that are missing."""
+    write_sysfs(build_machine(2, 1, 4, 2), tmp_path)
+    for name, content in files.items():
+        for path in tmp_path.glob(name) if content is None else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if content is not None:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{content}\n")
+    machine = read_machine(tmp_path)
+    assert {name: getattr(machine, name) for name in facts} == facts
+    assert sum(named is not None and named in text for text in machine.warnings) == (named is not None)
+    assert len(machine.warnings) == (named is not None)
+    assert {pu for worker in plan_machine(machine).workers for pu in worker.pus} <= {*machine.allowed_pus}
 
 
 def test_a_container_s_cpu_list_does_not_hide_this_process_s_mask(tmp_path: Path) -> None:
