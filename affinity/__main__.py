@@ -33,8 +33,8 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Exit status: 0 done; 2 the input is wrong; 1 a running process differs from its plan."""
     if arguments[:1] == ["bind"]:
         return bind.main(arguments[1:], env)
-    options = vars(_parser().parse_args(arguments))
     try:
+        options = vars(_parser().parse_args(arguments))
         status = COMMANDS[options.pop("command")](options, env)
         sys.stdout.flush()
         return status
@@ -46,7 +46,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cputrain.affinity", description=__doc__)
+    parser = bind.Parser(prog="python -m cputrain.affinity", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reader = commands.add_parser("read", help="print a machine as JSON")
     planner = commands.add_parser("plan", help="print a plan as text, JSON or SVG")
@@ -81,7 +81,14 @@ def _kind(option: Option) -> dict[str, Any]:
         return {"choices": option.choices}
     if option.kind == SPEED:
         return {"type": float, "metavar": "GBIT/S"}
-    return {"type": parse_list if option.kind == CPUS else int}
+    return {"type": _cpus if option.kind == CPUS else int}
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    try:
+        return parse_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}: give CPUs as in 0-15,32") from None
 
 
 def _read(options: dict[str, Any], _env: Mapping[str, str]) -> int:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
@@ -25,21 +26,28 @@ from cputrain.affinity.terminal import exit_status
 from cputrain.affinity.topology.sysfs import this_machine
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are InputErrors of one line: what was given, what is wrong with it, where the help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, where argparse would print the usage and exit."""
+        given = message.removeprefix("argument ").replace("invalid int value: ", "not a whole number: ")
+        given = given.replace("invalid float value: ", "not a number: ")
+        raise InputError(f"{given}: see {self.prog} --help")
+
+
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Command line of `python -m cputrain.affinity.bind`; returns only where the command cannot be started."""
     logging.basicConfig(format="affinity: %(message)s")
-    options = _parser().parse_args(arguments)
     try:
-        _bind(options, env)
+        _bind(_parser().parse_args(arguments), env)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "cputrain.affinity.bind", as_option)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cputrain.affinity.bind", description="bind as planned, then run a command"
-    )
+    parser = Parser(prog="python -m cputrain.affinity.bind", description="bind as planned, then run a command")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--plan", type=Path, help="plan.json written by cputrain plan")
     source.add_argument("--plan-here", metavar="JSON", help="plan this host: the request, ppn included")
