@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cputrain.affinity.errors import InputError, as_option
+from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE, check_layout
 from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
-from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE, check_layout
 from cputrain.affinity.planner.plan_file import request_from_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of

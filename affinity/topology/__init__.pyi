@@ -9,11 +9,11 @@ from .catalog import find_machine as find_machine
 from .catalog import machine_names as machine_names
 from .catalog import named_machine as named_machine
 from .catalog import processor_facts as processor_facts
-from .cgroup import Limits as Limits
-from .cgroup import own_folders as own_folders
-from .cgroup import read_limits as read_limits
 from .hwloc import read_lstopo as read_lstopo
 from .hwloc import read_synthetic as read_synthetic
+from .kernel_files import Limits as Limits
+from .kernel_files import own_folders as own_folders
+from .kernel_files import read_limits as read_limits
 from .kernel_files import text as text
 from .machine import MOST_IDS as MOST_IDS
 from .machine import Core as Core

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.cgroup import limit_files
-from cputrain.affinity.topology.kernel_files import MOST_BYTES, text
+from cputrain.affinity.topology.kernel_files import MOST_BYTES, limit_files, text
 
 # What is read of a host's files, which has thousands that are not and that take long to unpack.
 CPU = (

@@ -7,8 +7,17 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import printable
-from cputrain.affinity.topology.cgroup import Limits, read_limits
-from cputrain.affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
+from cputrain.affinity.topology.kernel_files import (
+    Limits,
+    first_file,
+    ids,
+    number,
+    number_if_any,
+    numbered,
+    read_limits,
+    rows,
+    text,
+)
 from cputrain.affinity.topology.machine import (
     Core,
     Machine,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cputrain.affinity.kernel.running import Running, comparison, running_processes
+from cputrain.affinity.kernel.bound_plan import Running, comparison, running_processes
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries
 from cputrain.doctor.checks import ERROR, checks_text

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE
+from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.terminal import redraws

@@ -17,7 +17,7 @@ from typing import Any
 import cputrain
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder, installed_version, try_cache
-from cputrain.affinity.kernel.running import bound_processes
+from cputrain.affinity.kernel.bound_plan import bound_processes
 from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.kernel_files import text

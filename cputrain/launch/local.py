@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.running import plan_beside
+from cputrain.affinity.kernel.bound_plan import plan_beside
 from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request, largest_batch

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError, RequestError, RunError
-from cputrain.affinity.kernel.running import NOT_SHARED, plan_beside
+from cputrain.affinity.kernel.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine

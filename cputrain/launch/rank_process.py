@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.binding import Observed, observe, verify
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
-from cputrain.affinity.kernel.observe import Observed, observe, verify
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.start import own_program

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import bind_process
+from cputrain.affinity.kernel.binding import bind_process, observe, verify
 from cputrain.affinity.kernel.bound_plan import (
     PLAN_VARIABLE,
     WORKER_VARIABLE,
@@ -25,7 +25,6 @@ from cputrain.affinity.kernel.bound_plan import (
     plan_for_rank,
     plan_in_memory,
 )
-from cputrain.affinity.kernel.observe import observe, verify
 from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.terminal import CODES
 from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples

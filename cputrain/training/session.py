@@ -18,7 +18,7 @@ from torch import nn
 
 from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.observe import (
+from cputrain.affinity.kernel.binding import (
     Thread,
     memory_share,
     misallocated,

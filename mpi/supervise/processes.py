@@ -22,7 +22,7 @@ from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.process_stat import PROC, catches, read_stat
 from cputrain.affinity.terminal import printable
-from cputrain.affinity.topology.cgroup import own_folders, read_limits
+from cputrain.affinity.topology.kernel_files import own_folders, read_limits
 from cputrain.affinity.wording import GIB
 from cputrain.mpi.launchers.launcher import Files, LaunchCommand
 from cputrain.mpi.supervise import guard

@@ -11,7 +11,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel import bind_process, differences, running_on, set_memory_policy
-from cputrain.affinity.kernel.observe import observe
+from cputrain.affinity.kernel.binding import observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
 from cputrain.affinity.topology import this_machine
 from tests.support.commands import cputrain
@@ -128,7 +128,7 @@ def test_memory_policy_is_set_and_read_back() -> None:
     nodes = this_machine().allowed_nodes[:1]
     code = (
         "from cputrain.affinity.kernel.binding import set_memory_policy\n"
-        "from cputrain.affinity.kernel.observe import observe\n"
+        "from cputrain.affinity.kernel.binding import observe\n"
         f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -30,7 +30,7 @@ BIND = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "
 TEAM = """
 import json, os, torch
 from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.kernel.observe import memory_share, misallocated, misplaced, team_of
+from cputrain.affinity.kernel.binding import memory_share, misallocated, misplaced, team_of
 worker = bound_worker(os.environ)
 torch.set_num_threads(worker.intra_op)
 values = torch.empty(16 << 20)

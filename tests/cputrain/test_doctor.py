@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.kernel import running
+from cputrain.affinity.kernel import bound_plan
 from cputrain.affinity.planner import Runtime
 from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
 from cputrain.affinity.topology import Machine, named_machine
@@ -143,7 +143,7 @@ def test_torch_that_cannot_be_imported_or_not_in_time() -> None:
 def test_a_bound_process_that_ends_while_doctor_looks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(running, "planned_pids", lambda: (gone.pid,))
+    monkeypatch.setattr(bound_plan, "planned_pids", lambda: (gone.pid,))
     check = checks.binding_check()
     assert (check.status, check.found) == (OK, "none is running")
 

@@ -116,7 +116,7 @@ def test_the_group_s_threads_end_with_it() -> None:
     """Threads of gloo that live on abort the interpreter's exit now and then."""
     code = """
 import os, sys, time
-from cputrain.affinity.kernel.observe import threads_of
+from cputrain.affinity.kernel.binding import threads_of
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.topology.sysfs import this_machine
