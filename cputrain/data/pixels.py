@@ -30,6 +30,7 @@ from PIL import Image, ImageEnhance
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
 from cputrain.data.order import image_rng
+from cputrain.files import stand_in
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
@@ -251,7 +252,8 @@ def _error_of(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -
             scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
             square = scaled.crop((crop.x, crop.y, crop.x + crop.side, crop.y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        return MEMORY.sub("", str(error))
+        data = encoded[place]
+        return stand_in(data) or (MEMORY.sub("", str(error)) if data else "it is empty")
     pixels = np.asarray(square)
     out[place] = pixels[:, ::-1] if crop.flip else pixels
     return None

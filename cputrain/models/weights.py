@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import first_named
-from cputrain.checkpoints import EMA, MODEL, SUFFIX, read_file, read_manifest, read_tensors
+from cputrain.checkpoints import EMA, MODEL, SUFFIX, is_checkpoint, read_file, read_manifest, read_tensors
+from cputrain.files import check_fetched
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TORCHVISION
 
@@ -61,9 +62,17 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
         if (path / DISTRIBUTED).is_file():
             convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
             raise InputError(f"{path} is a checkpoint of torch.distributed: convert it with {convert} {path} FILE")
+        if not is_checkpoint(path) and (inside := sorted(filter(_may_be_weights, path.iterdir()))):
+            raise InputError(
+                f"{path} is a folder and no checkpoint of cputrain: name the file of its weights: "
+                f"{first_named(list(map(str, inside)))}"
+            )
         manifest = read_manifest(path)
         name = EMA if EMA in manifest.files else MODEL
+        check_fetched(path / name)
         return (Weights(tensors=read_file(path, manifest, name)[0], key=name, averaged=name == EMA),)
+    if path.is_file():
+        check_fetched(path)
     if path.suffix == SUFFIX:
         return (Weights(tensors=read_tensors(path)[0]),)
     state = read_state(path)
@@ -77,6 +86,10 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
             f"{path} has no weights, only {first_named(list(map(str, state))) or 'an empty dict'}: save a state dict"
         )
     return tuple(sorted(found, key=_order))
+
+
+def _may_be_weights(path: Path) -> bool:
+    return path.suffix in (SUFFIX, ".pth", ".pt", ".bin", ".ckpt", ".tar") and path.is_file()
 
 
 def _places(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -250,7 +263,7 @@ def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
 
 def _odd_tensor(tensors: Mapping[str, Tensor]) -> str:
     """Which tensor is not one real number after another: copied into a weight it would fail, or be other values.
-    Integers are mostly quantized weights, whose scales are elsewhere."""
+    Integers and 8-bit floats are mostly quantized weights, whose scales are elsewhere."""
     odd = ((name, _odd_kind(value)) for name, value in tensors.items() if not name.endswith(STEPS))
     return next((f"{name} is {kind}: save it as a dense tensor of real numbers" for name, kind in odd if kind), "")
 
@@ -265,7 +278,7 @@ def _odd_kind(value: Tensor) -> str | None:
         return "complex" if value.is_complex() else "quantized"
     if value.layout != torch.strided:
         return str(value.layout).removeprefix("torch.").replace("sparse_coo", "sparse")
-    if not value.is_floating_point():
+    if not value.is_floating_point() or value.itemsize < 2:
         return f"of {str(value.dtype).removeprefix('torch.')}"
     return None if value.float().isfinite().all() else "NaN or infinite in places"
 

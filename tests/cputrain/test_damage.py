@@ -1,5 +1,6 @@
 """Data of which too much cannot be read: refused before the first step, or ends the training or evaluation."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from pyarrow import parquet
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Rank
 from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_files, open_dataset, refusal
-from cputrain.data.pixels import decode_by_pillow
+from cputrain.data.pixels import center_crop, decode_by_pillow
 from cputrain.runs import read_events
 from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain
@@ -42,6 +43,23 @@ def checkpoints(run: Path) -> list[str]:
 def test_a_share_allows_one_image_unless_it_is_0() -> None:
     assert [allowed_damage(n, 0.01) for n in (1, 99, 100, 199, 200, 1_281_167)] == [1, 1, 1, 1, 2, 12_811]
     assert allowed_damage(1000, 0.0) == 0 and allowed_damage(10, 1.0) == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "it is empty"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n",
+            "a git-LFS pointer, .* git lfs pull",
+        ),
+        (b"\n<!DOCTYPE html>\n<html>", "a web page, .*: download it again"),
+        (b"no image", "cannot identify image file"),
+    ],
+)
+def test_what_stands_in_the_place_of_an_image_is_said(data: bytes, told: str) -> None:
+    (problem,) = decode_by_pillow([data], center_crop(8, 8), np.empty((1, 8, 8, 3), np.uint8))
+    assert problem and re.match(told, problem)
 
 
 def test_damaged_images_are_counted_by_cause() -> None:

@@ -256,7 +256,7 @@ def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
     archives.mkdir()
     (archives / "ILSVRC2012_img_train.tar").touch()
     for folder, told in (
-        (captions, r"train-0000.tar has n0000_x.jpg, n0000_x.txt: a sample is KEY.jpg, .* and its class in KEY.cls"),
+        (captions, r"train-0000.tar has n0000_x.jpg, n0000_x.txt: a sample is one image, .* its class in KEY.cls"),
         (packed, r"train-0.tar.gz is gzipped, .*: unpack it with gunzip"),
         (nothing, "train-0000.tar has no image, nor have others of its split: is the download complete"),
         (archives, "has ILSVRC2012_img_train.tar: pack it with cputrain prepare imagenet "),
@@ -390,3 +390,125 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
             parquet.write_table(rows.slice(first, count), tmp_path / f"{name}.parquet")
         with pytest.raises(InputError, match=told):
             survey(str(tmp_path))
+
+
+def two_splits(folder: Path, rows: Any, name: str = "{}.parquet") -> Path:
+    """The same rows as training and validation files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation"):
+        parquet.write_table(rows, folder / name.format(split))
+    return folder
+
+
+def test_parquet_as_tensorflow_datasets_numbers_it_is_read(tmp_path: Path) -> None:
+    """`tfds build --file_format=parquet` names its files as it does TFRecords."""
+    rows = table(image=[png(i) for i in range(4)], label=[0, 1, 0, 1])
+    for k in range(2):
+        two_splits(tmp_path, rows, f"imagenet2012-{{}}.parquet-{k:05d}-of-00002")
+    assert counts(tmp_path) == (8, 8) and open_dataset(str(tmp_path)).train.read(6) == png(2)
+
+
+def test_structs_of_paths_alone_are_images(tmp_path: Path) -> None:
+    """What `datasets` has of an Image that is not embedded."""
+    write_files(tmp_path, {f"photos/{i}.png": png(i) for i in range(4)})
+    two_splits(tmp_path, table(image=[{"path": f"photos/{i}.png"} for i in range(4)], label=[0, 1, 0, 1]))
+    assert counts(tmp_path) == (4, 4) and open_dataset(str(tmp_path)).train.read(2) == png(2)
+
+
+@pytest.mark.parametrize("labels", [[0.0, 1.0], [[0], [1]]], ids=["floats", "lists"])
+def test_labels_of_other_types_are_named_with_what_is_expected(tmp_path: Path, labels: list[Any]) -> None:
+    folder = two_splits(tmp_path, table(image=[png(0), png(1)], label=labels))
+    found = r"image \(binary\), label \((double|list<(element|item): int64>)\)"
+    told = rf"no column of labels \(whole numbers or texts, one .*: its columns are {found}"
+    with pytest.raises(InputError, match=told):
+        survey(str(folder))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22ea\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("train-00000-of-00001.parquet", "git lfs pull"),
+        ("train.arrow", "git lfs pull"),
+        ("train-00000-of-00001", "git lfs pull"),
+        ("train-0.tar", "git lfs pull"),
+        ("manifest.json", "git lfs pull"),
+        ("imagenet2012-train.array_record-00000-of-00001", "tfds convert_format .*--out_file_format=tfrecord"),
+        ("train.riegeli", "tfds convert_format .*--out_file_format=tfrecord"),
+        ("images.zip", "unpack the archive"),
+        ("images.tar.xz", "unpack the archive, .*; tar files whose samples are KEY.jpg"),
+        ("train.rec", "convert its images to files in folders of their classes"),
+        ("train.h5", "convert its images to files in folders of their classes"),
+    ],
+)
+def test_a_file_that_is_not_read_is_named_with_what_to_do(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(InputError, match=rf"{name}.*{told}"):
+        survey(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("images.zip", "unpack the archive"),
+        ("images.tar.gz", "unpack the archive, .*; tar files whose samples are KEY.jpg and KEY.cls are read"),
+        ("train.parquet", "give the folder that it is in"),
+    ],
+)
+def test_a_file_in_place_of_the_folder_is_answered_by_its_kind(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(InputError, match=f"{name} is a file: {told}"):
+        survey(str(tmp_path / name))
+
+
+def test_an_archive_of_class_folders_is_no_tar_of_samples(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", train=2, val=1)
+    for kind, told in (("w", "unpack the archive with tar -xf"), ("w:gz", "or with tar -xzf where it has folders")):
+        folder = tmp_path / f"packed{kind[1:]}"
+        folder.mkdir()
+        with tarfile.open(folder / ("images.tar" if kind == "w" else "images.tar.gz"), kind) as tar:
+            tar.add(tmp_path / "images", "./")
+        with pytest.raises(InputError, match=told):
+            survey(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"jpg": jpeg(0), "png": png(0), "cls": b"1"}, "a sample is one image"),
+        ({"jpg": jpeg(0), "json": b'{"class": 1, "width": 8}'}, "0.json has no label: it has class, width"),
+        ({"jpg": jpeg(0), "json": b"[1]"}, "0.json has no label: it is no object"),
+        ({"jpg": jpeg(0), "cls.txt": b"1"}, "next to its class in KEY.cls or KEY.json"),
+    ],
+)
+def test_samples_of_other_parts_are_named(tmp_path: Path, entries: dict[str, bytes], told: str) -> None:
+    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+        for suffix, data in entries.items():
+            member = tarfile.TarInfo(f"./0.{suffix}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(InputError, match=told):
+        survey(str(tmp_path))
+
+
+def test_a_list_of_labels_that_is_a_pointer_is_no_list(tmp_path: Path) -> None:
+    folder = tfds(tmp_path / "5.1.0", names=True)
+    (folder / "label.labels.txt").write_bytes(POINTER)
+    with pytest.raises(InputError, match=r"label\.labels\.txt is a git-LFS pointer"):
+        open_dataset(str(folder))
+
+
+def test_links_in_a_circle_end_and_a_link_to_no_folder_is_refused(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=3, val=2)
+    inside = folder / "train/class0"
+    for name, other in (("a", "b"), ("b", "a")):
+        (inside / name).mkdir()
+        (inside / name / other).symlink_to(inside / other)
+    (inside / "self").symlink_to("self")
+    (inside / "self.jpg").symlink_to("self.jpg")
+    assert counts(folder) == (10, 6), "a link to itself is a file that cannot be read"
+    (folder / "train/class9").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(InputError, match=r"cannot read .*train/class9: No such file"):
+        survey(str(folder))

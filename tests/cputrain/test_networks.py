@@ -429,7 +429,16 @@ def test_files_of_weights_that_are_something_else_are_called_so(tmp_path: Path) 
     network = small(1.0)
     torch.jit.trace(network.features, torch.zeros(1, 3, 8, 8)).save(tmp_path / "script.pt")
     torch.distributed.checkpoint.save({"model": network.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "hub").mkdir()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+    for name in ("lfs.pth", "lfs.safetensors", "hub/model.safetensors"):
+        (tmp_path / name).write_bytes(pointer)
+    (tmp_path / "page.pth").write_bytes(b"\n<!DOCTYPE html><html>")
     for name, told in (
+        ("lfs.pth", r"lfs\.pth is a git-LFS pointer, .*: run git lfs pull"),
+        ("lfs.safetensors", r"lfs\.safetensors is a git-LFS pointer, .*: run git lfs pull"),
+        ("page.pth", r"page\.pth is a web page, .*: download it again"),
+        ("hub", r"is a folder and no checkpoint of cputrain: name the file of its weights: .*hub/model\.safetensors"),
         ("script.pt", r"is a TorchScript archive: torch\.save the state_dict\(\) of torch\.jit\.load\(FILE\)"),
         (
             "dcp",
@@ -455,6 +464,7 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
         ({"model": {**state, kernel: state[kernel].to(torch.complex64)}}, "features.0.weight is complex: save it as"),
         ({**state, kernel: quantized}, "features.0.weight is quantized: save it as a dense tensor"),
         ({**state, kernel: (state[kernel] * 100).to(torch.int8)}, "features.0.weight is of int8: save it as a dense"),
+        ({**state, row: state[row].to(torch.float8_e4m3fn)}, "fc.weight is of float8_e4m3fn: save it as a dense"),
         ({**state, row: state[row].bool()}, "fc.weight is of bool: save it as a dense tensor"),
         ({**state, row: state[row] * math.inf}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),
         ({**state, row: state[row] * math.nan}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),

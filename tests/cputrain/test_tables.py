@@ -190,7 +190,7 @@ def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
 
 def test_a_file_or_a_folder_above_the_files_is_answered_with_the_folder(hub: Path, tmp_path: Path) -> None:
     file = next((hub / "data").glob("*.parquet"))
-    with pytest.raises(InputError, match=f"data folder {file} is a file: give its folder"):
+    with pytest.raises(InputError, match=f"data folder {file} is a file: give the folder that it is in"):
         open_dataset(str(file))
     with pytest.raises(InputError, match="is not a folder: give the folder of the Parquet"):
         TABLES.source(file)

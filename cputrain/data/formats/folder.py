@@ -22,8 +22,10 @@ from cputrain.data.formats.source import (
     VAL,
     Source,
     Split,
+    cure_of,
     is_hidden,
     is_image,
+    read_lines,
     suffix_of,
     visible,
 )
@@ -60,9 +62,7 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
     if source.name == DEVKIT:
         return _devkit(source, len(files), images), source
     rows = [
-        line.replace(",", " ").split()
-        for line in source.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
-        if line.strip() and not line.startswith(HEADER)
+        line.replace(",", " ").split() for line in read_lines(source) if line.strip() and not line.startswith(HEADER)
     ]
     if all(len(words) > 1 for words in rows):
         by_name = {PurePosixPath(words[0]).stem: words[1] for words in rows}
@@ -160,7 +160,7 @@ def split_folders(root: Path) -> dict[str, Path]:
     Without val/ the test/ folder is the validation split. Raises InputError where there are neither.
     """
     if root.is_file():
-        raise InputError(f"data folder {root} is a file: give its folder, or pack an archive with cputrain prepare")
+        raise InputError(f"data folder {root} is a file: {cure_of(root.name) or 'give the folder that it is in'}")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
     root = next((root / inner for inner in KAGGLE if (root / inner / TRAIN).is_dir()), root)
@@ -175,11 +175,10 @@ def split_folders(root: Path) -> dict[str, Path]:
             f"{root} has MNIST's own files: pack them with cputrain prepare mnist {root} OUT, and name OUT"
         )
     if TRAIN not in found:
-        inside = first_named([path.name for path in visible(root)]) or "nothing"
-        raise InputError(
-            f"{root} has no {TRAIN}/ folder, but {inside}: an image folder is train/CLASS/* and val/CLASS/*, or "
-            "CLASS/* alone"
-        )
+        names = [path.name for path in visible(root)]
+        usual = "an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
+        cure = next(filter(None, map(cure_of, names)), usual)
+        raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {cure}")
     return found
 
 
@@ -305,35 +304,41 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> L
     return Listing(paths=paths, labels=labels, others=others)
 
 
-def _images_in(folder: Path) -> tuple[list[str], Counter[str]]:
+def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list[str], Counter[str]]:
     """The images in a folder and the folders in it, sorted, and how many other files have each suffix.
 
-    A link to an image that is gone is an image that cannot be read.
+    A link to an image that is gone is an image that cannot be read. `above` are the folders on the way to this one: a
+    link back to one of them would not end.
     """
     paths: list[str] = []
     others: Counter[str] = Counter()
     inner: list[Path] = []
     prefix = f"{folder}/"
+    way = above | {folder.resolve()}
     with _entries(folder) as entries:
         for entry in entries:
             name = entry.name
-            if is_image(name) and entry.is_file():
-                paths.append(prefix + name)
-            elif is_hidden(name):
+            if is_hidden(name):
                 continue
-            elif entry.is_dir():
-                inner.append(folder / name)
-            elif not is_image(name):
-                others[suffix_of(name)] += 1
-            elif not Path(entry.path).exists():  # no pipes
+            lost = _is_lost(entry)
+            if is_image(name) and (lost or entry.is_file()):
                 paths.append(prefix + name)
+            elif not lost and entry.is_dir():
+                inner.append(folder / name)
+            elif lost or not is_image(name):  # no pipes
+                others[suffix_of(name)] += 1
     paths.sort()
     for path in sorted(inner):
-        if not (path.is_symlink() and folder.resolve().is_relative_to(path.resolve())):  # a link back would not end
-            deeper, more = _images_in(path)
+        if not (path.is_symlink() and any(place.is_relative_to(path.resolve()) for place in way)):
+            deeper, more = _images_in(path, way)
             paths += deeper
             others += more
     return paths, others
+
+
+def _is_lost(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a link to nothing, or to itself."""
+    return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
@@ -375,9 +380,14 @@ def image_files(paths: Sequence[Path]) -> list[str]:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in a folder, sorted, without hidden ones."""
+    """The names of the folders in a folder, sorted, without hidden ones. A link to a folder that is gone is one, of
+    which reading says so; what has a suffix was a file."""
     with _entries(folder) as entries:
-        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
+        return sorted(
+            entry.name
+            for entry in entries
+            if not is_hidden(entry.name) and (not suffix_of(entry.name) if _is_lost(entry) else entry.is_dir())
+        )
 
 
 @contextmanager

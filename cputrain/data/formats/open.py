@@ -18,6 +18,7 @@ from cputrain.data.formats.source import (
     VAL,
     Source,
     Split,
+    cure_of,
     files_by_split,
     read_manifest,
     visible,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # numpy: only where records must be read to be counted
 Files = dict[str, list[Path]]
 """The files of each split."""
 
-TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+TABLE_NAME = re.compile(r"\.(parquet|arrow|feather)(-\d+-of-\d+)?$", re.IGNORECASE)  # numbered by tfds
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
@@ -65,14 +66,20 @@ class Format:
 def table_files(root: Path) -> Files:
     """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them; not what
     `datasets` keeps beside these, whose images are the same ones."""
-    return files_by_split(
-        root, lambda name: name.lower().endswith(TABLE_SUFFIXES) and not CACHE_OF_DATASETS.match(name)
-    )
+    return files_by_split(root, lambda name: _is_table(name) and not CACHE_OF_DATASETS.match(name))
+
+
+def _is_table(name: str) -> bool:
+    return TABLE_NAME.search(name) is not None
 
 
 def record_files(root: Path) -> Files:
     """The TFRecord files of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
-    return files_by_split(root, lambda name: RECORD_NAME.search(name) is not None)
+
+    def is_record(name: str) -> bool:
+        return RECORD_NAME.search(name) is not None and not _is_table(name) and cure_of(name) is None
+
+    return files_by_split(root, is_record)
 
 
 def tar_files(root: Path) -> Files:

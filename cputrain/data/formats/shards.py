@@ -28,7 +28,7 @@ from cputrain.affinity.wording import MIB
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
 from cputrain.data.formats.source import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length
-from cputrain.files import write_with
+from cputrain.files import check_fetched, write_with
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Shards(PiecewiseImages):
         self._copied: dict[int, BinaryIO] = {}
         for path, size in zip(self.paths, counts["bytes"], strict=True):
             if path.stat().st_size != size:
+                check_fetched(path)
                 raise InputError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}: prepare again")
         self._sizes: list[int] = counts["bytes"]
 

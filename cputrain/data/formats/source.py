@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
-from cputrain.files import write_text
+from cputrain.files import check_fetched, write_text
 
 if TYPE_CHECKING:  # numpy: not needed to count
     from cputrain.data.formats.dataset import Dataset, Images
@@ -70,6 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
+        check_fetched(path)
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {str(error)[:200]}: prepare again") from None
@@ -138,6 +139,33 @@ def suffix_of(name: str) -> str:
     and there may be a million files.)"""
     _, dot, last = name.rpartition(".")
     return f".{last.lower()}" if dot else ""
+
+
+# Files that are not read, by the ends of their names, and what to do with them.
+FOREIGN = {
+    re.compile(rf"\.({names})(-\d+-of-\d+)?$", re.IGNORECASE): cure
+    for names, cure in {
+        "zip|7z|rar": "unpack the archive, and name the folder that has the folders of the classes",
+        "tar|tgz": "unpack the archive, and name the folder that has the folders of the classes; tar files whose "
+        "samples are KEY.jpg and KEY.cls are read as they are: name the folder that they are in",
+        "array_?records?|riegeli": "convert it with tfds convert_format --dataset_version_dir=DIR "
+        "--out_file_format=tfrecord --out_dir=OUT, or its images to files",
+        "rec|mdb|h5|hdf5|npz|npy|mat|pkl|pickle|beton|mds": "convert its images to files in folders of their classes, "
+        "or to Parquet, TFRecords or tar files",
+    }.items()
+}
+
+
+def cure_of(name: str) -> str | None:
+    """What to do with a file of that name, whose format is not read; None where it is not known."""
+    whole = re.sub(r"\.tar\.\w+$", ".tar", name, flags=re.IGNORECASE)  # compressed, in any way
+    return next((cure for pattern, cure in FOREIGN.items() if pattern.search(whole)), None)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a list of names, which other systems may have written. Raises InputError."""
+    check_fetched(path)
+    return path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
 
 
 def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, list[Path]]:

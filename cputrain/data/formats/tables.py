@@ -1,8 +1,8 @@
 """Parquet and Arrow tables of images and labels.
 
-The image column is of structs {bytes, path}, of bytes, or of the paths of image files. Labels are class numbers with
-their names in the schema's metadata (ClassLabel), or texts or numbers, whose sorted values are the classes. Parquet is
-read a row group at a time; Arrow files are mapped into memory.
+The image column is of structs {bytes, path} or one of both, of bytes, or of the paths of image files. Labels are class
+numbers with their names in the schema's metadata (ClassLabel), or texts or numbers, whose sorted values are the
+classes. Parquet is read a row group at a time; Arrow files are mapped into memory.
 """
 
 import json
@@ -23,11 +23,15 @@ from cputrain.affinity.terminal import one_form
 from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
 from cputrain.data.formats.source import UNLABELED, Rows, Source, labeled_source
+from cputrain.files import check_fetched
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 PATH_NAMES = (*IMAGE_NAMES, "path", "image_path", "img_path", "file", "filename", "file_name", "filepath", "file_path")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "cls", "y")
-WANTED = {"image": "images (bytes, structs with bytes, or paths of files)", "label": "labels (numbers or texts)"}
+WANTED = {
+    "image": "images (bytes, structs with bytes, or paths of files)",
+    "label": "labels (whole numbers or texts, one for each image)",
+}
 
 
 def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str]:
@@ -58,7 +62,7 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     if label is not None:
         if label not in candidates:
             named = ", ".join(candidates) or "none"
-            raise InputError(f"{path} has no column {label!r} of labels, which are numbers or texts: it has {named}")
+            raise InputError(f"{path} has no column {label!r} of {WANTED['label']}: it has {named}")
         return image, label
     if len(labels) > 1:
         raise InputError(f"{path} has several columns of labels: set data.label_column to one of {', '.join(labels)}")
@@ -66,11 +70,11 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
 
 
 def _type_of(kind: Any) -> str:
-    """ "image" for bytes and structs with bytes, "label" for texts and numbers, else ""."""
+    """ "image" for bytes and structs with bytes or a path, "label" for texts and whole numbers, else ""."""
     from pyarrow import types
 
     if types.is_struct(kind):
-        return "image" if kind.get_field_index("bytes") >= 0 else ""
+        return "image" if any(kind.get_field_index(name) >= 0 for name in ("bytes", "path")) else ""
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
         return "image"
     return "label" if _is_text(kind) or types.is_integer(kind) or types.is_boolean(kind) else ""
@@ -283,7 +287,8 @@ class _Table:
 
 def _open(path: Path) -> _Table:
     with _readable(path):
-        return _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_arrow(path)
+        check_fetched(path)
+        return _open_parquet(path) if path.suffix.lower().startswith(".parquet") else _open_arrow(path)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
-from cputrain.data.formats.source import SYNSET, UNLABELED, Rows, Source, labeled_source
+from cputrain.data.formats.source import SYNSET, UNLABELED, Rows, Source, labeled_source, read_lines
+from cputrain.files import check_fetched
 
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
@@ -97,8 +98,7 @@ def _rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
 def _class_names(source: Path) -> dict[int, str]:
     """The names of the classes by label, where tensorflow_datasets has written them."""
     path = source / CLASS_NAMES
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape") if path.is_file() else ""
-    return dict(enumerate(text.splitlines()))
+    return dict(enumerate(read_lines(path) if path.is_file() else ()))
 
 
 def record_of(example: bytes) -> bytes:
@@ -188,6 +188,7 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
                         f"{path} is compressed, where no image can be read by itself: unpack each file with "
                         f"{tool} <{path.name} >OUT/{path.name}"
                     )
+                check_fetched(path)
                 raise InputError(f"{path} is not a TFRecord file, or it is damaged at byte {at:,}")
             start = at + HEAD
             at = start + length + TAIL

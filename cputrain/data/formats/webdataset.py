@@ -16,6 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.source import UNLABELED, Rows, Source, is_hidden, is_image, labeled_source
+from cputrain.files import check_fetched
 
 GZIP = b"\x1f\x8b"
 
@@ -34,7 +35,12 @@ def members(archive: Path, start: int) -> Iterator[Member]:
     try:
         with archive.open("rb") as file:
             if not start and file.read(2) == GZIP:
-                raise InputError(f"{archive} is gzipped, where no image can be read by itself: unpack it with gunzip")
+                raise InputError(
+                    f"{archive} is gzipped, where no image can be read by itself: unpack it with gunzip, or with "
+                    "tar -xzf where it has folders of classes"
+                )
+            if not start:
+                check_fetched(archive)
             file.seek(start)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
@@ -139,18 +145,32 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int, int, int | str]:
     images = [entry for suffix, entry in sample.items() if "." not in suffix and is_image(f"x.{suffix}")]
     if len(images) != 1 or not {"cls", "json"} & sample.keys():
-        has = ", ".join(name for name, _, _ in sample.values())
+        names = [name for name, _, _ in sample.values()]
+        in_folders = len(images) == len(sample) and "/" in names[0].removeprefix("./")
+        cure = (
+            "unpack the archive with tar -xf, and name the folder that has the folders of the classes"
+            if in_folders
+            else "pack images in folders of their classes with cputrain prepare imagefolder"
+        )
         raise InputError(
-            f"{path} has {has}: a sample is KEY.jpg, or another image, and its class in KEY.cls or KEY.json: pack "
-            "images in folders of their classes with cputrain prepare imagefolder"
+            f"{path} has {', '.join(names)}: a sample is one image, KEY.jpg or another one, next to its class in "
+            f"KEY.cls or KEY.json: {cure}"
         )
     label_name, offset, length = sample.get("cls") or sample["json"]
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
     try:
-        label = text.decode().strip() if "cls" in sample else json.loads(text)[LABEL]
+        label = text.decode().strip() if "cls" in sample else _label_in(json.loads(text))
         if type(label) not in (int, str) or label == "":
             raise ValueError(f"{label!r} is neither a number nor a text")
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: {label_name} has no {LABEL}: {type(error).__name__} {error}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: {label_name} has no {LABEL}: {error}") from None
     text_of_label = str(label)
-    return *images[0], int(label) if text_of_label.removeprefix("-").isdecimal() else text_of_label
+    return *images[0], int(text_of_label) if text_of_label.removeprefix("-").isdecimal() else text_of_label
+
+
+def _label_in(values: object) -> object:
+    if not isinstance(values, dict):
+        raise ValueError("it is no object of names and values")
+    if LABEL not in values:
+        raise ValueError(f"it has {first_named(list(values)) or 'nothing'}")
+    return values[LABEL]
