@@ -20,10 +20,17 @@ from PIL import Image, ImageDraw
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images
+from cputrain.data.formats.records import (
+    HEAD,
+    encode_example,
+    member_problem,
+    record_of,
+    record_problem,
+    tar_end,
+    tar_member,
+)
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
 from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
-from cputrain.data.formats.tfrecord import HEAD, encode_example, record_of, record_problem
-from cputrain.data.formats.webdataset import member_problem, tar_end, tar_member
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import DAMAGE, Decode, ImageError, Pixels, Transform, bytes_of_pixels
 from cputrain.files import write_text, write_with

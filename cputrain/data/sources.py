@@ -22,8 +22,8 @@ from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
 from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
 from cputrain.data.formats.open import RECORDS, TABLES
+from cputrain.data.formats.records import members
 from cputrain.data.formats.source import SYNSET, Source, is_image, opened
-from cputrain.data.formats.webdataset import members
 
 ARCHIVE = "256_ObjectCategories.tar"
 

@@ -132,11 +132,10 @@ def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pyt
             check.evaluation("val", accuracy)
 
 
-@pytest.mark.parametrize("more", [(), ("data.max_damaged=1",)])
-def test_a_folder_of_garbage_is_refused_before_the_first_step(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowed(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=7)
     spoil(image_files([folder]))
-    result = cputrain(*TRAIN, *more, cwd=tmp_path)
+    result = cputrain(*TRAIN, "data.max_damaged=1", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert "train split: 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")

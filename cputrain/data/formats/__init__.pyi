@@ -27,6 +27,8 @@ from .open import TABLES as TABLES
 from .open import detect as detect
 from .open import open_dataset as open_dataset
 from .open import table_files as table_files
+from .records import masked as masked
+from .records import members as members
 from .shards import RECORD as RECORD
 from .shards import BlockReader as BlockReader
 from .shards import Shards as Shards
@@ -52,5 +54,3 @@ from .source import is_image as is_image
 from .source import read_manifest as read_manifest
 from .source import write_manifest as write_manifest
 from .tables import TableImages as TableImages
-from .tfrecord import masked as masked
-from .webdataset import members as members

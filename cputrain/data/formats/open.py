@@ -96,13 +96,13 @@ def _read_tables(root: Path, files: Files, label_column: str | None) -> Source:
 
 
 def _read_records(root: Path, files: Files, _label_column: str | None) -> Source:
-    from cputrain.data.formats.tfrecord import read_tfrecords
+    from cputrain.data.formats.records import read_tfrecords
 
     return read_tfrecords(root, files)
 
 
 def _read_tars(root: Path, files: Files, _label_column: str | None) -> Source:
-    from cputrain.data.formats.webdataset import read_tars
+    from cputrain.data.formats.records import read_tars
 
     return read_tars(root, files)
 
