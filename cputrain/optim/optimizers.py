@@ -59,15 +59,25 @@ class GroupOptimizer(Optimizer):
         for group, params in zip(self.param_groups, trained, strict=True):
             if params:
                 wide = [widened(p) for p in params]
-                self._step_group(group, [self.state[p] for p in params], wide, [widened(p.grad) for p in params])
+                options = {**group, "lr": float(group["lr"])}  # a tensor of float32 times a trust ratio may vanish
+                grads = [p.grad.to(w.dtype) for p, w in zip(params, wide, strict=True)]
+                self._step_group(options, [self.state[p] for p in params], wide, grads)
                 for p, updated in zip(params, wide, strict=True):
                     if updated is not p:
                         p.copy_(updated)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state, in its own type where that has more digits than the parameter's: torch's rounds it."""
-        super().load_state_dict(state_dict)
+        """Take up a state, in its own type where that has more digits than the parameter's: torch's rounds it.
+
+        Options that the state lacks stay as they are. Raises ValueError for a wrong one, and takes up nothing then.
+        """
+        loaded = state_dict["param_groups"]
+        if len(loaded) == len(self.param_groups):  # else torch says so
+            loaded = [{**group, **options} for group, options in zip(self.param_groups, loaded, strict=True)]
+        for options in loaded:
+            self._check({**self.defaults, **options})
+        super().load_state_dict({**state_dict, "param_groups": loaded})
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, p in zip(numbers, params, strict=True):
@@ -119,6 +129,8 @@ def norms(tensors: Sequence[Tensor]) -> list[float]:
 def check_not_negative(**options: float) -> None:
     """Raise ValueError for an option that is negative or not finite."""
     for name, value in options.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} is a tensor of {value.numel()} numbers: it must have one")
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value}: must be 0 or more, and finite")
 
@@ -228,7 +240,7 @@ class Lars(GroupOptimizer):
         for state, p, g, v, t in zip(states, params, grads, velocities, ratios, strict=True):
             last_lr = state.get("last_lr")
             momentum = group["momentum"] * (group["lr"] / last_lr if corrected and last_lr else 1.0)
-            state["last_lr"] = float(group["lr"])
+            state["last_lr"] = group["lr"]
             state["momentum_buffer"] = _laid_out_as(p, v)
             _update(p, _laid_out_as(p, g), state["momentum_buffer"], group, momentum, t)
 
@@ -501,7 +513,8 @@ def layer_ratios(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]
     if isinstance(optimizer, Lars):
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            trust |= dict(zip(params, trust_ratios(group, params, [p.grad for p in params]), strict=True))
+            wide = [widened(p) for p in params], [widened(p.grad) for p in params]
+            trust |= dict(zip(params, trust_ratios(group, *wide), strict=True))
     rows = []
     for p, name in named.items():
         weights, gradients = norms([widened(p), widened(p.grad)])  # type: ignore[arg-type]

@@ -309,6 +309,8 @@ OPTIMIZERS_WITH = {
     "momentum_correction": ("lars",),
     "adapt_bn_and_bias": ("lars", "lamb"),
 }
+LEAST_EPSILON = 1.2e-38
+"""The least normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
 class OptimSection(Section):
@@ -344,7 +346,8 @@ class OptimSection(Section):
     uses 0.95."""
     epsilon: Rate | Auto = "auto"
     """Small number added to the denominator of the update against division by 0. auto: 0 for lars, 1e-6 for lamb, 1e-10
-    for adagrad_da, and torch's default for adam, adamw, rmsprop, adagrad and adadelta; sgd and momentum have none."""
+    for adagrad_da, and torch's default for adam, adamw, rmsprop, adagrad and adadelta, which need one above 0; sgd and
+    momentum have none."""
     lars_variant: Literal["caffe", "timm", "nus"] = "caffe"
     """Where lars multiplies by learning rate and trust ratio. caffe: both before momentum (Intel Caffe, MLPerf's
     TensorFlow); timm: the trust ratio before, the learning rate after; nus: both after (NUS, Intel's MLPerf
@@ -375,6 +378,14 @@ class OptimSection(Section):
                 "optim.nesterov needs momentum, and optim.momentum is 0: set it above 0, or remove optim.nesterov",
                 "optim.nesterov",
                 "optim.momentum",
+            )
+        divides = self.name in OPTIMIZERS_WITH["epsilon"] and self.name not in ("lars", "lamb", "adagrad_da")
+        if divides and self.epsilon != "auto" and self.epsilon < LEAST_EPSILON:
+            raise misfit(
+                f"optim.epsilon={self.epsilon:g} makes NaN of weights without a gradient in {self.name}: set it to "
+                f"{LEAST_EPSILON} or more, or to auto",
+                "optim.epsilon",
+                "optim.name",
             )
         if self.momentum_correction and self.lars_variant != "caffe":
             raise misfit(

@@ -167,6 +167,26 @@ def test_dual_averaging_from_zero_at_one_rate_is_the_paper_s_closed_form() -> No
         assert torch.allclose(w.detach(), -rate * grads[:t].sum(0) / (h + rate * t * decay), rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_weights_without_a_gradient_stay_finite_with_the_least_options(name: str) -> None:
+    """Zeros wherever a recipe may have them, and otherwise the least numbers that it takes."""
+    least = {"momentum": 0.0, "beta1": 0.0, "beta2": 0.0, "alpha": 0.0, "rho": 0.0, "epsilon": 0.0}
+    if name in ("adam", "adamw", "rmsprop", "adagrad", "adadelta"):
+        least["epsilon"] = 1.2e-38
+    optim = OptimSection(
+        name=name, weight_decay=0.0, **{key: value for key, value in least.items() if name in OPTIMIZERS_WITH[key]}
+    )
+    model = network(torch.float32)
+    optimizer = build_optimizer(model, optim)
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(2):
+        set_lr_and_decay(optimizer, 0.1, 0.0)
+        optimizer.step()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
 def test_frozen_parameters_are_skipped_and_weight_decay_applies_to_decaying_groups_only() -> None:
     model = network(torch.float32)
     model[0].requires_grad_(False)
@@ -196,6 +216,18 @@ def test_layer_ratios_are_ratios_of_norms() -> None:
     model.zero_grad()
     model(torch.randn(8, 3, 8, 8)).mul(0).sum().backward()
     assert {row["ratio"] for row in layer_ratios(model, build_optimizer(model, OptimSection()))} == {None}
+
+
+def test_layer_ratios_of_bfloat16_weights_are_those_of_the_update() -> None:
+    """1,000 ones have the norm 31.623, in bfloat16 31.625."""
+    p = nn.Linear(1000, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        p.weight.fill_(1.0)
+    p.weight.grad = torch.full_like(p.weight, 0.25)
+    (row,) = layer_ratios(p, Lars(p.parameters(), lr=1.0, trust_coefficient=0.5, eps=1.0))
+    norm = 1000**0.5
+    assert row["trust"] == pytest.approx(0.5 * norm / (0.25 * norm + 1.0), rel=1e-6)
+    assert row["weights"] == pytest.approx(norm, rel=1e-6)
 
 
 def test_every_option_of_the_schema_says_whom_it_serves() -> None:

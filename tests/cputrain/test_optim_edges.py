@@ -211,26 +211,96 @@ def test_parameters_of_complex_numbers_are_refused(kind: type[Optimizer]) -> Non
         kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
 
 
-def test_lars_scales_beyond_float32_and_a_rate_that_is_a_tensor_follow_the_formula() -> None:
+def test_lars_scales_beyond_float32_follow_the_formula() -> None:
     p = nn.Parameter(torch.tensor([1.0, 2.0]))
     p.grad = torch.full_like(p, 1e-42)  # its trust ratio is some 1e39
     before = p.detach().double()
     Lars([p], lr=10.0, momentum=0.9, weight_decay=0.0, eps=0.0, variant="nus").step()
     g = p.grad.double()
     assert torch.allclose(p.double(), before - 10.0 * 0.001 * before.norm() / g.norm() * g, rtol=1e-4)
+
+
+EACH: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    *((Lars, {"variant": variant, "momentum_correction": True}) for variant in ("caffe", "timm", "nus")),
+    (Lamb, {"weight_decay": 0.1}),
+    (AdagradDA, {"weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), EACH, ids=str)
+@pytest.mark.parametrize("size", [0.1, 1e25])
+def test_a_rate_that_is_a_tensor_is_the_number_in_it(
+    kind: type[Optimizer], options: dict[str, Any], size: float
+) -> None:
+    """LARS' trust ratio of weights of 1e-25 and gradients of 1e25 is 1e-53: no tensor of float32 has room for it."""
     found = []
-    for rate in (0.4, torch.tensor(0.4)):
-        q = nn.Parameter(torch.tensor([1.0, 2.0]))
-        optimizer = Lars([q], lr=rate, momentum=0.9, momentum_correction=True)
-        for value in (0.4, 0.2, 0.1):
-            if isinstance(rate, float):
-                optimizer.param_groups[0]["lr"] = value
+    for tensor in (None, torch.tensor(0.5), torch.tensor([0.5])):
+        p = nn.Parameter(torch.tensor([1.0, 2.0]) / (1.0 if size < 1 else size))
+        optimizer = kind([p], lr=0.5 if tensor is None else tensor, **options)
+        for rate in (0.5, 0.25, 0.125):
+            if tensor is None:
+                optimizer.param_groups[0]["lr"] = rate
             else:
-                rate.fill_(value)
-            q.grad = torch.tensor([0.3, -0.1])
+                tensor.fill_(rate)
+            p.grad = torch.tensor([3.0, -1.0]) * size
             optimizer.step()
-        found.append(q.detach())
-    assert torch.allclose(*found)
+        found.append(p.detach())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    with pytest.raises(ValueError, match="lr is a tensor of 2 numbers"):
+        kind([nn.Parameter(torch.ones(2))], lr=torch.ones(2), **options)
+
+
+@pytest.mark.parametrize(("kind", "options"), EACH, ids=str)
+@pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)], ids=str)
+def test_a_gradient_of_another_type_is_taken_in_the_weight_s(
+    kind: type[Optimizer], options: dict[str, Any], types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    found = []
+    for dtype in (types[0], types[1]):
+        p = nn.Parameter(torch.tensor([1.0, 2.0], dtype=types[0]))
+        p.grad_dtype = None
+        p.grad = torch.tensor([3.0, -1.0], dtype=dtype)
+        kind([p], lr=0.5, **options).step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
+def test_a_closure_gives_the_gradients_and_its_loss_and_empty_tensors_change_nothing(kind: type[Optimizer]) -> None:
+    p, q, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
+
+    def closure() -> Tensor:
+        loss = p.square().sum() + empty.sum()
+        loss.backward()
+        return loss
+
+    assert float(kind([empty, p], lr=0.1).step(closure)) == 3.0
+    q.grad = torch.full_like(q, 2.0)
+    assert kind([q], lr=0.1).step() is None
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
+def test_a_loaded_state_keeps_options_that_it_lacks_and_is_refused_for_a_wrong_one(kind: type[Optimizer]) -> None:
+    """As states of other versions, and of torch's optimizers."""
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = kind([p], lr=0.1, eps=0.25)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][0]["eps"]
+    optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "lr": 0.5}]})
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.5, 0.25)
+    optimizer.step()
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"lr=-1\.0"):
+        optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "lr": -1.0}]})
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"] * 2})
+    optimizer.load_state_dict(torch.optim.SGD([p], lr=0.1).state_dict())
+    optimizer.step()
+    assert bool(torch.isfinite(p).all()) and not torch.equal(p, before)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])

@@ -144,6 +144,8 @@ MISTAKES = {  # a recipe -> its line, the keys, values and numbers of the answer
     "frobnicate: 1\n": "frobnicate known name, model, data",
     "[1, 2]\n": "r.yaml:1 keys key: value",
     "a: [\n": "not YAML",
+    "optim: {name: adam, epsilon: 0}\n": "optim.epsilon=0 adam 1.2e-38 auto",
+    "optim: {name: rmsprop, epsilon: 1.0e-39}\n": "optim.epsilon=1e-39 rmsprop 1.2e-38 auto",
 }
 AS_THEY_READ = 4  # every so many are golden: the style of all
 
