@@ -170,7 +170,7 @@ def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> 
         return PendingCollective(f"gloo's collective #{number} or before the next")
 
     def connection() -> SignedKeys:
-        return SignedKeys(PrefixStore("watchdog", store.clone()), token)  # type: ignore[attr-defined]
+        return SignedKeys(store.clone(), token, "watchdog")  # type: ignore[attr-defined]
 
     return Watchdog(
         connection(),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -125,10 +125,12 @@ class SignedKeys:
     """Keys of a store whose values are signed by the job's token: what another process has set reads as absent.
 
     Without a token (ranks that no cputrain launch or job script has started) anyone who reaches the store can sign.
+    The signatures cover the `prefix` of the keys too: what was signed under another one reads as absent.
     """
 
-    def __init__(self, store: Store, token: str) -> None:
-        self._store = store
+    def __init__(self, store: Store, token: str, prefix: str = "") -> None:
+        self._store = PrefixStore(prefix, store) if prefix else store
+        self._prefix = f"{prefix}/" if prefix else ""
         self._token = token.encode()
 
     def set(self, key: str, value: str) -> None:
@@ -192,4 +194,4 @@ class SignedKeys:
         return value if hmac.compare_digest(signature.encode(), self._signature(key, value).encode()) else None
 
     def _signature(self, key: str, value: str) -> str:
-        return hmac.digest(self._token, os.fsencode(f"cputrain store {key} {value}"), "sha256").hex()
+        return hmac.digest(self._token, os.fsencode(f"cputrain store {self._prefix}{key} {value}"), "sha256").hex()

@@ -107,6 +107,10 @@ def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
     ours.set("other", "1")
     store.set(KEY, store.get("other").decode())
     assert ours.get(KEY) is None  # signed for another key
+    SignedKeys(store, "token", "attempt1").set(KEY, "1")
+    store.set(f"attempt2/{KEY}", store.get(f"attempt1/{KEY}").decode())
+    assert SignedKeys(store, "token", "attempt1").get(KEY) == "1"
+    assert SignedKeys(store, "token", "attempt2").get(KEY) is None  # signed under another prefix
     ours.set(KEY, "17")
     assert SignedKeys(store, "token").get(KEY) == "17"
 

@@ -1,5 +1,8 @@
-"""Ranks that call different things: python -m tests.support.ccl_differ CASE. Each prints a line of JSON at its end."""
+"""Ranks that call different things: python -m tests.support.ccl_differ CASE:PORT ... runs each case in a process of its
+own, which a rank's interpreter forks with all modules loaded; a CASE alone runs in the interpreter. Each prints a line
+of JSON at its end."""
 
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +26,10 @@ from cputrain.comm import ccl
 
 Case = Callable[[int], object]
 TIMEOUT = timedelta(seconds=60)
+AT_ONCE = 4
+BUSY_S = 20
+PR_SET_PDEATHSIG = 1
+returned: list[str] = []  # the cases whose differing call has returned
 
 
 def ones(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,13 +71,6 @@ def gather_to_late(other: int) -> None:
     dist.gather(ones(4 + other), into(4 + other) if dist.get_rank() else None, 1)
 
 
-def rows_once(rank: int) -> None:
-    one_way(2 * rank)
-    for _ in range(6000):
-        dist.all_reduce(ones(8))
-        time.sleep(0.01)
-
-
 def uneven_batches(rank: int) -> None:
     network = DistributedDataParallel(Linear(8, 2))
     for _ in range(5 - rank):
@@ -93,11 +93,29 @@ def checkpoint_thread(rank: int) -> None:
     saved.result()
 
 
-def types_once(rank: int) -> None:
-    dist.all_reduce(ones(8, torch.int32 if rank else torch.float32))
+def known_types(rank: int) -> None:
+    """All ranks have called both before, so that between hosts nothing keeps the wrong sum back."""
+    types = [torch.float32, torch.int32]
+    for dtype in [*types, types[rank]]:
+        dist.all_reduce(ones(8, dtype))
+    returned.append("known_types")
     for _ in range(6000):
         dist.all_reduce(ones(8))
         time.sleep(0.01)
+
+
+def message_between(rank: int) -> None:
+    """Legal: rank 1 calls the first sums of their kind only after a message that rank 0 sends after its own calls."""
+    values = [ones(5), ones(7)]
+    works = [] if rank else [dist.all_reduce(each, async_op=True) for each in values]
+    if rank:
+        dist.recv(ones(3), 0)
+        works = [dist.all_reduce(each, async_op=True) for each in values]
+    else:
+        dist.send(ones(3), 1)
+    for work in reversed(works):
+        work.wait()
+    assert all(bool((each == 2).all()) for each in values), values
 
 
 CASES: dict[str, Case] = {
@@ -120,17 +138,19 @@ CASES: dict[str, Case] = {
     "gather_sizes": lambda rank: dist.gather(ones(4 + rank), None if rank else into(4)),
     "late_gather_sizes": far_ahead(gather_to_late),
     "scatter_sizes": lambda rank: dist.scatter(torch.empty(4 + rank), None if rank else [ones(4), ones(4)]),
-    "rows_once": rows_once,
+    "one_way": lambda rank: one_way(2 * rank),
     "uneven_batches": uneven_batches,
     "skipped_layer": skipped_layer,
     "checkpoint_thread": checkpoint_thread,
-    "types_once": types_once,
+    "known_types": known_types,
+    "message_between": message_between,
 }
 
 
 def differ(case: str) -> None:
     dist.barrier()
     CASES[case](dist.get_rank())
+    returned.append(case)
     dist.all_reduce(ones(3))  # where the first call did not depend on the other rank
     dist.all_reduce(ones(3))
 
@@ -138,7 +158,7 @@ def differ(case: str) -> None:
 def leaves(_: str) -> None:
     """Rank 1 has one batch less, and ends well."""
     dist.barrier()
-    if dist.get_rank() == 0:
+    if dist.get_rank() != 1:
         dist.all_reduce(ones(3))
 
 
@@ -189,6 +209,7 @@ def busy_first_rank(_: str) -> None:
     pair = dist.new_group([1, 2])
     dist.all_reduce(ones(3))
     if dist.get_rank() == 0:
+        signal.alarm(BUSY_S)  # which ends it, as it has no handler
         sum(range(1 << 40))
     elif dist.get_rank() == 1:
         dist.all_reduce(ones(3), group=pair)
@@ -196,29 +217,57 @@ def busy_first_rank(_: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of all_reduce_coalesced
-    case = sys.argv[1]
-    if "PMI_RANK" in os.environ:  # mpirun's names
-        os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
-    if "WITHOUT_OPENSSL" in os.environ:
+def run(case: str) -> None:
+    if case.endswith("without_openssl"):
         ccl.openssl_hmac = lambda: None
-    limit = timedelta(seconds=10) if case in ("other_group", "unanswered") else TIMEOUT
+    limit = timedelta(seconds=10) if case.startswith(("other_group", "unanswered")) else TIMEOUT
     dist.init_process_group("ccl", timeout=limit)
     begun, error = time.monotonic(), ""
     others = (leaves, leaves_message, unanswered, full_memory, other_group, busy_first_rank)
     try:
-        {other.__name__: other for other in others}.get(case, differ)(case)
+        {other.__name__: other for other in others}.get(case.removesuffix("_without_openssl"), differ)(case)
     except RuntimeError as raised:
         error = str(raised)
     seconds = time.monotonic() - begun
-    said = {"rank": dist.get_rank(), "error": error, "seconds": seconds}
+    said = {"rank": dist.get_rank(), "case": case, "error": error, "seconds": seconds, "returned": bool(returned)}
     if case == "full_memory":
         said["left"] = [path.name for path in Path("/dev/shm").iterdir()]
     os.write(1, json.dumps(said).encode() + b"\n")
     if not case.startswith("leaves") or error:
         time.sleep(2)  # mpirun would kill the other rank, which has still to say what it knows
         os._exit(0)
+
+
+def run_in_children(cases: list[str]) -> None:
+    """Some at once, in their order on every rank: they mostly wait."""
+    names: dict[int, str] = {}
+
+    def await_one() -> None:
+        pid, status = os.wait()
+        print(f"{names.pop(pid)} ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+
+    for case in cases:
+        if len(names) == AT_ONCE:
+            await_one()
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            name, os.environ["MASTER_PORT"] = case.split(":")
+            run(name)
+            return
+        names[pid] = case
+    while names:
+        await_one()
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of all_reduce_coalesced
+    if "PMI_RANK" in os.environ:  # mpirun's names
+        os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
+    if ":" in sys.argv[1]:
+        run_in_children(sys.argv[1:])
+    else:
+        run(sys.argv[1])
 
 
 main()

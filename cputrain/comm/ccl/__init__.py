@@ -105,15 +105,16 @@ def create(options: Any, _backend_options: Any) -> Any:
     if _extension is not None:
         _extension.refuse_in_child(f"the creation of group {options.group_id}")
     whole = not dist.is_initialized()
-    store = _store_of_attempt(options)
-    loaded = _extension_for(options, store, whole=whole)
+    attempt = _attempt(options)
+    store = PrefixStore(attempt, options.store)
+    loaded = _extension_for(options, attempt, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
         earlier.stop()  # of a world that has ended; where this one's store is gone too, it ends this rank
         _watchdogs.remove(earlier)
     unwatched = not any(set(ranks) <= set(one.ranks) for one in _watchdogs)
     if unwatched:
-        _watch(options, store, loaded, ranks)
+        _watch(options, attempt, loaded, ranks)
     loaded.set_watched(bool(_watchdogs))
     seconds = options.timeout.total_seconds()
     if not _kvs_timeout_is_set:
@@ -126,34 +127,37 @@ def create(options: Any, _backend_options: Any) -> Any:
         raise
 
 
-def _store_of_attempt(options: Any) -> PrefixStore:
-    """The group's store, without what groups of its name have left there: it may outlive them, or the job's ranks."""
+def _attempt(options: Any) -> str:
+    """The prefix of a group's keys, without those that groups of its name have left: a store may outlive them, or the
+    job's ranks."""
     try:
         number = options.store.add(f"attempts/{options.group_rank}", 1)
     except RuntimeError as error:
         raise RuntimeError(f"ccl: group {options.group_id} cannot be created: {describe_gone(error)}") from None
-    return PrefixStore(f"attempt{number}", options.store)
+    return f"{options.group_id}/attempt{number}"
 
 
-def _extension_for(options: Any, store: Store, *, whole: bool) -> ModuleType:
+def _extension_for(options: Any, attempt: str, *, whole: bool) -> ModuleType:
     """The extension for a group that is made; only before it is loaded, or to agree with all ranks of a job, do the
     ranks need to know where they are."""
     if _extension is not None and not whole:
         return _extension
+    store = PrefixStore(attempt, options.store)
     place = place_of(options.group_rank, options.group_size, store, options.timeout, _env, whole=whole)
     first = _extension is None
-    loaded = extension(place, _transport_of(options, store, place, whole=whole))
+    loaded = extension(place, _transport_of(options, attempt, place, whole=whole))
     if first and options.group_rank == 0:
         log.info("cputrain: ccl over %s", _transport)
     return loaded
 
 
-def _transport_of(options: Any, store: Store, place: Rank, *, whole: bool) -> Transport:
+def _transport_of(options: Any, attempt: str, place: Rank, *, whole: bool) -> Transport:
     """The transport of a group that is made: its ranks agree where all of the job are in it."""
     if not whole:
         return choose_transport(_env, place, dict, whole=False)
     try:
-        return transport_of_job(place, _keys(store, "transport"))
+        keys = SignedKeys(options.store, _env.get(TOKEN_VARIABLE, ""), f"{attempt}/transport")
+        return transport_of_job(place, keys)
     except RuntimeError as error:
         seconds = options.timeout.total_seconds()
         raise RuntimeError(
@@ -170,29 +174,27 @@ def _answers(store: Store) -> bool:
     return True
 
 
-def _keys(store: Store, prefix: str) -> SignedKeys:
-    return SignedKeys(PrefixStore(prefix, store), _env.get(TOKEN_VARIABLE, ""))
-
-
-def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
+def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
     """Watch the ranks of a group, from before it is made: a rank may be lost while others wait for it there."""
     global watchdog  # noqa: PLW0603  one default group in a process
     token, rank, openssl = _env.get(TOKEN_VARIABLE, ""), ranks[options.group_rank], openssl_hmac()
-    place = place_of_this_process(native=openssl is not None)
+    place, prefix = place_of_this_process(native=openssl is not None), f"{attempt}/watchdog"
 
-    def connection() -> PrefixStore:
-        return PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
+    def keys() -> SignedKeys:
+        return SignedKeys(options.store.clone(), token, prefix)  # over a connection of their own
 
     def pending() -> PendingCollective:
         return PendingCollective(*loaded.pending_collective())
 
     if openssl:
         constant = json.dumps(asdict(place))[1:-1]
-        sender = loaded.HeartbeatSender(connection(), key_of(rank), token, constant, HEARTBEAT_S, *openssl)
+        sender = loaded.HeartbeatSender(
+            options.store.clone(), f"{prefix}/{key_of(rank)}", token, constant, HEARTBEAT_S, *openssl
+        )
     else:
-        sender = HeartbeatThread(SignedKeys(connection(), token), rank, place, pending, loaded.groups)
+        sender = HeartbeatThread(keys(), rank, place, pending, loaded.groups)
     watchdog = Watchdog(
-        SignedKeys(connection(), token),
+        keys(),
         ranks=ranks,
         rank=rank,
         timeout_s=options.timeout.total_seconds(),

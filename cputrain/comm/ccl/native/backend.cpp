@@ -13,6 +13,9 @@ namespace cputrain {
 
 namespace {
 
+constexpr auto kTurnGrace = std::chrono::seconds(1);
+constexpr auto kTurnPause = std::chrono::microseconds(100);
+
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
@@ -50,7 +53,8 @@ CclBackend::CclBackend(
     c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> ranks, Milliseconds timeout, std::string name)
     : Backend(rank, static_cast<int>(ranks.size())),
       name_(std::move(name)),
-      options_(c10::make_intrusive<Options>("ccl", timeout)) {
+      options_(c10::make_intrusive<Options>("ccl", timeout)),
+      turns_(std::make_shared<std::deque<std::shared_ptr<Turn>>>()) {
   auto& engine = Engine::instance();
   const auto creation = "the creation of group " + name_;
   engine.publish_communicator({creation, {}, awake_now() + timeout});
@@ -79,6 +83,9 @@ CclBackend::CclBackend(
       message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size_, rank, message_kvs_));
     }
     ledger_->unlink();  // the communicator's ranks have all come past the ledger
+    if (!ledger_->has_all()) {
+      first_calls_ = std::make_unique<FirstCalls>(store_, size_);
+    }
     auto& for_messages = message_comm_ ? *message_comm_ : *comm_;
     inbox_ = std::make_shared<Inbox>(for_messages, size_);
     outbox_ = std::make_shared<Outbox>(for_messages, size_);
@@ -108,6 +115,7 @@ CclBackend::~CclBackend() {
     message_kvs_->leave();
   }
   auto& engine = Engine::instance();
+  start_those_in_turn();
   if (engine.idle() && !awaits_messages()) {
     engine.publish_communicator({"the destruction of group " + name_, {}, awake_now() + options_->timeout});
     const auto lock = engine.enter();
@@ -125,6 +133,47 @@ CclBackend::~CclBackend() {
   engine.end_group(key_);
 }
 
+struct CclBackend::Turn {
+  std::function<Poll()> start;
+  FirstCalls::Agreed agreed;  // none: needs no agreement of its own
+  Poll ended;
+};
+
+// Starts it once the ranks agree on it, and all before it have started. Called under the engine's lock, as are the polls.
+std::function<Poll()> CclBackend::in_turn(std::function<Poll()> start, FirstCalls::Agreed agreed) const {
+  const auto turn = std::make_shared<Turn>(Turn{std::move(start), std::move(agreed), {}});
+  return [turn, turns = turns_]() -> Poll {
+    turns->push_back(turn);
+    return [turn, turns] {
+      if (!turn->ended) {
+        if (turns->empty() || turns->front() != turn || (turn->agreed && !*turn->agreed)) {
+          return false;
+        }
+        turns->pop_front();
+        turn->ended = turn->start();
+      }
+      return turn->ended();
+    };
+  };
+}
+
+// Before the group is destroyed: nobody has waited for them, but other ranks may.
+void CclBackend::start_those_in_turn() const {
+  auto& engine = Engine::instance();
+  const auto deadline = Clock::now() + kTurnGrace;
+  while (!engine.is_child()) {
+    {
+      const auto lock = engine.enter();
+      if (turns_->empty() || !engine.reason().empty() || Clock::now() > deadline) {
+        turns_->clear();
+        return;
+      }
+    }
+    engine.drive();
+    std::this_thread::sleep_for(kTurnPause);
+  }
+}
+
 bool CclBackend::awaits_messages() const {
   const auto lock = Engine::instance().enter();
   return inbox_ && inbox_->awaits();
@@ -134,7 +183,7 @@ bool CclBackend::awaits_messages() const {
 WorkPtr CclBackend::submit(
     c10d::OpType type, const Tensors& described, Agreement agreement, Milliseconds timeout, Tensors outputs,
     std::function<Events()> launch, std::function<void()> finish) {
-  auto start = [launch = std::move(launch)]() -> Poll {
+  std::function<Poll()> start = [launch = std::move(launch)]() -> Poll {
     const auto events = std::make_shared<Events>(launch());
     return [events] {
       while (!events->empty() && events->back().test()) {
@@ -162,6 +211,12 @@ WorkPtr CclBackend::submit(
         rank_, type, "ccl:" + name, name + " #" + std::to_string(number) + " of group " + name_ + details,
         Place{key_, number, engine.count(*progress_, number, agreement.digest, agreement.balance(rank_, number))},
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
+    if (first_calls_) {
+      const auto& last = progress_->last;
+      const auto agreed = first_calls_->compare(
+          agreement.digest, number, last.digest, agreement.give.empty() ? std::nullopt : std::optional(last.balance));
+      start = agreed || !turns_->empty() ? in_turn(std::move(start), agreed) : std::move(start);
+    }
     wrong = ledger_->enter(number, agreement, operation->description(), several_threads_);
     if (wrong.empty()) {
       engine.submit(operation, std::move(start), std::move(finish));

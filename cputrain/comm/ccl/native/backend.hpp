@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <optional>
 
@@ -78,6 +79,8 @@ class CclBackend : public c10d::Backend {
       c10d::OpType type, const Tensors& described, int peer, std::function<Poll()> start, std::function<void()> finish,
       std::function<int()> source = nullptr);
 
+  std::function<Poll()> in_turn(std::function<Poll()> start, FirstCalls::Agreed agreed) const;
+  void start_those_in_turn() const;
   bool awaits_messages() const;
 
   WorkPtr reduce_all(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
@@ -114,6 +117,10 @@ class CclBackend : public c10d::Backend {
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
   std::shared_ptr<Ledger> ledger_;
+  std::unique_ptr<FirstCalls> first_calls_;  // of a group of several hosts
+  // Its collectives that have still to start, in their order: the first one waits for the ranks' agreement.
+  struct Turn;
+  const std::shared_ptr<std::deque<std::shared_ptr<Turn>>> turns_;
   Progress* progress_ = nullptr;  // the engine's
   std::atomic<uint64_t> sequence_{0};  // of collectives; the order of the calls of oneCCL, whichever thread makes them
   std::atomic<uint64_t> messages_{0};

@@ -1,7 +1,14 @@
 #include "kvs.hpp"
 
+#include <algorithm>
+#include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
+#include <pthread.h>
+
+#include "engine.hpp"
 #include "tensors.hpp"
 
 namespace cputrain {
@@ -9,6 +16,9 @@ namespace cputrain {
 namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a key that another rank is about to set
+constexpr auto kMaxPause = std::chrono::milliseconds(20);
+constexpr size_t kMostKinds = 256;  // of a group's collectives: sizes that always differ must not fill the store
+constexpr uint64_t kBalanceBits = (uint64_t{1} << 48) - 1;  // the sum over 32,767 ranks does not overflow in the store
 
 std::string missing_ranks(c10d::Store& store, const std::string& prefix, int size) {
   std::string missing;
@@ -96,6 +106,85 @@ void StoreKvs::set(const ccl::string_class& key, const ccl::vector_class<char>& 
       throw;
     }
   }
+}
+
+struct FirstCalls::Call {
+  const std::string key;
+  const std::optional<uint64_t> balance;
+  std::atomic<bool> agreed{false};
+  bool is_published = false;
+};
+
+// With the thread that asks the store, which runs and has a connection of its own while there are calls.
+struct FirstCalls::Shared {
+  const c10::intrusive_ptr<c10d::Store> store;
+  const int size;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Call>> calls;
+  bool runs = false;
+  std::atomic<bool> left{false};  // the group has gone
+};
+
+FirstCalls::FirstCalls(c10::intrusive_ptr<c10d::Store> store, int size)
+    : shared_(new Shared{.store = std::move(store), .size = size}) {}
+
+FirstCalls::~FirstCalls() {
+  shared_->left = true;  // without the lock, which a forked child may have copied locked
+}
+
+FirstCalls::Agreed FirstCalls::compare(
+    uint64_t kind, uint64_t number, uint64_t digest, std::optional<uint64_t> balance) {
+  if (kinds_.size() == kMostKinds || !kinds_.insert(kind).second) {
+    return {};
+  }
+  const std::lock_guard lock(shared_->mutex);
+  const std::shared_ptr<Call> call(new Call{.key = c10::str("call", number, "/", digest), .balance = balance});
+  shared_->calls.push_back(call);
+  if (!shared_->runs) {
+    std::thread([shared = shared_] { run(shared); }).detach();
+    shared_->runs = true;
+  }
+  return {call, &call->agreed};
+}
+
+void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
+  pthread_setname_np(pthread_self(), "cputrain-calls");
+  std::unique_lock lock(shared->mutex);
+  try {
+    const auto store = shared->store->clone();
+    auto pause = kPause;
+    while (!shared->calls.empty() && !shared->left && Engine::instance().disagreement().empty()) {
+      const auto asked = shared->calls;
+      lock.unlock();
+      for (const auto& call : asked) {
+        call->agreed = is_agreed(*store, *call, shared->size);
+      }
+      std::this_thread::sleep_for(pause);
+      lock.lock();
+      const auto agreed = std::erase_if(shared->calls, [](const auto& call) { return call->agreed.load(); });
+      pause = agreed > 0 || shared->calls.size() > asked.size() ? kPause : std::min(2 * pause, kMaxPause);
+    }
+  } catch (const std::exception&) {
+    // The store has gone with rank 0: the watchdog ends a rank that waits then.
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+  }
+  shared->runs = false;
+}
+
+// All have called the same up to a number where their digests are one, and their balances add up to 0.
+bool FirstCalls::is_agreed(c10d::Store& store, Call& call, int size) {
+  const auto all = call.key + "/all", balances = call.key + "/balance";
+  if (!std::exchange(call.is_published, true)) {
+    if (call.balance) {
+      store.add(balances, static_cast<int64_t>(*call.balance & kBalanceBits));
+    }
+    if (store.add(call.key, 1) == size && (!call.balance || (store.add(balances, 0) & kBalanceBits) == 0)) {
+      store.set(all, std::string("called"));
+    }
+  }
+  return store.check({all});
 }
 
 void monitored_barrier(

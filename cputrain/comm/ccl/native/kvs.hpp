@@ -3,7 +3,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
+#include <optional>
 #include <string>
+#include <unordered_set>
 
 #include <oneapi/ccl.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -41,6 +44,31 @@ class StoreKvs : public ccl::kvs_interface {
   const std::chrono::milliseconds timeout_;
   const Clock::time_point deadline_;
   std::atomic<bool> left_{false};
+};
+
+// The first collective of each kind of a group whose ranks do not all share a Ledger: they learn over the store whether all
+// of them call it, and oneCCL has none of its data before. Later ones of a kind cost nothing.
+class FirstCalls {
+ public:
+  using Agreed = std::shared_ptr<const std::atomic<bool>>;
+
+  FirstCalls(c10::intrusive_ptr<c10d::Store> store, int size);
+  ~FirstCalls();
+  FirstCalls(const FirstCalls&) = delete;
+  FirstCalls& operator=(const FirstCalls&) = delete;
+
+  // What becomes true once all ranks have called the collective of this number; nothing for one of a kind that was called
+  // before. `digest` and `balance` are the group's up to this number. Never blocks.
+  Agreed compare(uint64_t kind, uint64_t number, uint64_t digest, std::optional<uint64_t> balance);
+
+ private:
+  struct Call;
+  struct Shared;
+  static void run(const std::shared_ptr<Shared>& shared);
+  static bool is_agreed(c10d::Store& store, Call& call, int size);
+
+  const std::shared_ptr<Shared> shared_;
+  std::unordered_set<uint64_t> kinds_;
 };
 
 // All ranks wait for all others: rank 0 finds who is missing at the timeout and tells the others. `number` counts a

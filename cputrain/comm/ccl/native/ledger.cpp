@@ -110,6 +110,10 @@ void Ledger::fail(int error) {
       error == ENOSPC ? ": enlarge it (docker --shm-size=2g), or remove files from it" : ": this user must be able to write to it");
 }
 
+bool Ledger::has_all() const {
+  return reinterpret_cast<const Header*>(base_)->present == size_;
+}
+
 void Ledger::unlink() const {
   ::unlink(path_.c_str());
 }

@@ -23,6 +23,9 @@ class Ledger {
   // Removes the file's name, once all ranks have mapped it.
   void unlink() const;
 
+  // Whether all ranks of the group are of this host; once all of this host's have constructed it.
+  bool has_all() const;
+
   // Writes down this rank's collective of that number. Returns what is wrong, "" if nothing is, where another rank has
   // written down another collective of that number; the other ranks then learn it too. `several_threads`: whether
   // more than one thread of this rank calls the group's collectives.
