@@ -1,4 +1,4 @@
-"""The command `cputrain`, also as `python -m cputrain`."""
+"""`python -m cputrain`, and the console script once it has found this package."""
 
 import sys
 

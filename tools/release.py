@@ -21,7 +21,7 @@ from tools.man_pages import main as write_man_pages
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "cputrain"
-AUTOLOAD = "_cputrain_autoload.py"
+BESIDE = ("_cputrain_autoload.py", "_cputrain_command.py")
 HEAVY = ("torch", "torchvision")  # gigabytes: nothing that is tried after the installation needs them
 IN_WHEEL = {
     "affinity": "cputrain/affinity",
@@ -116,14 +116,14 @@ def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
     links = {f"{PACKAGE}/{name}" for name in IN_WHEEL}  # in the checkout
-    wanted = {name for name in tracked if name.partition("/")[0] in (PACKAGE, AUTOLOAD)} - links
+    wanted = {name for name in tracked if name.partition("/")[0] in (PACKAGE, *BESIDE)} - links
     for name in tracked:
         for folder, inside in IN_WHEEL.items():
             if name.startswith(f"{folder}/"):
                 wanted.add(f"{inside}/{name.removeprefix(f'{folder}/')}")
     if missing := sorted(wanted - in_wheel):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
-    allowed = (f"{PACKAGE}/", AUTOLOAD, f"{PACKAGE}-{__version__}.data/data/share/man/man1/")
+    allowed = (f"{PACKAGE}/", *BESIDE, f"{PACKAGE}-{__version__}.data/data/share/man/man1/")
     if foreign := sorted(name for name in in_wheel if not name.startswith(allowed)):
         raise ReleaseError(f"{wheel.name} also has {', '.join(foreign[:5])}")
     if not any(name.endswith("/man1/cputrain-plan.1") for name in in_wheel):

@@ -76,6 +76,9 @@ def target_of(command: tuple[str, ...]) -> Target:
         return _target(sys.prefix, spec.origin if spec and spec.origin else "")
     try:
         output = subprocess.run([program, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        last = (os.fsdecode(error.stderr).strip().splitlines() or [f"status {error.returncode}"])[-1]
+        raise InputError(f"cannot find out which torch {program} has: it ends with {last[:300]}: repair that") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"cannot find out which torch {program} has: {error}") from None
     prefix, origin = [*os.fsdecode(output).splitlines(), "", ""][:2]

@@ -128,9 +128,10 @@ def test_another_python_is_run_to_find_its_torch(tmp_path: Path) -> None:
     other.chmod(0o755)
     target = target_of((str(other), "train.py"))
     assert target == Target(prefix=Path("/opt/env"), torch_lib=Path("/opt/env/lib/python3/site-packages/torch/lib"))
-    other.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(InputError, match="cannot find out which torch"):
-        target_of((str(other), "train.py"))
+    for script, said in {"exit 3": "status 3", "echo two >&2; echo lines >&2; exit 1": "lines"}.items():
+        other.write_text(f"#!/bin/sh\n{script}\n")
+        with pytest.raises(InputError, match=f"cannot find out which torch .* has: it ends with {said}: "):
+            target_of((str(other), "train.py"))
 
 
 def test_other_commands_are_taken_for_this_python() -> None:

@@ -53,7 +53,7 @@ def test_a_wheel_is_the_same_from_a_checkout_and_from_a_source_distribution(tmp_
         wheel.unlink()
     assert found[0] == found[1]
     assert {name.partition("/")[0] for name in found[0]} == {
-        *("cputrain", "_cputrain_autoload.py"),
+        *("cputrain", "_cputrain_autoload.py", "_cputrain_command.py"),
         f"cputrain-{__version__}.dist-info",
     }
     for name in ("affinity/bind.py", "affinity/py.typed", "mpi/supervise/agent.py", "machines/clx-8280.yaml"):
