@@ -8,7 +8,7 @@ from cputrain.affinity.start import isolate
 
 isolate()
 
-from cputrain.cli import main
+from cputrain.cli import main as main
 
 if __name__ == "__main__":
     sys.exit(main())
