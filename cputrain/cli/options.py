@@ -99,6 +99,10 @@ class PlanningOption(click.Option):
         super().add_to_parser(parser, ctx)
         self.opts = ours
 
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """Take -n=2 as -n 2, as the parsers of other launchers do: click leaves the sign in a short option's value."""
+        return super().process_value(ctx, value.removeprefix("=") if isinstance(value, str) else value)
+
 
 DIGITS = re.compile("[0-9]{1,6}")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -194,7 +198,7 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="N",
         help="number of hosts, if their names are not known yet",
     ),
-    click.option("-n", "-np", "--np", "ranks", type=AutoInt(1), hidden=True),
+    click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=AutoInt(1), hidden=True),
     *map(_click_option, OPTIONS),
     click.option(
         "--launcher",

@@ -47,24 +47,39 @@ def wording_of(arguments: list[str]) -> Wording:
 
 # Names that people try, which no command's name resembles -> commands. Programs that `import` reads need no line here.
 MEANINGS = {
+    "check": ("doctor",),
+    "compare": ("report",),
     "config": ("keys", "recipes"),
     "convert": ("prepare", "export"),
+    "download": ("weights",),
+    "finetune": ("train",),
     "fit": ("train",),
+    "help": ("--help",),
     "infer": ("predict", "eval"),
     "inference": ("predict", "eval"),
+    "k8s": ("job kubernetes",),
     "kubernetes": ("job kubernetes",),
     "list": ("recipes", "machines"),
+    "logs": ("watch",),
     "lr-find": ("find-lr",),
     "monitor": ("watch",),
     "pbs": ("job pbs",),
+    "plot": ("report",),
     "profile": ("bench", "report"),
     "resume": ("train RUN --resume",),
     "run": ("launch", "train"),
     "sbatch": ("job slurm",),
     "slurm": ("job slurm",),
+    "start": ("launch", "train"),
+    "status": ("watch",),
     "submit": ("job",),
+    "tensorboard": ("report", "watch"),
     "test": ("eval",),
+    "top": ("watch",),
+    "topology": ("plan",),
     "validate": ("eval",),
+    "version": ("--version", "env"),
+    "visualize": ("report",),
 }
 # The same of options; formats, other trainers' names of recipe keys and other launchers' options need no line here.
 OPTION_MEANINGS = {
@@ -154,9 +169,17 @@ def no_such_option(error: click.NoSuchOption) -> str:
         near = [f"{key}=VALUE" for key in keys[:3]]
     if not hint and near:
         hint = f"did you mean {either(near)}?"
+    if not hint and (holders := _commands_with(typed, context.command)):
+        hint = f"options stand behind the command, as in {context.command_path} {holders[0]} {typed}."
     if not hint and len(keys) == 1:
         hint = f"did you mean cputrain train RECIPE {keys[0]}=VALUE?"
     return f"No such option {typed}{f': {hint}' if hint else '.'} See {context.command_path} --help"
+
+
+def _commands_with(option: str, group: click.Command) -> list[str]:
+    """The commands of a group that have an option; none of the whole command line, which would load them all."""
+    commands = group.commands if isinstance(group, click.Group) else {}
+    return [name for name, each in commands.items() if any(option in param.opts for param in each.params)]
 
 
 def _words(param: click.Parameter) -> Sequence[str]:

@@ -23,7 +23,14 @@ from tests.support.images import write_images
         ("run x.py", "No such command 'run': did you mean cputrain launch or cputrain train? See cputrain --help"),
         ("validate r", "did you mean cputrain eval?"),
         ("torchrun x.py", "did you mean cputrain import or cputrain launch?"),
-        ("kubernetes r", "did you mean cputrain job kubernetes?"),
+        ("k8s r", "did you mean cputrain job kubernetes?"),
+        ("help plan", "No such command 'help': did you mean cputrain --help? See cputrain --help"),
+        ("version", "did you mean cputrain --version or cputrain env?"),
+        ("plot runs/a", "No such command 'plot': did you mean cputrain report? See cputrain --help"),
+        ("job --nodes 2 slurm", "options stand behind the command, as in cputrain job slurm --nodes. See cputrain job"),
+        ("job -n=2 slurm", "options stand behind the command, as in cputrain job slurm -n. See cputrain job --help"),
+        ("bench --steps 2 model", "as in cputrain bench model --steps. See cputrain bench --help"),
+        ("launch -n=x x.py", "'x' is neither auto nor a number from 1"),
         ("trian r", "did you mean cputrain train?"),
         ("xyzzy", "No such command 'xyzzy'. See cputrain --help"),
         ("launch --batch-size 4 x.py", "No such option --batch-size: did you mean --local-batch?"),
@@ -168,14 +175,18 @@ def test_a_missing_argument_of_every_command_is_answered_with_what_to_give() -> 
 def test_what_is_suggested_exists() -> None:
     commands = all_commands()
     options = {word for command in commands.values() for param in command.params for word in param.opts}
+    group_options = {word for param in group.get_params(click.Context(group)) for word in param.opts}
     assert {option for meant in OPTION_MEANINGS.values() for option in meant} <= options
-    assert {command.partition(" RUN")[0] for meant in MEANINGS.values() for command in meant} <= set(commands)
+    assert {command.partition(" RUN")[0] for meant in MEANINGS.values() for command in meant} <= {
+        *commands,
+        *group_options,
+    }
     assert {key for keys in OTHER_NAMES.values() for key in keys} <= set(all_keys())
 
 
 def test_what_resembles_a_command_s_name_is_in_no_table() -> None:
     assert [
-        word for word in MEANINGS if get_close_matches(word, COMMANDS, n=1, cutoff=0.6) == list(MEANINGS[word])
+        word for word in MEANINGS if get_close_matches(word, COMMANDS, n=2, cutoff=0.6) == list(MEANINGS[word])
     ] == []
 
 
@@ -224,6 +235,7 @@ def test_instances_know_nothing_of_each_other_and_have_cores_of_their_own(tmp_pa
         ("--nnodes", "2", "--nproc-per-node", "2"),
         ("--num_nodes=2", "--nproc_per_node=2"),
         ("-host", "n1,n2", "-perhost", "2"),
+        ("-H=n1:2,n2:2",),
     ],
     ids=" ".join,
 )
