@@ -70,6 +70,11 @@ def check_execution(file: Path) -> None:
             raise PermissionError(errno.EPERM, why) from None
 
 
+def cause(error: OSError, path: Path) -> str:
+    """Why a path cannot be written to, with the mount where that is what refuses it."""
+    return f"{error.strerror} (mount {mount_of(path)})" if error.errno in (*FULL, errno.EROFS) else str(error.strerror)
+
+
 def mount_of(path: Path) -> Path:
     """The mount point of the file system that a path lies in (proc_pid_mountinfo(5))."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -78,16 +83,16 @@ def mount_of(path: Path) -> Path:
     return max(above, key=lambda point: len(point.parts), default=Path("/"))  # a chroot's own is not listed
 
 
-def try_cache(folder: Path) -> None:
-    """Do in a folder what a cache needs: write a file, lock, execute code, remove. Raises OSError that says what fails.
+def try_cache(folder: Path, size: int = TRIED_BYTES) -> None:
+    """Do in a folder what a cache needs: write a file of so many bytes, lock, execute code, remove.
 
-    Leaves nothing there but the folder.
+    Raises OSError that says what fails. Leaves nothing there but the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f".cputrain-try-{os.uname().nodename}-{os.getpid()}"
     try:
         with file.open("xb") as opened:
-            opened.write(bytes(TRIED_BYTES))
+            opened.write(bytes(size))
         check_execution(file)
     finally:
         file.unlink(missing_ok=True)

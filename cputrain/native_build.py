@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import FULL, check_execution
+from cputrain.affinity.filesystem import FULL, cause, check_execution
 from cputrain.affinity.ranks.rank import local_rank_of
 from cputrain.affinity.wording import counted
 
@@ -62,9 +62,10 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
             _compile_or_wait(extension, path, env)
         _check_execution(extension, path)
     except OSError as error:
+        room = " and has room" if error.errno in FULL else ""
         raise RunError(
-            f"{extension.requested_by}: {extension.title} cannot be compiled into {path.parent}: {error.strerror}: set "
-            f"CPUTRAIN_CACHE to a folder that may be written to{' and has room' * (error.errno in FULL)}, or "
+            f"{extension.requested_by}: {extension.title} cannot be compiled into {path.parent}: "
+            f"{cause(error, path.parent)}: set CPUTRAIN_CACHE to a folder that may be written to{room}, or "
             f"{extension.alternative}"
         ) from None
     return path

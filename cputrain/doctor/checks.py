@@ -16,7 +16,7 @@ from typing import Any
 
 import cputrain
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import cache_folder, installed_version, try_cache
+from cputrain.affinity.filesystem import cache_folder, cause, installed_version, try_cache
 from cputrain.affinity.kernel.bound_plan import bound_processes
 from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
 from cputrain.affinity.terminal import align_columns
@@ -339,6 +339,7 @@ def _os_name(path: Path) -> str:
 
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
+CACHE_BYTES = 4 * MIB  # compiled, the backend of oneCCL has 1 MiB, and while that is done as much again
 WITHOUT_CACHE = "no oneCCL, no native kernels, no fast decoder"
 Probed = Mapping[str, Mapping[str, Any]]
 
@@ -355,9 +356,10 @@ def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
         yield from runtime_checks(runtime)
     yield decoder_check(probe["decoder"])
     yield compiler_check(compiler(env))
-    yield cache_check(env)
+    cache = cache_check(env)
+    yield cache
     yield temporary_check()
-    yield oneccl_check(probe["oneccl"])
+    yield oneccl_check(probe["oneccl"], cache)
     yield launcher_check(probe["launcher"])
     yield fabric_check(fabric_here(), env)
     yield binding_check()
@@ -453,9 +455,9 @@ def cache_check(env: Mapping[str, str]) -> Check:
         found, _, remedy = str(refused).partition(": ")
         return warning("cache", f"{found}: {WITHOUT_CACHE}", remedy)
     try:
-        try_cache(folder)
+        try_cache(folder, CACHE_BYTES)
     except OSError as refused:
-        found = f"{folder}: {refused.strerror}: {WITHOUT_CACHE}"
+        found = f"{folder}: {cause(refused, folder)}: {WITHOUT_CACHE}"
         return warning("cache", found, "set CPUTRAIN_CACHE to a folder that can be written to, and execute code")
     return ok("cache", str(folder))
 
@@ -473,11 +475,14 @@ def temporary_check() -> Check:
     return ok("temporary files", str(folder))
 
 
-def oneccl_check(found: Mapping[str, Any]) -> Check:
-    """oneCCL and the MPI that it loads."""
+def oneccl_check(found: Mapping[str, Any], cache: Check) -> Check:
+    """oneCCL and the MPI that it loads; `cache` is where its backend would be compiled."""
     if "error" in found:
         why = str(found["error"]).partition("comm.backend=ccl: ")[2] or str(found["error"])
         return warning("oneCCL", f"gloo communicates: {why}", 'pip install "cputrain[ccl]"')
+    if not found["compiled"] and cache.status != OK:
+        why = f"{found['version']} is not compiled, and has no cache"
+        return warning("oneCCL", f"gloo communicates: {why}", cache.remedy)
     compiled = "compiled" if found["compiled"] else "not compiled yet: cputrain doctor ccl does it"
     return ok("oneCCL", f"{found['version']}, {compiled}: {found['library']}")
 

@@ -78,7 +78,9 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
     assert auto == 0, err
     environment = json.loads((place / "run/environment.json").read_text())
     assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
-    assert "Read-only file system: set CPUTRAIN_CACHE to a folder that may be" in environment["backend_why"]
+    assert (
+        f"Read-only file system (mount {place}/out): set CPUTRAIN_CACHE to a folder that" in environment["backend_why"]
+    )
     assert named == 1 and "Traceback" not in refusal_of_ccl
     assert "cannot be compiled into out/cache/ccl-torch" in refusal_of_ccl
     assert "or set comm.backend=gloo" in refusal_of_ccl
@@ -117,9 +119,12 @@ def part(place: Path) -> str:
     ("options", "said"),
     [
         ("noexec", ("loaded from", "the mount {}/out does not allow execution (noexec)", "on another file system")),
-        ("ro", ("compiled into", "Read-only file system", "that may be written to")),
-        ("size=8k", ("compiled into", "No space left on device", "that may be written to and has room")),
-        ("nr_inodes=2", ("compiled into", "No space left on device", "that may be written to and has room")),
+        ("ro", ("compiled into", "Read-only file system (mount {}/out)", "that may be written to")),
+        ("size=8k", ("compiled into", "No space left on device (mount {}/out)", "that may be written to and has room")),
+        (
+            "nr_inodes=2",
+            ("compiled into", "No space left on device (mount {}/out)", "that may be written to and has room"),
+        ),
     ],
 )
 def test_a_cache_that_cannot_be_used_is_told_with_what_to_do(
@@ -186,13 +191,13 @@ def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
     code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
     command = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} -c {shlex.quote(code)}"
     for options, start in {
-        "size=1m": f"ok {place}/out/cache ",
+        "size=8m": f"ok {place}/out/cache ",
         "noexec": f"warning {place}/out/cache: the mount {place}/out does not allow execution (noexec): no oneCCL",
-        "ro": f"warning {place}/out/cache: Read-only file system: no oneCCL",
-        "size=4k": f"warning {place}/out/cache: No space left on device: no oneCCL",
+        "ro": f"warning {place}/out/cache: Read-only file system (mount {place}/out): no oneCCL",
+        "size=1m": f"warning {place}/out/cache: No space left on device (mount {place}/out): no oneCCL",
     }.items():
         ((_, err),) = in_tmpfs(place, options, command)
-        assert err.startswith(start) and ("CPUTRAIN_CACHE" in err.partition(" no oneCCL")[2]) == (options != "size=1m")
+        assert err.startswith(start) and ("CPUTRAIN_CACHE" in err.partition(" no oneCCL")[2]) == (options != "size=8m")
     homeless = "env -u HOME setpriv --reuid 54321 --clear-groups"
     if shutil.which("setpriv") is not None:
         place.chmod(0o755)

@@ -168,8 +168,13 @@ def test_the_other_libraries() -> None:
     assert [check.status for check in checks.runtime_checks(Runtime(allocator="tcmalloc"))] == [OK, OK]
     assert checks.compiler_check(None).status == WARNING
     missing = {"error": "InputError: comm.backend=ccl: oneCCL is not installed: pip install it"}
-    assert "gloo communicates: oneCCL is not installed" in checks.oneccl_check(missing).found
-    assert "not compiled yet" in checks.oneccl_check({"version": "2021.13", "compiled": None, "library": "x"}).found
+    cache = checks.ok("cache", "")
+    assert "gloo communicates: oneCCL is not installed" in checks.oneccl_check(missing, cache).found
+    found = {"version": "2021.13", "compiled": None, "library": "x"}
+    assert "not compiled yet" in checks.oneccl_check(found, cache).found
+    without = checks.oneccl_check(found, checks.warning("cache", "full", "set CPUTRAIN_CACHE"))
+    assert (without.status, without.remedy) == (WARNING, "set CPUTRAIN_CACHE") and "gloo" in without.found
+    assert checks.oneccl_check({**found, "compiled": "x.so"}, without).status == OK
     assert checks.launcher_check({"error": "InputError: no mpirun on PATH"}).status == WARNING
     assert checks.fabric_check("ethernet", {"FI_PROVIDER": "^psm3"}).status == OK
 
