@@ -146,17 +146,19 @@ def words_of(label: str, table: Table, y: str, at: str = "step") -> str:
     )
 
 
-def drawn(chart: Chart, tables: Mapping[str, Table]) -> Chart | None:
-    """The chart with the lines that have values, and their words; None where none has."""
-    lines = tuple(line for line in chart.lines if not np.isnan(tables[line.table][line.y]).all())
-    if not lines:
-        return None
-    at = chart.axes[0]
-    words = "; ".join(words_of(line.label, tables[line.table], line.y, at) for line in lines[:8])
-    more = f"; and {len(lines) - 8} more lines" if len(lines) > 8 else ""
-    return replace(chart, lines=lines, words=words + more)
+def drawn(charts: Iterable[Chart], tables: Mapping[str, Table]) -> tuple[Chart, ...]:
+    """The charts that have values, each with its lines that have some, and their words."""
+    found = []
+    for chart in charts:
+        lines = tuple(line for line in chart.lines if not np.isnan(tables[line.table][line.y]).all())
+        words = "; ".join(words_of(line.label, tables[line.table], line.y, chart.axes[0]) for line in lines[:8])
+        more = f"; and {len(lines) - 8} more lines" if len(lines) > 8 else ""
+        if lines:
+            found.append(replace(chart, lines=lines, words=words + more))
+    return tuple(found)
 
 
+COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"  # the parts of a step
 STEP_FIELDS = ("loss", "rate", "images_per_s")
 EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
 
@@ -164,6 +166,8 @@ EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", 
 def training_tables(run: Run) -> dict[str, Table]:
     """The steps and the epochs, and the seconds of rank 0's steps by what they were spent on."""
     steps, at = run.with_times("step")
+    # a run that stops within an epoch and resumes writes two events of it: the last one counts
+    epochs = {event["epoch"]: (event, at) for event, at in zip(*run.with_times("epoch"), strict=True)}.values()
     table = table_of(steps, STEP_FIELDS, at)
     waits = {name: table_of(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
     global_batch = run.start.get("global_batch") or np.nan
@@ -172,75 +176,39 @@ def training_tables(run: Run) -> dict[str, Table]:
     compute = np.maximum(seconds - np.nan_to_num(waits["data_wait_s"]) - np.nan_to_num(waits["comm_wait_s"]), 0)
     return {
         "steps": table,
-        "epochs": table_of(*_epoch_rows(run)),
+        "epochs": table_of([event for event, _ in epochs], EPOCH_FIELDS, [at for _, at in epochs]),
         "parts": {**{axis: table[axis] for axis in ("step", "epoch", "time")}, "compute_s": compute, **waits},
     }
 
 
-def _epoch_rows(run: Run) -> tuple[list[dict[str, object]], tuple[str, ...], list[float]]:
-    """The last event of each epoch (a run that stops within an epoch and resumes writes two), with their times."""
-    events, times = run.with_times("epoch")
-    last = {event["epoch"]: (event, at) for event, at in zip(events, times, strict=True)}
-    return [event for event, _ in last.values()], EPOCH_FIELDS, [at for _, at in last.values()]
-
-
 def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     """The charts of a training, without those that have no values."""
-    unit = unit_of(run.start)
+    per_s = f"{unit_of(run.start)}/s"
 
-    def step(y: str, label: str = "each step") -> Line:
-        return Line(label=label, table="steps", y=y, kind=FAINT, smooths=True)
+    def step(y: str) -> Line:
+        return Line(label="each step", table="steps", y=y, kind=FAINT, smooths=True)
 
     def epoch(y: str, label: str) -> Line:
         return Line(label=label, table="epochs", y=y)
 
-    charts = (
-        Chart(
-            id="loss",
-            title="Loss",
-            unit="",
-            lines=(step("loss"), epoch("train_loss", "training"), epoch("val_loss", "validation")),
-        ),
-        Chart(
-            id="accuracy",
-            title="Accuracy",
-            unit="%",
-            lines=(
-                epoch("train_top1", "training top-1"),
-                epoch("val_top1", "validation top-1"),
-                epoch("val_top5", "validation top-5"),
-            ),
-        ),
-        Chart(
-            id="rate",
-            title="Learning rate",
-            unit="",
-            lines=(Line(label="learning rate", table="steps", y="rate"),),
-            from_zero=True,
-        ),
-        Chart(
-            id="throughput",
-            title="Throughput",
-            unit=f"{unit}/s",
-            lines=(step("images_per_s"), epoch("images_per_s", "mean of the epoch")),
-            from_zero=True,
-        ),
-        Chart(
-            id="parts",
-            title="Time of rank 0's steps",
-            unit="s",
-            lines=tuple(
-                Line(label=label, table="parts", y=y, smooths=True)
-                for y, label in (
-                    ("compute_s", "compute"),
-                    ("comm_wait_s", "communication wait"),
-                    ("data_wait_s", "data wait"),
-                )
-            ),
-            from_zero=True,
-        ),
+    def part(y: str, label: str) -> Line:
+        return Line(label=label, table="parts", y=y, smooths=True)
+
+    loss = step("loss"), epoch("train_loss", "training"), epoch("val_loss", "validation")
+    accuracies = (("train_top1", "training top-1"), ("val_top1", "validation top-1"), ("val_top5", "validation top-5"))
+    parts = part("compute_s", COMPUTE), part("comm_wait_s", COMM), part("data_wait_s", DATA)
+    charts: tuple[tuple[str, str, str, tuple[Line, ...], bool], ...] = (
+        ("loss", "Loss", "", loss, False),
+        ("accuracy", "Accuracy", "%", tuple(epoch(*each) for each in accuracies), False),
+        ("rate", "Learning rate", "", (Line(label="learning rate", table="steps", y="rate"),), True),
+        ("throughput", "Throughput", per_s, (step("images_per_s"), epoch("images_per_s", "mean of the epoch")), True),
+        ("parts", "Time of rank 0's steps", "s", parts, True),
     )
-    return tuple(chart for each in charts if (chart := drawn(each, tables)) is not None)
+    made = (
+        Chart(id=name, title=title, unit=unit, lines=lines, from_zero=from_zero)
+        for name, title, unit, lines, from_zero in charts
+    )
+    return drawn(made, tables)
 
 
 MOST_LINES = 8  # with more, their mean and range
@@ -293,7 +261,7 @@ def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
         ),
         chart("network", "Network per host", "MB/s", *network, limits={}),
     )
-    return tuple(each for one in charts if (each := drawn(one, tables)) is not None), tables
+    return drawn(charts, tables), tables
 
 
 def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
@@ -331,7 +299,6 @@ def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
     return np.where(known, values[found], np.nan)
 
 
-COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"
 MOST_COLUMNS, MOST_HEAT_ROWS = 400, 512  # of a heat map; with more, the largest value of each group is shown
 MOST_BARS = 32
 
@@ -360,39 +327,34 @@ class RankSeconds:
 def rank_times(run: Run) -> tuple[RankSeconds, ...]:
     """Each rank's mean step over the last start's records, without its first, in which caches are cold; of a run
     without such records rank 0's mean over its steps."""
-    records = _of_last_start(run)
-    if not records:
-        return _rank_0(run)
-    used = records[1:] or records
-    steps = np.array([record["steps"] for record in used], dtype=float)
-    mean = {
-        name: np.average(np.array([record[name] for record in used]), axis=0, weights=steps) if steps.sum() else None
-        for name in ("seconds", "comm_wait_s", "data_wait_s")
-    }
-    seconds, comm, data = (mean[name] for name in ("seconds", "comm_wait_s", "data_wait_s"))
-    if seconds is None or comm is None or data is None:
-        return ()
+    records, steps, images = _of_last_start(run), run.of("step"), run.start.get("global_batch")
+    if records:
+        used = records[1:] or records
+        weights = np.array([record["steps"] for record in used], dtype=float)
+        if not weights.sum():
+            return ()
+        means = [np.average(values, axis=0, weights=weights) for values in _seconds(used)]
+    else:
+        known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
+        if not known or not images:
+            return ()
+        waits = ([step.get(name, 0.0) for step in known] for name in ("comm_wait_s", "data_wait_s"))
+        means = [np.mean(each, keepdims=True) for each in ([images / step["images_per_s"] for step in known], *waits)]
     return tuple(
-        RankSeconds(rank=i, compute_s=max(float(whole - c - d), 0.0), comm_s=float(c), data_s=float(d))
-        for i, (whole, c, d) in enumerate(zip(seconds, comm, data, strict=True))
+        RankSeconds(rank=i, compute_s=max(float(whole - comm - data), 0.0), comm_s=float(comm), data_s=float(data))
+        for i, (whole, comm, data) in enumerate(zip(*means, strict=True))
     )
+
+
+def _seconds(records: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    """Whole steps, communication waits and data waits, each by record (rows) and rank (columns)."""
+    return [np.array([record[name] for record in records]) for name in ("seconds", "comm_wait_s", "data_wait_s")]
 
 
 def mean_shares(times: Sequence[RankSeconds]) -> list[tuple[str, float]]:
     """The parts of a step and their mean percent over the ranks; [] without any."""
     means = np.mean([each.percents for each in times], axis=0).tolist() if times else ()
     return list(zip((COMPUTE, COMM, DATA), means, strict=False))
-
-
-def _rank_0(run: Run) -> tuple[RankSeconds, ...]:
-    steps, images = run.of("step"), run.start.get("global_batch")
-    known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
-    if not known or not images:
-        return ()
-    whole = float(np.mean([images / step["images_per_s"] for step in known]))
-    comm = float(np.mean([step.get("comm_wait_s", 0.0) for step in known]))
-    data = float(np.mean([step.get("data_wait_s", 0.0) for step in known]))
-    return (RankSeconds(rank=0, compute_s=max(whole - comm - data, 0.0), comm_s=comm, data_s=data),)
 
 
 def _of_last_start(run: Run) -> list[dict[str, Any]]:
@@ -416,19 +378,11 @@ def time_heat(run: Run) -> Heat | None:
     records = _of_last_start(run)
     if not records or not records[0]["seconds"]:
         return None
-    table = {
-        name: np.array([record[name] for record in records]).T for name in ("seconds", "comm_wait_s", "data_wait_s")
-    }
-    compute = np.maximum(table["seconds"] - table["comm_wait_s"] - table["data_wait_s"], 0.0)
-    measures = {
-        COMPUTE: compute,
-        COMM: table["comm_wait_s"],
-        DATA: table["data_wait_s"],
-        "whole step": table["seconds"],
-    }
+    whole, comm, data = (each.T for each in _seconds(records))
+    compute = np.maximum(whole - comm - data, 0.0)
+    measures = {COMPUTE: compute, COMM: comm, DATA: data, "whole step": whole}
     ranks = len(compute)
-    groups = np.array_split(np.arange(ranks), min(ranks, MOST_HEAT_ROWS))
-    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
+    groups, columns = _groups(ranks, MOST_HEAT_ROWS), _groups(len(records), MOST_COLUMNS)
     slowest = int(compute.mean(axis=1).argmax())
     return Heat(
         id="ranks",
@@ -442,6 +396,11 @@ def time_heat(run: Run) -> Heat | None:
             f"computes longest, {compute[slowest].mean():.4g} s a step on average (all: {compute.mean():.4g} s)"
         ),
     )
+
+
+def _groups(count: int, most: int) -> list[np.ndarray]:
+    """The numbers up to `count` in at most so many groups of equal size."""
+    return np.array_split(np.arange(count), min(count, most))
 
 
 def _largest(values: np.ndarray, rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.ndarray:
@@ -459,19 +418,14 @@ def trust_heat(run: Run) -> Heat | None:
         return None
     by_layer = [{layer["layer"]: layer for layer in record["layers"]} for record in records]
     has_trust = any(layer.get("trust") is not None for layer in records[-1]["layers"])
-    names = {
-        "trust ratio": "trust",
-        "weights / gradients": "ratio",
-        "weight norm": "weights",
-        "gradient norm": "gradients",
-    }
+    names = {"weights / gradients": "ratio", "weight norm": "weights", "gradient norm": "gradients"}
+    if has_trust:
+        names = {"trust ratio": "trust", **names}
     measures = {
         name: np.array([[_number(found.get(layer, {}).get(key)) for found in by_layer] for layer in layers])
         for name, key in names.items()
-        if key != "trust" or has_trust
     }
-    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
-    singles = [np.array([i]) for i in range(len(layers))]
+    columns, singles = _groups(len(records), MOST_COLUMNS), _groups(len(layers), len(layers))
     first = next(iter(measures.values()))[:, -1]
     known = np.where(np.isnan(first), -np.inf, first)
     title = "Trust ratios" if has_trust else "Norms of weights and gradients"

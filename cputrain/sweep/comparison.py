@@ -202,7 +202,7 @@ def comparison_charts(runs: Sequence[ComparedRun], names: Sequence[str]) -> tupl
         )
         for name, title, unit, table, y, from_zero in CHARTS
     )
-    return tuple(chart for each in charts if (chart := drawn(each, tables)) is not None)
+    return drawn(charts, tables)
 
 
 def _tables(runs: Sequence[ComparedRun]) -> dict[str, Any]:
