@@ -36,13 +36,14 @@ HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS,
 class BatchResults:
     """One optimizer at one global batch.
 
-    `tried` are the results of all learning rates with the first seed, `results` those of all seeds at the best rate.
+    `tried` are the results of all learning rates with the first seed, `others` those of the other seeds at the best
+    rate.
     """
 
     batch: int
     optimizer: str
     tried: tuple[RunResult, ...]
-    results: tuple[RunResult, ...] = ()
+    others: tuple[RunResult, ...] = ()
 
     @property
     def best(self) -> RunResult:
@@ -57,7 +58,7 @@ class BatchResults:
     @property
     def top1s(self) -> tuple[float, ...]:
         """Final top-1 in percent of the seeds that finished."""
-        return finished_top1s(self.results)
+        return finished_top1s((self.best, *self.others))
 
 
 def check_study(trainings: Iterable[tuple[int, str]]) -> None:
@@ -90,17 +91,16 @@ def with_seed(settings: tuple[tuple[str, str], ...], seed: int) -> Variant:
     return Variant(settings=(*((key, value) for key, value in settings if key != SEED), (SEED, str(seed))))
 
 
-def with_all_seeds(entry: BatchResults, others: Sequence[RunResult]) -> BatchResults:
-    """The entry with the results of the other seeds at its best rate."""
-    return replace(entry, results=(entry.best, *others))
-
-
 def large_batch_table(found: Sequence[BatchResults]) -> Rows:
     """A row for each optimizer and batch: its multiple of the smallest batch, rate, top-1, points, other rates."""
     base = found[0]
 
     def points(entry: BatchResults) -> float | None:
         return mean(entry.top1s) - mean(base.top1s) if entry.top1s and entry is not base else None
+
+    def others(entry: BatchResults) -> str:
+        rates = ((dict(r.settings)["schedule.peak_rate"], r.top1) for r in entry.tried if r is not entry.best)
+        return ", ".join(f"{rate}: {'diverged' if top1 is None else f'{top1:.2f}'}" for rate, top1 in rates)
 
     columns = (
         Column("global batch", "batch", ","),
@@ -109,17 +109,9 @@ def large_batch_table(found: Sequence[BatchResults]) -> Rows:
         Column("rate", "rate"),
         Column("top-1 %", lambda entry: spread(entry.top1s) or "diverged"),
         Column("points", points, "+.2f"),
-        Column(
-            "other rates, first seed",
-            lambda entry: ", ".join(_rate_and_top1(result) for result in entry.tried if result is not entry.best),
-        ),
+        Column("other rates, first seed", others),
     )
     return Rows(columns, found)
-
-
-def _rate_and_top1(result: RunResult) -> str:
-    top1 = "diverged" if result.top1 is None else f"{result.top1:.2f}"
-    return f"{dict(result.settings)['schedule.peak_rate']}: {top1}"
 
 
 def large_batch_verdict(found: Sequence[BatchResults]) -> str:
@@ -201,8 +193,8 @@ def run_large_batch(
     for entry in found:
         finished = entry.best.top1 is not None
         others = [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)] if finished else []
-        full.append(with_all_seeds(entry, train_all([planned(variant) for variant in others], env)))
-    write_results(folder, name, [result for entry in full for result in (*entry.tried, *entry.results[1:])])
+        full.append(replace(entry, others=tuple(train_all([planned(variant) for variant in others], env))))
+    write_results(folder, name, [result for entry in full for result in (*entry.tried, *entry.others)])
 
     write_text(folder / LARGE_BATCH_PICTURE, large_batch_chart(name, full))
     return full

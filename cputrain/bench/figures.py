@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.wording import counted
 from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
@@ -56,12 +56,10 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def figure_of(
-    name: str, values: Sequence[float], unit: str, *, limit: float | None = None, limited_by: str = "", note: str = ""
-) -> Figure:
-    """The figure of repeated measurements."""
+def figure_of(name: str, values: Sequence[float], unit: str, **about: Any) -> Figure:
+    """The figure of repeated measurements; `about` are its limit and note."""
     value, low, high = spread_of(values)
-    return Figure(name=name, value=value, low=low, high=high, unit=unit, limit=limit, limited_by=limited_by, note=note)
+    return Figure(name=name, value=value, low=low, high=high, unit=unit, **about)
 
 
 def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
@@ -83,21 +81,19 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 def report_text(report: Report) -> str:
     """The report for a terminal."""
-    parts = [report.title, *([figures_text(report.figures)] if report.figures else ())]
-    parts += [_table_text(table) for table in report.tables]
-    notes = [*report.notes, *noise_note(report.figures)]
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else ())])
+    figures = figures_text(report.figures) if report.figures else ""
+    notes = "\n".join((*report.notes, *noise_note(report.figures)))
+    return "\n\n".join(filter(None, (report.title, figures, *map(_table_text, report.tables), notes)))
 
 
 def noise_note(figures: Sequence[Figure]) -> list[str]:
     """A line about figures whose repeats differ much; empty where none do."""
     noisy = sum(figure.high - figure.low > NOISY * figure.value for figure in figures)
-    if not noisy:
-        return []
-    return [
+    line = (
         f"warning: the repeats of {noisy} of {counted(len(figures), 'figure')} differ by more than {100 * NOISY:.0f} "
         "%: measure where nothing else runs"
-    ]
+    )
+    return [line] if noisy else []
 
 
 def figures_text(figures: Sequence[Figure]) -> str:
@@ -133,18 +129,15 @@ def number(value: float) -> str:
 
 def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str:
     """The report with the machine and the versions that it depends on; every row of a table is an object."""
-    tables = {table.title: Rows(columns_of(table.head), table.rows).json() for table in report.tables}
-    return json.dumps(
-        {
-            "title": report.title,
-            "machine": machine,
-            "versions": list(versions),
-            "figures": [asdict(figure) for figure in report.figures],
-            "tables": tables,
-            "notes": [*report.notes, *noise_note(report.figures)],
-        },
-        indent=1,
-    )
+    values = {
+        "title": report.title,
+        "machine": machine,
+        "versions": list(versions),
+        "figures": list(map(asdict, report.figures)),
+        "tables": {table.title: Rows(columns_of(table.head), table.rows).json() for table in report.tables},
+        "notes": [*report.notes, *noise_note(report.figures)],
+    }
+    return json.dumps(values, indent=1)
 
 
 BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
@@ -153,7 +146,7 @@ BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
 def report_svg(report: Report) -> str:
     """A bar for each figure with its range, its limit a line; a panel for each unit and each table with a column to
     draw."""
-    units = list(dict.fromkeys(figure.unit for figure in report.figures))
+    units = dict.fromkeys(figure.unit for figure in report.figures)
     panels = [[figure for figure in report.figures if figure.unit == unit] for unit in units]
     tables = [table for table in report.tables if table.drawn is not None]
     counts = [*map(len, panels), *(len(table.rows[: table.shown]) for table in tables)]
@@ -172,20 +165,10 @@ def _draw(axes: "Axes", figures: Sequence[Figure]) -> None:
     values = [each.value for each in figures]
     errors = [[each.value - each.low for each in figures], [each.high - each.value for each in figures]]
     axes.barh(places, values, xerr=errors, color="C0", height=0.7, label="median and range", error_kw={"linewidth": 1})
-    limits = [(each.limit, at) for at, each in enumerate(figures) if each.limit is not None]
+    limits = [(each.limit, at - 0.4, at + 0.4) for at, each in enumerate(figures) if each.limit is not None]
     if limits:
-        axes.vlines(
-            [limit for limit, _ in limits],
-            [at - 0.4 for _, at in limits],
-            [at + 0.4 for _, at in limits],
-            color="C3",
-            linewidth=2,
-            label="limit",
-        )
-    axes.set_yticks(places, [each.name for each in figures], fontsize="small")
-    axes.invert_yaxis()
-    axes.set(xlabel=figures[0].unit, xlim=(0, None))
-    axes.grid(alpha=0.3, axis="x")
+        axes.vlines(*zip(*limits, strict=True), color="C3", linewidth=2, label="limit")
+    _label_bars(axes, [each.name for each in figures], xlabel=figures[0].unit)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -193,7 +176,12 @@ def _draw_table(axes: "Axes", table: Table) -> None:
     """A bar for each printed row of a table."""
     rows, column = table.rows[: table.shown], table.drawn or 0
     axes.barh(range(len(rows)), [float(row[column] or 0.0) for row in rows], color="C2", height=0.7)
-    axes.set_yticks(range(len(rows)), [str(row[0]) for row in rows], fontsize="small")
+    _label_bars(axes, [str(row[0]) for row in rows], xlabel=table.head[column], title=table.title)
+
+
+def _label_bars(axes: "Axes", names: Sequence[str], **labels: str) -> None:
+    """Name bars, the first one at the top."""
+    axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.invert_yaxis()
-    axes.set(xlabel=table.head[column], xlim=(0, None), title=table.title)
+    axes.set(xlim=(0, None), **labels)
     axes.grid(alpha=0.3, axis="x")

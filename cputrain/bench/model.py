@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cputrain.affinity.planner.records import Record
@@ -183,7 +184,7 @@ def _limit_figures(found: MeasuredModel) -> list[Figure]:
         fastest = max(peaks, key=peaks.__getitem__)
         for name, values in rates.items():
             about = {} if name == fastest else {"limit": peaks[fastest], "limited_by": f"{fastest}, {precision}"}
-            figures.append(figure_of(f"{name}, {precision}", values, "GFLOP/s of a core", **about))  # type: ignore[arg-type]
+            figures.append(figure_of(f"{name}, {precision}", values, "GFLOP/s of a core", **about))
     return figures
 
 
@@ -228,15 +229,16 @@ def _flop_per_image(found: MeasuredModel) -> float | None:
 def _step_table(found: MeasuredModel) -> Table:
     """The parts of a step of rank 0: median, range and share."""
     steps = found.ranks[0]["steps"]
-    whole = spread_of([step["seconds"] for step in steps])[0]
-    rows: list[tuple[str | float | None, ...]] = []
-    for part in PARTS:
-        value, low, high = spread_of([step["parts"][part] for step in steps])
-        rows.append((part, 1e3 * value, 1e3 * low, 1e3 * high, 100 * value / whole))
-    _, low, high = spread_of([step["seconds"] for step in steps])
-    rows.append(("step", 1e3 * whole, 1e3 * low, 1e3 * high, 100.0))
-    head = ("part", "ms", "lowest", "highest", "% of the step")
-    return Table(title="a step of rank 0", head=head, rows=tuple(rows), drawn=1)
+    whole = median(step["seconds"] for step in steps)
+    seconds = {part: [step["parts"][part] for step in steps] for part in PARTS}
+    seconds["step"] = [step["seconds"] for step in steps]
+    rows = ((part, spread_of(values)) for part, values in seconds.items())
+    return Table(
+        title="a step of rank 0",
+        head=("part", "ms", "lowest", "highest", "% of the step"),
+        rows=tuple((part, *(1e3 * each for each in found), 100 * found[0] / whole) for part, found in rows),
+        drawn=1,
+    )
 
 
 def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
@@ -248,38 +250,28 @@ def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
     if not profiled or not profiled[0]["layers"]:
         return ()
     step = min(profiled, key=lambda each: each["seconds"])
-    rows = []
+    rows, of_kind = [], dict[str, list[float]]()
     for layer in step["layers"]:
-        forward, backward, speedup = layer["forward_s"], layer["backward_s"], winograd.get(layer["name"])
-        rows.append(
-            (
-                layer["name"],
-                layer["kind"],
-                1e3 * forward,
-                _gflops(layer["forward_flop"], forward),
-                1e3 * backward,
-                _gflops(layer["backward_flop"], backward),
-                None if speedup is None else 1e3 * (forward + backward) * speedup,
-                100 * (forward + backward) / step["seconds"],
-            )
-        )
+        name, kind, forward, backward = (layer[key] for key in ("name", "kind", "forward_s", "backward_s"))
+        both, speedup = forward + backward, winograd.get(name)
+        rates = _gflops(layer["forward_flop"], forward), _gflops(layer["backward_flop"], backward)
+        direct = None if speedup is None else 1e3 * both * speedup
+        share = 100 * both / step["seconds"]
+        rows.append((name, kind, 1e3 * forward, rates[0], 1e3 * backward, rates[1], direct, share))
+        of_kind.setdefault(kind, []).append(both)
     rows.sort(key=lambda row: -row[-1])
+    kinds = [
+        (kind, str(len(values)), 1e3 * sum(values), 100 * sum(values) / step["seconds"])
+        for kind, values in of_kind.items()
+    ]
+    kinds.sort(key=lambda row: -row[2])
     times = ("forward ms", "GFLOP/s", "backward ms", "GFLOP/s backward", "ms by oneDNN")
     head = ("layer", "kind", *times, "% of the step")
-    kinds = Table(title="layers by kind", head=("kind", "layers", "ms", "% of the step"), rows=_by_kind(step), drawn=2)
-    last = len(head) - 1
-    return kinds, Table(title="layers", head=head, rows=tuple(rows), shown=SHOWN_LAYERS, drawn=last)
-
-
-def _by_kind(step: dict[str, Any]) -> tuple[tuple[str | float | None, ...], ...]:
-    seconds: dict[str, list[float]] = {}
-    for layer in step["layers"]:
-        seconds.setdefault(layer["kind"], []).append(layer["forward_s"] + layer["backward_s"])
-    rows = [
-        (kind, str(len(values)), 1e3 * sum(values), 100 * sum(values) / step["seconds"])
-        for kind, values in seconds.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row[2]))
+    by_kind = ("kind", "layers", "ms", "% of the step")
+    return (
+        Table(title="layers by kind", head=by_kind, rows=tuple(kinds), drawn=2),
+        Table(title="layers", head=head, rows=tuple(rows), shown=SHOWN_LAYERS, drawn=len(head) - 1),
+    )
 
 
 def _gflops(flop: float, seconds: float) -> float | None:
@@ -295,53 +287,32 @@ def trace_json(ranks: Sequence[dict[str, Any]]) -> str:
     first = min(step["start"] for rank in ranks for step in rank["profiled"])
     events: list[dict[str, Any]] = []
     for rank in ranks:
-        events += _names(rank)
+        pid, name = rank["rank"], f"rank {rank['rank']} (CPUs {format_list(rank['pus'])})"
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for track, title in enumerate(TRACKS):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": track, "args": {"name": title}})
         for number, step in enumerate(rank["profiled"]):
-            events += _events(rank["rank"], number, step, first)
+            events += _events(pid, number, step, first)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _names(rank: dict[str, Any]) -> list[dict[str, Any]]:
-    """The names of a process and its tracks."""
-    name = f"rank {rank['rank']} (CPUs {format_list(rank['pus'])})"
-    process = {"ph": "M", "name": "process_name", "pid": rank["rank"], "args": {"name": name}}
-    threads = [
-        {"ph": "M", "name": "thread_name", "pid": rank["rank"], "tid": track, "args": {"name": title}}
-        for track, title in enumerate(TRACKS)
-    ]
-    return [process, *threads]
-
-
 def _events(rank: int, number: int, step: dict[str, Any], first: float) -> list[dict[str, Any]]:
-    def event(name: str, track: int, start: float, end: float, **about: Any) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "name": name,
-            "cat": TRACKS[track],
-            "pid": rank,
-            "tid": track,
-            "ts": MICRO * (start - first),
-            "dur": MICRO * max(end - start, 0.0),
-            "args": about,
-        }
+    """A step's slices; of an all-reduce its begin and its end: buckets may overlap, which slices of a track may not."""
 
-    return [
-        event(f"step {number}", 0, step["start"], step["end"]),
-        *(event(name, 0, start, end) for name, start, end in step["spans"]),
-        *(event(name, 1, start, end, direction=direction) for name, direction, start, end in step["layer_spans"]),
-        *(
-            each
-            for i, bucket in enumerate(step["buckets"])
-            for each in _bucket(rank, f"{rank}.{number}.{i}", bucket, first)
-        ),
+    def event(kind: str, name: str, track: int, at: float, **about: Any) -> dict[str, Any]:
+        where = {"name": name, "cat": TRACKS[track], "pid": rank, "tid": track}
+        return {"ph": kind, **where, "ts": MICRO * (at - first), **about}
+
+    def slice_of(name: str, track: int, start: float, end: float, **about: Any) -> dict[str, Any]:
+        return event("X", name, track, start, dur=MICRO * max(end - start, 0.0), args=about)
+
+    found = [
+        slice_of(f"step {number}", 0, step["start"], step["end"]),
+        *(slice_of(name, 0, start, end) for name, start, end in step["spans"]),
+        *(slice_of(name, 1, start, end, direction=direction) for name, direction, start, end in step["layer_spans"]),
     ]
-
-
-def _bucket(rank: int, name: str, bucket: tuple[int, float, float], first: float) -> list[dict[str, Any]]:
-    """The begin and the end of an all-reduce: buckets may overlap, which slices of a track may not."""
-    size, start, end = bucket
-    about = {"name": f"bucket of {size:,} bytes", "cat": TRACKS[2], "id": name, "pid": rank, "tid": 2}
-    return [
-        {**about, "ph": "b", "ts": MICRO * (start - first), "args": {"bytes": size}},
-        {**about, "ph": "e", "ts": MICRO * (end - first)},
-    ]
+    for i, (size, start, end) in enumerate(step["buckets"]):
+        name, one = f"bucket of {size:,} bytes", f"{rank}.{number}.{i}"
+        found.append(event("b", name, 2, start, id=one, args={"bytes": size}))
+        found.append(event("e", name, 2, end, id=one))
+    return found

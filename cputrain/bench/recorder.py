@@ -8,8 +8,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import functional
 
-from cputrain.bench.model import PARTS, Spec
+from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
 from cputrain.data.loader import Batch
@@ -32,7 +32,7 @@ from cputrain.training.session import Session, choose_winograd, endless_batches,
 from cputrain.training.step import StepResult, StepSettings, TrainState, make_train_state, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
-MATRIX, TEST_MATRIX = 2048, 256
+MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
 MOST_IMAGES = 16
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,7 +42,6 @@ class Kernel:
     """A computation and its floating-point operations."""
 
     name: str
-    precision: str
     flop: float
     run: Callable[[], object]
 
@@ -62,23 +61,19 @@ def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
     weights = torch.rand(CHANNELS, CHANNELS, KERNEL, KERNEL).to(dtype=dtype, memory_format=torch.channels_last)
     flop = 2.0 * weights.numel() * images * SIDE * SIDE
     geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    side = TEST_MATRIX if quick else MATRIX
+    side = TEST_MATRIX_SIDE if quick else MATRIX_SIDE
     left, right = (torch.rand(side, side).to(dtype) for _ in range(2))
-    name = f"{KERNEL} x {KERNEL} convolution"
+
+    def forward() -> Tensor:
+        return functional.conv2d(x, weights, padding=1)
+
+    def backward() -> object:
+        return torch.ops.aten.convolution_backward(gradient, x, weights, None, *geometry, (True, True, False))
+
     return (
-        Kernel(
-            name=f"{name} forward",
-            precision=precision,
-            flop=flop,
-            run=lambda: functional.conv2d(x, weights, padding=1),
-        ),
-        Kernel(
-            name=f"{name} backward",
-            precision=precision,
-            flop=2 * flop,
-            run=lambda: torch.ops.aten.convolution_backward(gradient, x, weights, None, *geometry, (True, True, False)),
-        ),
-        Kernel(name="matrix product", precision=precision, flop=2.0 * side**3, run=lambda: left @ right),
+        Kernel(name=FORWARD, flop=flop, run=forward),
+        Kernel(name=BACKWARD, flop=2 * flop, run=backward),
+        Kernel(name=MATRIX, flop=2.0 * side**3, run=lambda: left @ right),
     )
 
 
@@ -113,22 +108,18 @@ class StepRecorder:
     state: TrainState
     forwards: list[tuple[float, float]] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
-    _began: float = 0.0
 
     def __post_init__(self) -> None:
-        self.state.ddp.register_forward_pre_hook(self._begin_forward)
-        self.state.ddp.register_forward_hook(self._end_forward)
-        self.state.optimizer.register_step_pre_hook(self._stamp_optimizer)
-        self.state.optimizer.register_step_post_hook(self._stamp_optimizer)
+        began = 0.0
 
-    def _begin_forward(self, *_: Any) -> None:
-        self._began = time.perf_counter()
+        def begin_forward(*_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
 
-    def _end_forward(self, *_: Any) -> None:
-        self.forwards.append((self._began, time.perf_counter()))
-
-    def _stamp_optimizer(self, *_: Any) -> None:
-        self.optimizer.append(time.perf_counter())
+        self.state.ddp.register_forward_pre_hook(begin_forward)
+        self.state.ddp.register_forward_hook(lambda *_: self.forwards.append((began, time.perf_counter())))
+        for register in (self.state.optimizer.register_step_pre_hook, self.state.optimizer.register_step_post_hook):
+            register(lambda *_: self.optimizer.append(time.perf_counter()))
 
     def clear(self) -> None:
         """Forget the last step."""
@@ -154,19 +145,6 @@ class StepRecorder:
         return spans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTime:
-    """A layer in one step: values of its own weights, seconds and floating-point operations, forward and backward."""
-
-    name: str
-    kind: str
-    weights: int
-    forward_s: float
-    backward_s: float
-    forward_flop: float
-    backward_flop: float
-
-
 @dataclass(slots=True)
 class LayerRecorder:
     """When each layer's forward and backward pass began and ended."""
@@ -186,37 +164,25 @@ class LayerRecorder:
             if not list(module.children()) and not isinstance(module, nn.Identity):
                 self.kinds[name] = type(module).__name__
                 self.weights[name] = sum(weight.numel() for weight in module.parameters())
-                handles.append(module.register_forward_pre_hook(self._begin(name)))
-                handles.append(module.register_forward_hook(self._end(name)))
+                handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+                handles.append(module.register_forward_hook(partial(self._end, name)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _begin(self, name: str) -> Any:
-        def begin(*_: Any) -> None:
-            self._began[name] = time.perf_counter()
+    def _begin(self, name: str, *_: Any) -> None:
+        self._began[name] = time.perf_counter()
 
-        return begin
-
-    def _end(self, name: str) -> Any:
-        def end(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            self.forwards.append((name, self._began[name], time.perf_counter()))
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                # a hook of the tensor would make a block's output be used in another way than in training
-                output.grad_fn.register_prehook(self._gradient(name))
-            forward, backward = flop_of(module, inputs, output)
-            before = self.flop.get(name, (0.0, 0.0))
-            self.flop[name] = (before[0] + forward, before[1] + backward)
-
-        return end
-
-    def _gradient(self, name: str) -> Any:
-        def ready(_gradients: tuple[Tensor, ...]) -> None:
-            self.gradients.append((name, time.perf_counter()))
-
-        return ready
+    def _end(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.forwards.append((name, self._began[name], time.perf_counter()))
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            # a hook of the tensor would make a block's output be used in another way than in training
+            output.grad_fn.register_prehook(lambda _: self.gradients.append((name, time.perf_counter())))
+        forward, backward = flop_of(module, inputs, output)
+        before = self.flop.get(name, (0.0, 0.0))
+        self.flop[name] = (before[0] + forward, before[1] + backward)
 
     def backwards(self, end: float) -> list[Span]:
         """The backward passes: a layer's begins when the gradient of its output is ready, and ends when that of the
@@ -230,28 +196,17 @@ class LayerRecorder:
         self.gradients.clear()
         self.flop.clear()
 
-    def times(self, end: float) -> list[LayerTime]:
-        """Each layer's times in the step whose backward pass ended at `end`, in the order of the forward pass."""
-        forward, backward = _totals(self.forwards), _totals(self.backwards(end))
-        return [
-            LayerTime(
-                name=name,
-                kind=self.kinds[name],
-                weights=self.weights[name],
-                forward_s=seconds,
-                backward_s=backward.get(name, 0.0),
-                forward_flop=self.flop[name][0],
-                backward_flop=self.flop[name][1],
-            )
-            for name, seconds in forward.items()
-        ]
-
-
-def _totals(spans: list[Span]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for name, began, done in spans:
-        total[name] = total.get(name, 0.0) + done - began
-    return total
+    def times(self, end: float) -> list[dict[str, Any]]:
+        """Each layer's {"name", "kind", "weights" (how many), "forward_s", "backward_s", "forward_flop",
+        "backward_flop"} in the step whose backward pass ended at `end`, in the order of the forward pass."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, began, done in self.forwards:
+            about = {"name": name, "kind": self.kinds[name], "weights": self.weights[name]}
+            flop = dict(zip(("forward_flop", "backward_flop"), self.flop[name], strict=True))
+            found.setdefault(name, {**about, "forward_s": 0.0, "backward_s": 0.0, **flop})["forward_s"] += done - began
+        for name, began, done in self.backwards(end):
+            found[name]["backward_s"] += done - began
+        return list(found.values())
 
 
 def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[float, float]:
@@ -352,7 +307,7 @@ def _profiled_step(
     backwards = layers.backwards(end)
     return {
         **step,
-        "layers": [asdict(layer) for layer in layers.times(end)],
+        "layers": layers.times(end),
         "layer_spans": [[name, "forward", *span] for name, *span in layers.forwards]
         + [[name, "backward", *span] for name, *span in backwards],
         # a backend's thread may have added the last bucket of the step before after the clearing
@@ -371,5 +326,5 @@ def _limits(session: Session, spec: Spec) -> list[dict[str, Any]]:
             for _ in range(LIMIT_ROUNDS):
                 dist.barrier()
                 values.append(kernel.flops())
-            found.append({"name": kernel.name, "precision": precision, "flops": values, "median": median(values)})
+            found.append({"name": kernel.name, "precision": precision, "flops": values})
     return found

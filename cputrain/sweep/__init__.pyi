@@ -37,6 +37,5 @@ from .trainings import loss_curve as loss_curve
 from .trainings import outcome_of as outcome_of
 from .trainings import parse_clock as parse_clock
 from .trainings import parse_workers as parse_workers
-from .trainings import result_of as result_of
 from .trainings import train_all as train_all
 from .trainings import variants as variants

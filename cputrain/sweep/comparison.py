@@ -1,9 +1,9 @@
 """Runs beside each other: tables and page."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import describe_value, values_by_key
 from cputrain.sweep.results import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
-from cputrain.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in
+from cputrain.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in, setup_of
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
 
@@ -103,24 +103,12 @@ def _setup(run: Run) -> TrainingSetup:
     """The sizes of a run, as far as its recipe and its last start tell."""
     recipe = run.recipe or Recipe()
     workers = run.start.get("workers") or None
-    return TrainingSetup(
-        workers=workers,
-        local_batch=recipe.batch.local,
-        global_batch=run.start.get("global_batch") or None,
-        epochs=recipe.epochs,
-        optimizer=recipe.optim.name,
-        weight_decay=recipe.optim.weight_decay,
-        peak_rate=_peak_rate(recipe, workers, run.start.get("train_images")),
-    )
-
-
-def _peak_rate(recipe: Recipe, workers: int | None, images: int | None) -> float | None:
-    if not workers or not images:
-        return None
-    try:
-        return derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
-    except InputError:  # such as a run of a version that counted images in another way
-        return None
+    rate, images = None, run.start.get("train_images")
+    if workers and images:
+        with suppress(InputError):  # such as a run of a version that counted images in another way
+            rate = derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
+    global_batch = run.start.get("global_batch") or None
+    return setup_of(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
 SHARES = ("compute %", "communication wait %", "data wait %")
@@ -161,29 +149,27 @@ def names_of(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
 
 def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> Rows:
     """A row for each run: its name, its results, the settings in which the runs differ; without empty columns."""
+
+    def result(column: Column) -> Column:
+        return replace(column, value=lambda run: column.of(run.result))
+
+    def share(part: int) -> Callable[[ComparedRun], float | None]:
+        return lambda run: run.shares[part] if run.shares else None
+
+    def setting(key: str) -> Callable[[ComparedRun], str]:
+        return lambda run: dict(run.result.settings).get(key, "")
+
     keys = dict.fromkeys(key for run in runs for key, _ in run.result.settings)
     columns = (
         Column("run", "name"),
         Column("workers", lambda row: row.result.setup.workers or None, ","),
         Column("global batch", lambda row: row.result.setup.global_batch or None, ","),
-        *(_of_result(column) for column in ACHIEVED if column.name not in (ENDED_BY, FOLDER)),
-        *(Column(head, partial(_share, i), ".1f") for i, head in enumerate(SHARES)),
-        *(Column(key, partial(_setting, key)) for key in keys),
-        *(_of_result(column) for column in ACHIEVED if column.name == ENDED_BY),
+        *(result(column) for column in ACHIEVED if column.name not in (ENDED_BY, FOLDER)),
+        *(Column(head, share(i), ".1f") for i, head in enumerate(SHARES)),
+        *(Column(key, setting(key)) for key in keys),
+        *(result(column) for column in ACHIEVED if column.name == ENDED_BY),
     )
     return Rows(columns, [replace(run, name=name) for run, name in zip(runs, names, strict=True)]).filled()
-
-
-def _of_result(column: Column) -> Column:
-    return replace(column, value=lambda run: column.of(run.result))
-
-
-def _share(i: int, run: ComparedRun) -> float | None:
-    return run.shares[i] if i < len(run.shares) else None
-
-
-def _setting(key: str, run: ComparedRun) -> str:
-    return dict(run.result.settings).get(key, "")
 
 
 def comparison_charts(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Chart, ...]:

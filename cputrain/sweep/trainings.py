@@ -158,17 +158,18 @@ class TrialRecord:
     `status` is "" where the training ended normally or the user stopped it.
     """
 
-    requested_s: float | None
-    used_s: float | None
-    status: str
-    ended_by: str
+    requested_s: float | None = None
+    used_s: float | None = None
+    status: str = ""
+    ended_by: str = ""
 
 
-def read_record(folder: Path) -> TrialRecord | None:
-    """The record in a run's folder; None where no start has ended yet. Raises InputError where it is damaged."""
+def read_record(folder: Path) -> TrialRecord:
+    """The record in a run's folder; an empty one where no start has ended yet. Raises InputError where it is
+    damaged."""
     path = folder / FILE
     if not path.is_file():
-        return None
+        return TrialRecord()
     try:
         return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
@@ -260,17 +261,18 @@ def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
     return tuple(SeedGroup(label=label, results=tuple(each)) for label, each in by_label.items())
 
 
-def setup_of(planned: PlannedTraining) -> TrainingSetup:
-    """The sizes of a planned training."""
-    recipe, sizes = planned.recipe, planned.sizes
+def setup_of(
+    recipe: Recipe, *, workers: int | None, local: int | None, global_: int | None, peak_rate: float | None
+) -> TrainingSetup:
+    """The sizes of a recipe's training, of which some depend on a plan."""
     return TrainingSetup(
-        workers=planned.ppn,
-        local_batch=largest_local_batch(recipe.batch, planned.ppn),
-        global_batch=sizes.global_batch,
+        workers=workers,
+        local_batch=local,
+        global_batch=global_,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
         weight_decay=recipe.optim.weight_decay,
-        peak_rate=sizes.peak_rate,
+        peak_rate=peak_rate,
     )
 
 
@@ -280,29 +282,22 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
     def number(value: object) -> Any:
         return None if isinstance(value, str) else value
 
-    setup = TrainingSetup(
+    setup = setup_of(
+        recipe,
         workers=number(recipe.plan.ppn),
-        local_batch=recipe.batch.local if recipe.batch.global_ is None else None,
-        global_batch=recipe.batch.global_,
-        epochs=recipe.epochs,
-        optimizer=recipe.optim.name,
-        weight_decay=recipe.optim.weight_decay,
+        local=recipe.batch.local if recipe.batch.global_ is None else None,
+        global_=recipe.batch.global_,
         peak_rate=number(recipe.schedule.peak_rate) if recipe.optim.scale_rate_by in ("auto", "none") else None,
     )
     return RunResult(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
 
 
-def result_of(variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
-    """The result in a training's folder, which may not be finished."""
-    return result_in(read_log(folder), variant, setup, folder)
-
-
 def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
-    """The result in a log that has been read from a training's folder."""
+    """The result in the log of a training's folder, which may not be finished."""
     events = log.events
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
-    record = read_record(folder) or TrialRecord(requested_s=None, used_s=None, status="", ended_by="")
+    record = read_record(folder)
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
@@ -343,13 +338,12 @@ def diverged_from(losses: Sequence[float | None]) -> int | None:
     """Index from which on every loss is NaN, infinite or above DIVERGENCE_FACTOR times the first; None: no such."""
     first = next((loss for loss in losses if loss is not None), math.inf)
     index = len(losses)
-    while index and _is_diverged(losses[index - 1], first):
+    while index:
+        loss = losses[index - 1]
+        if loss is not None and not loss > DIVERGENCE_FACTOR * first > 0:  # a loss of one's own code may be negative
+            break
         index -= 1
     return index if index < len(losses) else None
-
-
-def _is_diverged(loss: float | None, first: float) -> bool:
-    return loss is None or loss > DIVERGENCE_FACTOR * first > 0  # a loss of one's own code may be negative
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
@@ -454,13 +448,16 @@ def train_all(
             raise InputError(
                 f"{folder} contains a run of another recipe: name another folder with --output, or remove this one"
             )
-        setup = setup_of(one)
-        result = result_of(variant, setup, folder)
+        sizes, local = one.sizes, largest_local_batch(one.recipe.batch, one.ppn)
+        setup = setup_of(
+            one.recipe, workers=one.ppn, local=local, global_=sizes.global_batch, peak_rate=sizes.peak_rate
+        )
+        result = result_in(read_log(folder), variant, setup, folder)
         used_s = result.wall_s or 0.0
         if result.status != DONE and (limit_s is None or used_s < limit_s):
             logger.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
             _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
-            result = result_of(variant, setup, folder)
+            result = result_in(read_log(folder), variant, setup, folder)
         if result.status == STOPPED:
             raise RunError(f"stopped in {folder}: run the same command again to continue")
         results.append(result)
@@ -480,7 +477,9 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
         logger.error("cputrain: %s", message)
         outcome, why = outcome_of(message)
     elif status == ExitStatus.WRONG_INPUT:
-        outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")
+        log = one.recipe.folder / LOGS / "rank-0.log"
+        lines = log.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if log.is_file() else []
+        outcome, why = INVALID, lines[-1].removeprefix("cputrain: ") if lines else ""
     elif limit.reached:
         outcome, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
     else:
@@ -490,8 +489,3 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
     write_text(one.recipe.folder / FILE, json.dumps(asdict(record)))
     if status >= status_of_signal(0):
         raise KeyboardInterrupt  # a signal ends the sweep too
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if log.is_file() else []
-    return lines[-1].removeprefix("cputrain: ") if lines else ""

@@ -130,13 +130,13 @@ def test_layers_are_timed_forward_and_backward_with_their_operations() -> None:
     recorder = LayerRecorder()
     with recorder.attached(network):
         network(torch.rand(4, 3, 6, 6)).sum().backward()
-    times = {layer.name: layer for layer in recorder.times(end=recorder.gradients[-1][1] + 1.0)}
-    assert [layer.kind for layer in times.values()] == ["Conv2d", "ReLU", "Flatten", "Linear"]
+    times = {layer["name"]: layer for layer in recorder.times(end=recorder.gradients[-1][1] + 1.0)}
+    assert [layer["kind"] for layer in times.values()] == ["Conv2d", "ReLU", "Flatten", "Linear"]
     forward = 2.0 * 3 * 8 * 9 * 36 * 4
-    assert (times["0"].forward_flop, times["0"].backward_flop) == (forward, forward)  # the images need no gradient
-    assert times["3"].backward_flop == 2 * times["3"].forward_flop == 4.0 * 8 * 36 * 5 * 4
-    assert times["0"].backward_s == pytest.approx(1.0, abs=0.01)  # until the given end
-    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in times.values())
+    assert times["0"]["forward_flop"] == times["0"]["backward_flop"] == forward  # the images need no gradient
+    assert times["3"]["backward_flop"] == 2 * times["3"]["forward_flop"] == 4.0 * 8 * 36 * 5 * 4
+    assert times["0"]["backward_s"] == pytest.approx(1.0, abs=0.01)  # until the given end
+    assert all(layer["forward_s"] > 0 and layer["backward_s"] > 0 for layer in times.values())
     with recorder.attached(network):
         pass
     recorder.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
 from cputrain.recipe import SweepSection
-from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_all_seeds, with_seed
+from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
 from cputrain.runs import elapsed
 from cputrain.sweep import (
     RunResult,
@@ -264,8 +264,10 @@ def test_columns_are_aligned() -> None:
 
 
 def cell(batch: int, optimizer: str, *top1s: float | None) -> BatchResults:
-    made = BatchResults(batch=batch, optimizer=optimizer, tried=(result(top1s[0]), result(1.0, rate="9")))
-    return with_all_seeds(made, [result(top1, seed=2) for top1 in top1s[1:]])
+    others = tuple(result(top1, seed=2) for top1 in top1s[1:])
+    return BatchResults(
+        batch=batch, optimizer=optimizer, tried=(result(top1s[0]), result(1.0, rate="9")), others=others
+    )
 
 
 def test_each_optimizer_is_judged_at_its_best_rate_of_each_batch() -> None:
@@ -280,7 +282,7 @@ def test_each_optimizer_is_judged_at_its_best_rate_of_each_batch() -> None:
     chosen = [(64, "momentum", "0.2"), (4096, "momentum", "0.04"), (4096, "lars", "10")]
     assert [(c.batch, c.optimizer, c.rate) for c in found] == chosen
     assert with_seed(found[0].best.settings, 3).arguments == ("optim.name=momentum", "schedule.peak_rate=0.2", "seed=3")
-    rows = large_batch_table([with_all_seeds(c, []) for c in found]).cells
+    rows = large_batch_table(found).cells
     assert rows[1][:6] == ("64", "1", "momentum", "0.2", "99.20", "")
     assert rows[2] == ("4,096", "64", "momentum", "0.04", "94.00", "-5.20", "0.6: diverged")
 
