@@ -100,23 +100,16 @@ class Choices:
         return workers > 1 or reserved[0] == "0"
 
 
-def choices_of(
-    machine: Machine,
-    recipe: Recipe,
-    own: PlannedTraining,
-    *,
-    allocators: Sequence[str],
-    engines: Sequence[str],
-    has_bf16: bool,
-) -> Choices:
-    """The values worth trying for a recipe whose plan is `own`.
+def choices_of(own: PlannedTraining, *, allocators: Sequence[str], engines: Sequence[str], has_bf16: bool) -> Choices:
+    """The values worth trying for a training whose plan is `own`.
 
     Values that the recipe sets itself stay. Comm and loader cores are tried where workers have cores to spare, loader
     cores only with images that are read: generated ones need no decoding.
     """
-    section, cores, decodes = recipe.plan, len(machine.allowed_cores), not recipe.data.generated
+    recipe, section, cores = own.recipe, own.recipe.plan, len(own.plan.machine.allowed_cores)
+    decodes = not recipe.data.generated
     comm, loader = (str(len(_cores(own, role))) for role in ("comm_pus", "loader_pus"))
-    workers = worker_counts(machine, own.ppn) if section.ppn == "auto" else [own.ppn]
+    workers = worker_counts(own.plan.machine, own.ppn) if section.ppn == "auto" else [own.ppn]
     most = cores // min(workers)
     reserved = [str(count) for count in range(MOST_RESERVED + 1)] if most >= CORES_TO_SPARE_ONE else ["0"]
     batches = [recipe.batch.local, 2 * recipe.batch.local, recipe.batch.local // 2]
@@ -465,9 +458,8 @@ def tuned_record(result: Result, command: str) -> Record | None:
     name = tuning_name(plan.request)
     if name is None:
         return None
-    workers = plan.workers
     values = {
-        "ppn": len(workers),
+        "ppn": len(plan.workers),
         "comm_cores": plan.request.comm_cores or 0,
         "loader_cores": plan.request.loader_cores or 0,
         "allocator": plan.runtime.allocator,
@@ -512,20 +504,18 @@ def result_json(found: Result, others: Result | None) -> str:
 
 def _rows(result: Result) -> list[dict[str, object]]:
     """Each candidate's name, settings, speed and trials; those of failed ones are null and 0."""
-    race, rows = result.race, list[dict[str, object]]()
-    for i, candidate in enumerate(result.candidates):
-        ran, compared = i in race.tried, {0, i} <= {*race.tried}
-        rows.append(
-            {
-                "name": candidate.name,
-                "settings": list(candidate.settings),
-                "images_per_s": race.images_per_s(i) if ran else None,
-                "times": asdict(race.ratio(i, 0)) if compared else None,
-                "trials": len(race.costs[i]),
-                "won": i == race.winner(),
-            }
-        )
-    return rows
+    race, tried = result.race, {*result.race.tried}
+    return [
+        {
+            "name": candidate.name,
+            "settings": list(candidate.settings),
+            "images_per_s": race.images_per_s(i) if i in tried else None,
+            "times": asdict(race.ratio(i, 0)) if {0, i} <= tried else None,
+            "trials": len(race.costs[i]),
+            "won": i == race.winner(),
+        }
+        for i, candidate in enumerate(result.candidates)
+    ]
 
 
 def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
@@ -546,7 +536,9 @@ def engine_record(result: Result, command: str) -> Record | None:
     engines were not compared, or the network's size is not known."""
     winner = result.winner
     plan = winner.planned.plan
-    name, tried = tuning_name(plan.request), _tried(result)
+    name, own = tuning_name(plan.request), plan_values(winner)
+    alike = [i for i in result.race.tried if plan_values(result.candidates[i]) == own]  # but for their engine
+    tried = {engine: i for i in alike if (engine := dict(result.candidates[i].values).get("engine"))}
     if name is None or len(tried) < 2:
         return None
     first, best = next(iter(tried.items())), dict(winner.values)["engine"]
@@ -556,41 +548,25 @@ def engine_record(result: Result, command: str) -> Record | None:
     return new_record(plan.machine, ENGINE, name, {"engine": best, "why": why}, command=command)
 
 
-def _tried(result: Result) -> dict[str, int]:
-    """The engines that were measured with the winner's plan, and their candidates."""
-    own = plan_values(result.winner)
-    return {
-        dict(result.candidates[i].values)["engine"]: i
-        for i in result.race.tried
-        if plan_values(result.candidates[i]) == own and "engine" in dict(result.candidates[i].values)
-    }
-
-
 logger = logging.getLogger(__name__)
 WARM_UP = 2  # steps that do not count: the first ones allocate memory and make oneDNN's code
 
 
-def trial_cost(candidates: Sequence[PlanCandidate], steps: int, env: Mapping[str, str]) -> Cost:
+def trial_cost(candidate: PlanCandidate, steps: int, env: Mapping[str, str]) -> float | None:
     """The cost of a candidate: its median step's seconds for each image. A failure is logged once and costs None.
 
     Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped the trial.
     """
     spec = Spec(warm_up=WARM_UP, steps=steps, profiled=0, limits=(), quick=False)
-
-    def cost(index: int) -> float | None:
-        candidate = candidates[index]
-        with tempfile.TemporaryDirectory() as folder:
-            recipe = candidate.planned.recipe.model_copy(update={"output": str(Path(folder) / "run")})
-            planned = replace(candidate.planned, recipe=recipe)
-            try:
-                first, *_ = measure_training(planned, spec, env, what=candidate.name)
-            except (InputError, RunError) as error:
-                logger.warning("%s", error)
-                return None
-        seconds: list[float] = [step["seconds"] for step in first["steps"]]
-        return median(seconds) / float(first["images"])
-
-    return cost
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = candidate.planned.recipe.model_copy(update={"output": str(Path(folder) / "run")})
+        planned = replace(candidate.planned, recipe=recipe)
+        try:
+            first, *_ = measure_training(planned, spec, env, what=candidate.name)
+        except (InputError, RunError) as error:
+            logger.warning("%s", error)
+            return None
+    return float(median(step["seconds"] for step in first["steps"]) / first["images"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -615,8 +591,6 @@ def tuned_recipe(name: str, settings: Sequence[str]) -> Recipe:
 def choices_here(own: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:
     """What this machine offers for a training of which these axes are varied."""
     return choices_of(
-        own.plan.machine,
-        own.recipe,
         own,
         allocators=installed_allocators(target_of(())),
         engines=engines_here(own.recipe.precision, axes, env),
@@ -642,13 +616,12 @@ def race_here(
 
     Raises RunError where not even one round was completed, or no candidate runs.
     """
-    measured = trial_cost(candidates.tried, settings.steps, env)
     done, left, longest_s = 0, len(candidates.tried), 0.0
 
     def cost(index: int) -> float | None:
         nonlocal done, left, longest_s
         started = time.monotonic()
-        found = measured(index)
+        found = trial_cost(candidates.tried[index], settings.steps, env)
         longest_s = max(longest_s, time.monotonic() - started)
         done, left = done + 1, max(left - 1, 0)
         progress(done, left)

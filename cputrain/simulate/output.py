@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -110,30 +111,22 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     layers = scenario_setup(scenario, 1).layers
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
-    known: list[dict[str, Any]] = [
-        {
-            "name": "reference_images_per_s",
-            "value": reference.images_per_s,
-            "low": reference.bounds[0],
-            "high": reference.bounds[1],
-            "source": f"{workers} each: {reference.source}",
-        },
-        {
-            "name": "measured_layers",
-            "value": measured,
-            "source": f"of {len(layers)}; the time of others follows from their operations and bytes and the images/s",
-        },
-        {"name": "link_bytes_per_s", "value": link.bytes_per_s, "source": f"{link.name}: {link.source}"},
-        {
-            "name": "link_latency_s",
-            "value": link.latency_s,
-            "low": link.latency_range_s[0],
-            "high": link.latency_range_s[1],
-            "source": f"{link.name}: {link.source}",
-        },
-        {"name": "link_taper", "value": link.taper, "source": f"{link.name}: {link.source}"},
+    rest = f"of {len(layers)}; the time of others follows from their operations and bytes and the images/s"
+    fabric = f"{link.name}: {link.source}"
+
+    def known(name: str, value: float, source: str, bounds: tuple[float, ...] = ()) -> dict[str, Any]:
+        return {"name": name, "value": value, **dict(zip(("low", "high"), bounds, strict=False)), "source": source}
+
+    return [
+        known(
+            "reference_images_per_s", reference.images_per_s, f"{workers} each: {reference.source}", reference.bounds
+        ),
+        known("measured_layers", measured, rest),
+        known("link_bytes_per_s", link.bytes_per_s, fabric),
+        known("link_latency_s", link.latency_s, fabric, link.latency_range_s),
+        known("link_taper", link.taper, fabric),
+        *map(asdict, scenario.assumptions),
     ]
-    return known + [asdict(assumption) for assumption in scenario.assumptions]
 
 
 def assumptions_text(scenario: Scenario) -> str:
@@ -146,7 +139,6 @@ def assumptions_text(scenario: Scenario) -> str:
 
 
 MS = 1e3
-COLORS = {"forward": "C0", "backward": "C1", "optimizer": "C2", "all-reduce": "C3", "waiting": "0.85"}
 
 
 def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
@@ -182,23 +174,21 @@ def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
 def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     """A step of the slowest worker: computing above, all-reduces below, each layer and each bucket a bar."""
     made, axes = subplots(figsize=(11, 2.8))
-    starts = (step.forward_end_s, *step.layer_ends_s)
-    layers = [(MS * begin, MS * (end - begin)) for begin, end in zip(starts, step.layer_ends_s, strict=False)]
+
+    def bars(row: float, color: str, label: str, *spans: tuple[float, float], line: float | None = None) -> None:
+        places = [(MS * begin, MS * (end - begin)) for begin, end in spans]
+        edges = {} if line is None else {"edgecolor": "white", "linewidth": line}
+        axes.broken_barh(places, (row, 0.8), color=color, label=label, **edges)
+
     updated = step.step_s - step.optimizer_s
-    axes.broken_barh([(0, MS * step.forward_end_s)], (1.1, 0.8), color=COLORS["forward"], label="forward")
-    axes.broken_barh(layers, (1.1, 0.8), color=COLORS["backward"], edgecolor="white", linewidth=0.2, label="backward")
-    axes.broken_barh(
-        [(MS * step.backward_end_s, MS * max(updated - step.backward_end_s, 0.0))],
-        (1.1, 0.8),
-        color=COLORS["waiting"],
-        label="waiting",
-    )
-    axes.broken_barh([(MS * updated, MS * step.optimizer_s)], (1.1, 0.8), color=COLORS["optimizer"], label="optimizer")
-    buckets = [(MS * each.start_s, MS * (each.end_s - each.start_s)) for each in step.buckets]
-    if buckets:
+    bars(1.1, "C0", "forward", (0.0, step.forward_end_s))
+    bars(1.1, "C1", "backward", *pairwise((step.forward_end_s, *step.layer_ends_s)), line=0.2)
+    bars(1.1, "0.85", "waiting", (step.backward_end_s, max(updated, step.backward_end_s)))
+    bars(1.1, "C2", "optimizer", (updated, step.step_s))
+    if step.buckets:
         sizes = [each.size / MIB for each in step.buckets]
-        label = f"all-reduce: {len(buckets)} buckets of {min(sizes):.1f}-{max(sizes):.1f} MiB"
-        axes.broken_barh(buckets, (0.1, 0.8), color=COLORS["all-reduce"], edgecolor="white", linewidth=0.4, label=label)
+        label = f"all-reduce: {len(sizes)} buckets of {min(sizes):.1f}-{max(sizes):.1f} MiB"
+        bars(0.1, "C3", label, *((each.start_s, each.end_s) for each in step.buckets), line=0.4)
     axes.set_yticks([0.5, 1.5], ["network", "cores"])
     axes.set(
         xlim=(0, MS * step.step_s),

@@ -575,26 +575,16 @@ def _candidates(scenario: Scenario, hosts: int, limit: int) -> Iterator[tuple[Sc
         batches = sorted({batch for batch in (*BATCHES, own, most) if 1 <= batch <= most})[-3:]
         for comm_cores in range(MOST_COMM_CORES + 1):
             for batch in batches:
-                changed = _with_plan(scenario, ppn=workers, comm_cores=comm_cores, batch=batch)
+                changed = _with_plan(scenario, batch, ppn=workers, comm_cores=comm_cores)
                 setup = _fitting(changed, hosts)
                 if setup is not None:
                     yield changed, setup
 
 
-def _with_plan(
-    scenario: Scenario,
-    *,
-    profile: str = "auto",
-    ppn: int | None = None,
-    comm_cores: int | None = None,
-    batch: int | None = None,
-) -> Scenario:
-    """The scenario with another plan; `ppn` None: the recipe's. Fixed global batches stay so without `batch`."""
-    recipe: Recipe = scenario.recipe
-    plan: dict[str, object] = {"profile": profile}
-    if ppn is not None:
-        plan |= {"ppn": ppn, "comm_cores": comm_cores}
-    changes: dict[str, object] = {"plan": recipe.plan.model_copy(update=plan)}
+def _with_plan(scenario: Scenario, batch: int | None = None, **plan: object) -> Scenario:
+    """The scenario with these keys of its plan and this local batch; without one, fixed global batches stay so."""
+    recipe = scenario.recipe
+    changes: dict[str, object] = {"plan": recipe.plan.model_copy(update={"profile": "auto", **plan})}
     if batch is not None:
         changes["batch"] = recipe.batch.model_copy(update={"local": batch, "accumulation": 1, "global_": None})
     return replace(scenario, recipe=recipe.model_copy(update=changes))

@@ -420,49 +420,39 @@ def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hos
     ranks = hosts * workers
     if ranks == 1:
         return ()
-    level = HOST if hosts == 1 else LEAF if hosts <= leaf_hosts else TOP
     if algorithm == "ring":  # one message leaves each host at a time, to its neighbor
         return (Exchange(count=2 * (ranks - 1), size=size / ranks, level=HOST if hosts == 1 else LEAF),)
     if algorithm == "two-level":
         inside = Exchange(count=2 * (workers - 1), size=size / workers, level=HOST)
-        across = _halving(size / workers, hosts, lambda distance: LEAF if distance < leaf_hosts else TOP, workers)
+        across = _pairwise(
+            size / workers, hosts, lambda distance: LEAF if distance < leaf_hosts else TOP, workers, halved=True
+        )
         return ((inside,) if workers > 1 else ()) + across
 
     def crossed(distance: int) -> str:
         """The level between ranks this far apart; hosts of one leaf switch have consecutive numbers."""
         return HOST if distance < workers else LEAF if distance < workers * leaf_hosts else TOP
 
-    if algorithm == "rabenseifner":
-        return _halving(size, ranks, crossed, workers)
-    powers = int(math.log2(ranks))
-    steps = tuple(
-        Exchange(count=1, size=size, level=crossed(1 << k), at_once=_senders(crossed(1 << k), workers))
-        for k in range(powers)
+    return _pairwise(size, ranks, crossed, workers, halved=algorithm == "rabenseifner")
+
+
+def _pairwise(
+    size: float, ranks: int, crossed: Callable[[int], str], workers: int, *, halved: bool
+) -> tuple[Exchange, ...]:
+    """Exchanges with the rank at a distance of 1, then 2, 4, ...: of all values (recursive doubling), or with `halved`
+    of half of them, a quarter, ..., and back (Rabenseifner's algorithm).
+
+    Ranks beyond a power of two give their values to another rank first and get the sums last.
+    """
+    powers = ranks.bit_length() - 1
+    steps = [(1 << k, 2, size / (2 << k)) if halved else (1 << k, 1, size) for k in range(powers)]
+    if ranks > 1 << powers:
+        steps.append((ranks - 1, 2, size))
+    found = ((crossed(distance), count, part) for distance, count, part in steps)
+    return tuple(
+        Exchange(count=count, size=part, level=level, at_once=1 if level == HOST else workers)
+        for level, count, part in found
     )
-    return steps + _fold(size, ranks, level, workers)
-
-
-def _halving(size: float, ranks: int, crossed: Callable[[int], str], workers: int) -> tuple[Exchange, ...]:
-    """Recursive halving, nearest ranks first, and doubling back: Rabenseifner's algorithm."""
-    if ranks == 1:
-        return ()
-    powers = int(math.log2(ranks))
-    steps = tuple(
-        Exchange(count=2, size=size / (2 << k), level=crossed(1 << k), at_once=_senders(crossed(1 << k), workers))
-        for k in range(powers)
-    )
-    return steps + _fold(size, ranks, crossed(ranks - 1), workers)
-
-
-def _fold(size: float, ranks: int, level: str, workers: int) -> tuple[Exchange, ...]:
-    """Ranks beyond a power of two give their values to another rank first and get the sums last."""
-    if ranks & (ranks - 1) == 0:
-        return ()
-    return (Exchange(count=2, size=size, level=level, at_once=_senders(level, workers)),)
-
-
-def _senders(level: str, workers: int) -> int:
-    return 1 if level == HOST else workers
 
 
 def cost(found: tuple[Exchange, ...], path: Path) -> Cost:

@@ -43,8 +43,7 @@ def planned(machine: Machine, *settings: str) -> PlannedTraining:
 
 
 def choices(machine: Machine, *settings: str, bf16: bool = False) -> Choices:
-    own = planned(machine, *settings)
-    return choices_of(machine, own.recipe, own, allocators=ALLOCATORS, engines=ENGINES, has_bf16=bf16)
+    return choices_of(planned(machine, *settings), allocators=ALLOCATORS, engines=ENGINES, has_bf16=bf16)
 
 
 def test_what_is_tried_suits_the_machine() -> None:
