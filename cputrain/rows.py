@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.terminal import align_columns, csv_table, markdown_table
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading with its unit, a row's value (its attribute's name, or a function), and the text of a value (how to
-    format it, as in ",.0f", or a function). A value of None has the text `empty`."""
+    """A heading with its unit, a row's value (its attribute's name, also as in "setup.workers", or a function), and the
+    text of a value (how to format it, as in ",.0f", or a function). A value of None has the text `empty`."""
 
     name: str
     value: str | Callable[[Any], Any]
@@ -26,7 +26,7 @@ class Column:
 
     def of(self, row: Any) -> Any:
         """A row's value."""
-        return getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+        return attrgetter(self.value)(row) if isinstance(self.value, str) else self.value(row)
 
     def text_of(self, value: Any) -> str:
         """A value as text."""

@@ -11,7 +11,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,7 @@ from torch import nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import set_memory_policy
-from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
@@ -138,33 +140,23 @@ def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list
 
     Raises RunError where the kernel refuses memory on a node.
     """
-    barrier = threading.Barrier(len(place.pus))
-    spans: list[list[tuple[float, float]]] = [[] for _ in place.pus]
-    problems: list[str] = []
-
-    def work(number: int) -> None:
-        try:
-            spans[number] = _timed_passes(place.pus[number], place.nodes[number], kernel, array_bytes, repeats, barrier)
-        except (OSError, RunError, RuntimeError) as error:
-            problems.append(str(error))
-            barrier.abort()
-
-    threads = torch.get_num_threads()
+    barrier, threads = threading.Barrier(len(place.pus)), torch.get_num_threads()
+    jobs = []
     torch.set_num_threads(1)
     try:
-        workers = [threading.Thread(target=work, args=(number,)) for number in range(len(place.pus))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(len(place.pus)) as pool:  # a thread each, as all of them wait for the others
+            for pu, node in zip(place.pus, place.nodes, strict=True):
+                jobs.append(pool.submit(_timed_passes, pu, node, kernel, array_bytes, repeats, barrier))
+                jobs[-1].add_done_callback(lambda job: barrier.abort() if job.exception() else None)
     finally:
         torch.set_num_threads(threads)
-    if problems:
-        raise RunError(f"bench memory: {place.name}: {problems[0]}")
+    for job in jobs:
+        error = job.exception()
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):  # that of a thread that waited
+            raise RunError(f"bench memory: {place.name}: {error}") from error
     moved = PASSES * STREAMS[kernel] * array_bytes * len(place.pus)
-    return [
-        moved / (max(end for _, end in each) - min(start for start, _ in each)) for each in zip(*spans, strict=True)
-    ]
+    spans = zip(*(job.result() for job in jobs), strict=True)
+    return [moved / (max(end for _, end in each) - min(start for start, _ in each)) for each in spans]
 
 
 def _timed_passes(
@@ -292,15 +284,12 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
         if len(found) == MOST:
             break
         data = path.read_bytes()
-        if data.startswith(b"\xff\xd8") and (decoder is None or _decodes(decoder, data)):
+        small = np.empty((1, 8, 8, 3), np.uint8)
+        if data.startswith(b"\xff\xd8") and (decoder is None or decoder.decode([data], center_crop(8, 8), small)[0]):
             found.append(data)
     if not found:
         raise InputError(f"{folder} contains no JPEG: name a folder with JPEGs, at any depth")
     return found
-
-
-def _decodes(decoder: TurboDecoder, data: bytes) -> bool:
-    return decoder.decode([data], center_crop(8, 8), np.empty((1, 8, 8, 3), np.uint8))[0]
 
 
 SIDE = 224
@@ -318,16 +307,16 @@ def bench_decoding(
     decoder, missing = _turbo(env)
     photos = photos_of(folder, decoder) if folder else generated_photos(TEST_COUNT if quick else COUNT)
     sets = {"original": photos, "prepared": [prepared(photo) for photo in photos]}
-    runs = {
-        (kind, name): _run(decode, files)
-        for kind, files in sets.items()
-        for name, decode in _decoders(decoder, env).items()
-    }
-    entropy = {kind: _entropy_run(decoder, files) for kind, files in sets.items()} if decoder else {}
-    runs |= {(kind, LIMIT): run for kind, run in entropy.items()}
-    named = {f"{kind}, {name}": run for (kind, name), run in runs.items()}
-    with_one_core = _on_one_core(machine, lambda: interleaved(named, repeats))
-    figures = [_figure(key, with_one_core, decoded=bool(entropy)) for key in named if LIMIT not in key]
+    decoders = {**({TURBO: choose_decoder("turbo", env)[0]} if decoder else {}), PILLOW: decode_by_pillow}
+    kinds = [(kind, name) for kind in sets for name in decoders]
+    runs = {f"{kind}, {name}": _run(decoders[name], sets[kind]) for kind, name in kinds}
+    if decoder:
+        runs |= {f"{kind}, {LIMIT}": _entropy_run(decoder, files) for kind, files in sets.items()}
+    with_one_core = _on_one_core(machine, lambda: interleaved(runs, repeats))
+    figures = []
+    for kind, name in kinds:
+        limit = {"limit": median(with_one_core[f"{kind}, {LIMIT}"]), "limited_by": LIMIT} if decoder else {}
+        figures.append(figure_of(f"{kind}, {name}", with_one_core[f"{kind}, {name}"], UNIT, **limit))
     figures.append(figure_of("normalizing a batch of 32", _normalizing(env, repeats), UNIT))
     shapes = [Image.open(io.BytesIO(data)).size for data in photos]
     pixels = sum(width * height for width, height in shapes) / len(photos)
@@ -336,7 +325,7 @@ def bench_decoding(
     title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
     command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
     records = []
-    for name in _decoders(decoder, env):  # nanoseconds of a core for each pixel of an original image
+    for name in decoders:  # nanoseconds of a core for each pixel of an original image
         spread = spread_of([1e9 / rate / pixels for rate in with_one_core[f"original, {name}"]])
         records.append(rate_record(machine, f"{DECODING} {name}", spread, command=command))
     notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
@@ -349,16 +338,6 @@ def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]
         return load(env), ()
     except (InputError, RunError) as error:
         return None, (f"{TURBO} is not measured: {error}",)
-
-
-def _decoders(decoder: TurboDecoder | None, env: Mapping[str, str]) -> dict[str, Decode]:
-    return {**({TURBO: choose_decoder("turbo", env)[0]} if decoder else {}), PILLOW: decode_by_pillow}
-
-
-def _figure(name: str, measured: Mapping[str, Sequence[float]], *, decoded: bool) -> Figure:
-    kind = name.partition(",")[0]
-    limit = median(measured[f"{kind}, {LIMIT}"]) if decoded else None
-    return figure_of(name, measured[name], UNIT, limit=limit, limited_by=LIMIT if decoded else "")
 
 
 def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -462,7 +441,11 @@ def bench_all_reduce(
     notes = []
     for backend in BACKENDS:
         try:
-            found[backend] = _times(plan, backend, TEST_SIZES if quick else SIZES, repeats, env)
+            asked = {"backend": backend, "rounds": repeats, "sizes": TEST_SIZES if quick else SIZES}
+            what = f"the all-reduce over {backend}"
+            with tempfile.TemporaryDirectory() as folder:
+                first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", asked, Path(folder), env, what=what)
+            found[backend] = {int(size): times for size, times in first.items()}
         except (InputError, RunError) as error:
             if backend == "gloo":
                 raise
@@ -497,14 +480,6 @@ def _bucket_times(transports: Mapping[str, tuple[float, float, float]]) -> Table
     return Table(title=f"oneCCL's transports: {WHAT}", head=("transport", "ms", "lowest", "highest"), rows=rows)
 
 
-def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: Mapping[str, str]) -> Times:
-    asked = {"backend": backend, "rounds": repeats, "sizes": sizes}
-    with tempfile.TemporaryDirectory() as name:
-        what = f"the all-reduce over {backend}"
-        first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", asked, Path(name), env, what=what)
-    return {int(size): times for size, times in first.items()}
-
-
 def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
     """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
     torch.set_num_threads(1)
@@ -512,26 +487,18 @@ def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
     found: Times = {}
     for size in asked["sizes"]:
         values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
-
-        def all_reduce(values: torch.Tensor = values) -> None:
-            dist.all_reduce(values)
-
-        def copy(values: torch.Tensor = values, copied: torch.Tensor = copied) -> None:
-            copied.copy_(values)
-
-        found[size] = {"all-reduce": _timed(all_reduce, asked["rounds"]), "copy": _timed(copy, asked["rounds"])}
+        acts = {"all-reduce": partial(dist.all_reduce, values), "copy": partial(copied.copy_, values)}
+        found[size] = {name: _timed(act, asked["rounds"]) for name, act in acts.items()}
     end_group(group)
     return found
 
 
-def _timed(act: Callable[[], None], rounds: int) -> list[float]:
+def _timed(act: Callable[[], object], rounds: int) -> list[float]:
     """Seconds of each round, which all ranks begin together; one more before them does not count."""
     seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
-        started = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_seconds(act))
     return seconds[1:]
 
 
@@ -544,18 +511,11 @@ def _all_reduce_figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
     """Each backend's bandwidth for a size, beside a copy of as many bytes."""
     figures = []
     for backend, times in found.items():
-        seconds, copied = times[size]["all-reduce"], spread_of(times[size]["copy"])[0]
+        seconds, copied = times[size]["all-reduce"], median(times[size]["copy"])
         rates = [bus_bytes_per_s(size, each) / GB for each in seconds]
-        figures.append(
-            figure_of(
-                f"{backend}, {size_text(size)}",
-                rates,
-                "GB/s",
-                limit=size / copied / GB,
-                limited_by="a copy by one core",
-                note=f"{number(US * spread_of(seconds)[0])} us",
-            )
-        )
+        about = {"limit": size / copied / GB, "limited_by": "a copy by one core"}
+        note = f"{number(US * median(seconds))} us"
+        figures.append(figure_of(f"{backend}, {size_text(size)}", rates, "GB/s", **about, note=note))
     return figures
 
 
@@ -569,7 +529,7 @@ def _fits(found: Mapping[str, Times]) -> Table:
     """Latency and bandwidth of each backend, fitted to its medians."""
     rows = []
     for backend, times in found.items():
-        points = [(float(size), spread_of(each["all-reduce"])[0]) for size, each in times.items()]
+        points = [(float(size), median(each["all-reduce"])) for size, each in times.items()]
         alpha, beta = fit_alpha_beta(points)
         rows.append((backend, US * alpha, 1 / beta / GB))
     return Table(title="time = alpha + bytes / bandwidth", head=("backend", "alpha us", "GB/s"), rows=tuple(rows))

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
@@ -72,9 +71,9 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
         Column("plan", "name"),
         Column("workers x threads", lambda each: f"{each.setup.workers} x {each.setup.threads}"),
         Column("comm + loader cores", lambda each: f"{each.setup.comm_cores} + {each.setup.loader_cores}"),
-        Column("local", lambda each: each.setup.local_batch),
-        Column("global batch", lambda each: each.setup.global_batch, ","),
-        Column("all-reduce", lambda each: each.setup.algorithm),
+        Column("local", "setup.local_batch"),
+        Column("global batch", "setup.global_batch", ","),
+        Column("all-reduce", "setup.algorithm"),
         Column("img/s", "images_per_s", ",.0f"),
         Column("time to train", "time_to_train_s", rough_duration),
         Column("speed-up", lambda each: first / each.time_to_train_s, ".2f"),
@@ -88,7 +87,7 @@ SETUP = ("workers", "threads", "comm_cores", "loader_cores", "local_batch", "glo
 
 def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
     """{"plans": [...], "assumptions": [...]}: the plans of a search, the recipe's own first and the best last."""
-    setups = tuple(Column(name, attrgetter(f"setup.{name}")) for name in SETUP)
+    setups = tuple(Column(name, f"setup.{name}") for name in SETUP)
     speeds = tuple(Column(name, name) for name in ("images_per_s", "time_to_train_s"))
     plans = Rows((Column("name", "name"), *setups, *speeds), candidates).json()
     return json.dumps({"plans": plans, "assumptions": assumption_values(scenario)}, indent=1)

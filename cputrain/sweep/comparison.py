@@ -162,8 +162,8 @@ def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> Rows:
     keys = dict.fromkeys(key for run in runs for key, _ in run.result.settings)
     columns = (
         Column("run", "name"),
-        Column("workers", lambda row: row.result.setup.workers or None, ","),
-        Column("global batch", lambda row: row.result.setup.global_batch or None, ","),
+        Column("workers", "result.setup.workers", ","),
+        Column("global batch", "result.setup.global_batch", ","),
         *(result(column) for column in ACHIEVED if column.name not in (ENDED_BY, FOLDER)),
         *(Column(head, share(i), ".1f") for i, head in enumerate(SHARES)),
         *(Column(key, setting(key)) for key in keys),

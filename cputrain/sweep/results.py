@@ -4,10 +4,9 @@ workers, compared.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -46,20 +45,16 @@ SHOWN_KEYS = (
 )
 
 
-def _setting(name: str) -> Callable[[RunResult], Any]:
-    return attrgetter(f"setup.{name}")
-
-
 ENDED_BY, FOLDER = "ended by", "result file"
 # What was asked for: a terminal shows it above the table where all rows share it.
 REQUESTED = (
-    Column("workers", _setting("workers"), ",.0f"),
-    Column("local batch", _setting("local_batch"), ",.0f"),
-    Column("global batch", _setting("global_batch"), ",.0f"),
-    Column("epochs", _setting("epochs"), ",.0f"),
-    Column("weight decay", _setting("weight_decay"), "g"),
-    Column("optimizer", _setting("optimizer")),
-    Column("peak rate", _setting("peak_rate"), "g"),
+    Column("workers", "setup.workers", ",.0f"),
+    Column("local batch", "setup.local_batch", ",.0f"),
+    Column("global batch", "setup.global_batch", ",.0f"),
+    Column("epochs", "setup.epochs", ",.0f"),
+    Column("weight decay", "setup.weight_decay", "g"),
+    Column("optimizer", "setup.optimizer"),
+    Column("peak rate", "setup.peak_rate", "g"),
     Column("other settings", lambda r: label_of(r.settings, without=SHOWN_KEYS) or None),
 )
 ACHIEVED = (
