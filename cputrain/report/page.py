@@ -25,7 +25,6 @@ from cputrain.affinity.wording import counted
 from cputrain.files import REPORT, write_text
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
-    Chart,
     Heat,
     Table,
     charts_data,
@@ -41,7 +40,6 @@ from cputrain.report.charts import (
 )
 from cputrain.report.run import (
     Run,
-    Usage,
     faults_of,
     figures,
     host_table,
@@ -125,13 +123,23 @@ def report_html(run: Run) -> str:
     tables: dict[str, Table] = training_tables(run) if run.events else {}
     curves = training_charts(run, tables) if tables else ()
     heats = tuple(heat for heat in (time_heat(run), trust_heat(run)) if heat is not None)
-    use = _use(run.usage, tables) if run.usage else None
+    use: dict[str, Any] = {}
+    if run.usage:
+        use["charts"], more = usage_charts(run.usage)
+        tables |= more
+        shown_use = {"workers": worker_table, "hosts": host_table, "network": network_table}
+        use |= {name: table(run.usage).cells for name, table in shown_use.items()}
+    charts = (*curves, *use.get("charts", ()))
+    drawn = {line.table: tables[line.table] for chart in charts for line in chart.lines}
+    steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
+    thinned = f"{counted(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
     status = run.status() if run.trained else ""
+    changed = differences(Recipe(), run.recipe) if run.recipe else {}
     times = rank_times(run)
     return render(
         "run.html.j2",
         title=run.name,
-        data=_data(curves, use, tables, heats),
+        data=charts_data(charts, drawn, heats, most),
         run=run,
         status=status,
         status_text=status_text(run, status) if status else "",
@@ -140,42 +148,17 @@ def report_html(run: Run) -> str:
         warnings=warnings_of(run),
         faults=faults_of(run),
         curves=curves,
-        thinned=_thinned(tables),
+        thinned=thinned,
         bars=shown_bars(times),
         shares=mean_shares(times),
         ranks=len(times),
         heats=heats,
         use=use,
         **_epochs(run),
-        changed=_changed(run.recipe),
+        changed=[(key, describe_value(new), describe_value(old)) for key, (old, new) in changed.items()],
         pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MOST_PICTURES]],
         **_bindings(run),
     )
-
-
-def _data(
-    curves: Sequence[Chart], use: dict[str, Any] | None, tables: dict[str, Table], heats: Sequence[Heat]
-) -> dict[str, object]:
-    charts = (*curves, *(use["charts"] if use else ()))
-    used = {line.table for chart in charts for line in chart.lines}
-    return charts_data(charts, {name: tables[name] for name in tables if name in used}, heats, rows_per_run(1))
-
-
-def _thinned(tables: dict[str, Table]) -> str:
-    steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
-    return f"{counted(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
-
-
-def _use(usage: Usage, tables: dict[str, Table]) -> dict[str, Any]:
-    """The page's values about resource use; its tables are added to `tables`."""
-    charts, more = usage_charts(usage)
-    tables.update(more)
-    return {
-        "charts": charts,
-        "workers": worker_table(usage).cells,
-        "hosts": host_table(usage).cells,
-        "network": network_table(usage).cells,
-    }
 
 
 def _epochs(run: Run) -> dict[str, Any]:
@@ -184,26 +167,18 @@ def _epochs(run: Run) -> dict[str, Any]:
     places = np.unique(np.linspace(0, len(last) - 1, min(len(last), MOST_EPOCHS)).round().astype(int))
     shown = [last[i] for i in places]
     columns = (
-        ("epoch", "epoch", "g"),
-        ("training loss", "train_loss", ".4f"),
-        ("training top-1 %", "train_top1", ".2f"),
-        ("validation loss", "val_loss", ".4f"),
-        ("validation top-1 %", "val_top1", ".2f"),
-        ("validation top-5 %", "val_top5", ".2f"),
-        ("seconds", "seconds", ".1f"),
-        (f"{unit_of(run.start)}/s", "images_per_s", ",.1f"),
+        Column("epoch", itemgetter("epoch"), "g"),
+        Column("training loss", itemgetter("train_loss"), ".4f"),
+        Column("training top-1 %", itemgetter("train_top1"), ".2f"),
+        Column("validation loss", itemgetter("val_loss"), ".4f"),
+        Column("validation top-1 %", itemgetter("val_top1"), ".2f"),
+        Column("validation top-5 %", itemgetter("val_top5"), ".2f"),
+        Column("seconds", itemgetter("seconds"), ".1f"),
+        Column(f"{unit_of(run.start)}/s", itemgetter("images_per_s"), ",.1f"),
     )
-    table = Rows(tuple(Column(head, itemgetter(key), text) for head, key, text in columns), shown)
+    table = Rows(columns, shown)
     of = f"{len(shown)} of {len(last):,} epochs" if len(shown) < len(last) else counted(len(last), "epoch")
     return {"epochs": table.cells, "epochs_of": of}
-
-
-def _changed(recipe: Recipe | None) -> list[tuple[str, str, str]]:
-    """The recipe's keys that have another value than the default: key, value, default."""
-    if recipe is None:
-        return []
-    found = differences(Recipe(), recipe)
-    return [(key, describe_value(new), describe_value(old)) for key, (old, new) in found.items()]
 
 
 def _bindings(run: Run) -> dict[str, Any]:

@@ -133,19 +133,17 @@ def host_table(usage: Usage) -> Rows:
 def network_table(usage: Usage) -> Rows:
     """A row for each host and interface."""
 
-    def mean(direction: int) -> Callable[[tuple[str, str]], float]:
-        return lambda row: mean_of(usage.hosts[row[0]], mb_per_s(row[1], direction))
-
-    def peak(direction: int) -> Callable[[tuple[str, str]], float]:
-        return lambda row: max(map(mb_per_s(row[1], direction), usage.hosts[row[0]]))
+    def mean_and_peak(what: str, direction: int) -> tuple[Column, Column]:
+        return (
+            Column(f"MB/s {what}, mean", lambda row: mean_of(usage.hosts[row[0]], mb_per_s(row[1], direction)), ".3f"),
+            Column("peak", lambda row: max(map(mb_per_s(row[1], direction), usage.hosts[row[0]])), ".3f"),
+        )
 
     columns = (
         Column("host", lambda row: row[0]),
         Column("interface", lambda row: "lo (loopback)" if row[1] == LOOPBACK else row[1]),
-        Column("MB/s received, mean", mean(0), ".3f"),
-        Column("peak", peak(0), ".3f"),
-        Column("MB/s sent, mean", mean(1), ".3f"),
-        Column("peak", peak(1), ".3f"),
+        *mean_and_peak("received", 0),
+        *mean_and_peak("sent", 1),
     )
     return Rows(columns, [(host, name) for host, records in usage.hosts.items() for name in interfaces_of(records)])
 
@@ -398,7 +396,7 @@ def particulars(run: Run) -> Facts:
     start, environment, spent = run.start, run.environment, run.log.spent
     written = run.log.written
     hosts = sorted({binding["host"] for binding in start.get("bindings", ())})
-    end = run.end or {}
+    end, saved = run.end or {}, next(reversed(run.of("checkpoint")), None)
     values: list[tuple[str, Any]] = [
         ("started", date(written[0]["time"]) if written else ""),
         ("wall time", duration(spent.wall_s) if spent.starts > 1 else ""),
@@ -417,7 +415,7 @@ def particulars(run: Run) -> Facts:
         ("cputrain", environment.get("cputrain")),
         ("Python", environment.get("python")),
         ("kernel", environment.get("kernel")),
-        ("last checkpoint", _checkpoint(run)),
+        ("last checkpoint", f"step {saved['step']:,}, {date(saved['time'])}" if saved else ""),
     ]
     return [(name, str(value)) for name, value in values if value]
 
@@ -444,11 +442,6 @@ def _because(value: Any, why: Any) -> str:
     return f"{value} ({why})" if value and why else str(value or "")
 
 
-def _checkpoint(run: Run) -> str:
-    last = next((event for event in reversed(run.events) if event["event"] == "checkpoint"), None)
-    return f"step {last['step']:,}, {date(last['time'])}" if last else ""
-
-
 MOST_WARNINGS, MOST_IMAGES = 200, 20
 
 
@@ -469,20 +462,21 @@ def warnings_of(run: Run) -> tuple[Warned, ...]:
     by_text: dict[str, list[Mapping[str, Any]]] = {}
     for event in run.of("warning"):
         by_text.setdefault(event["what"], []).append(event)
-    return tuple(_warned(what, events) for what, events in list(by_text.items())[:MOST_WARNINGS])
-
-
-def _warned(what: str, events: Sequence[Mapping[str, Any]]) -> Warned:
-    steps = [event.get("step", 0) for event in events]
-    images = list(dict.fromkeys(image for event in events for image in event.get("images", ())))
-    return Warned(
-        what=what,
-        times=len(events),
-        first=min(steps),
-        last=max(steps),
-        images=tuple(images[:MOST_IMAGES]),
-        more_images=max(len(images) - MOST_IMAGES, 0),
-    )
+    found = []
+    for what, events in list(by_text.items())[:MOST_WARNINGS]:
+        steps = [event.get("step", 0) for event in events]
+        images = tuple(dict.fromkeys(image for event in events for image in event.get("images", ())))
+        found.append(
+            Warned(
+                what=what,
+                times=len(events),
+                first=min(steps),
+                last=max(steps),
+                images=images[:MOST_IMAGES],
+                more_images=len(images[MOST_IMAGES:]),
+            )
+        )
+    return tuple(found)
 
 
 def faults_of(run: Run) -> tuple[str, ...]:
