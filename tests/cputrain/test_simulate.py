@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,15 @@ def runs_of(family: str) -> list[PublishedRun]:
     return sorted((run for run in published_runs() if run.family == family), key=lambda run: run.hosts)
 
 
+@cache
+def speed_of_256_hosts() -> Speed:
+    reference = published_reference(runs_of(SURFSARA)[0])
+    return speed_at(core_flops_of(reference, CONSTANTS), machine=reference)
+
+
 def predicted(setup: Setup) -> Step:
     """The step on hosts as fast as those of the 256-node run."""
-    reference = published_reference(runs_of(SURFSARA)[0])
-    return step_of(setup, speed_at(core_flops_of(reference, CONSTANTS), machine=reference), CONSTANTS)
+    return step_of(setup, speed_of_256_hosts(), CONSTANTS)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +149,7 @@ def test_gloo_moves_bf16_no_faster_than_twice_as_many_bytes(of_256_hosts: Setup)
 
 
 def test_copies_into_buckets_belong_to_the_backward_pass(of_256_hosts: Setup) -> None:
-    reference = published_reference(runs_of(SURFSARA)[0])
-    speed = speed_at(core_flops_of(reference, CONSTANTS), machine=reference)
-    work, step = work_of(of_256_hosts, speed, CONSTANTS), step_of(of_256_hosts, speed, CONSTANTS)
+    work, step = work_of(of_256_hosts, speed_of_256_hosts(), CONSTANTS), predicted(of_256_hosts)
     computed = step.backward_end_s - step.forward_end_s
     slowness = step.forward_end_s / sum(work.forward_s)
     copied = 2 * of_256_hosts.gradient_bytes / work.memory_bytes_per_s
@@ -194,16 +198,9 @@ def test_more_bandwidth_is_never_slower_with_the_same_plan_and_buckets(fabric: s
 
 def test_json_has_points_for_curves_too(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json_of(capsys, "--nodes", "1,64")
+    same = ("nodes", "workers", "images_per_s", "efficiency", "step_s", "time_to_train_s")
     for row, point in zip(answer["rows"], answer["points"], strict=True):
-        assert point == {
-            "nodes": row["nodes"],
-            "workers": row["workers"],
-            "images_per_s": row["images_per_s"],
-            "efficiency": row["efficiency"],
-            "step_s": row["step_s"],
-            "exposed_comm_s": row["exposed_s"],
-            "time_to_train_s": row["time_to_train_s"],
-        }
+        assert point == {name: row[name] for name in same} | {"exposed_comm_s": row["exposed_s"]}
 
 
 def test_loaders_that_are_too_slow_set_the_pace(of_256_hosts: Setup) -> None:
@@ -222,11 +219,8 @@ def test_every_assumption_has_a_range_and_a_source() -> None:
 
 
 def test_smaller_batches_cost_more_for_each_image(of_256_hosts: Setup) -> None:
-    reference = published_reference(runs_of(SURFSARA)[0])
-    speed = speed_at(core_flops_of(reference, CONSTANTS), machine=reference)
-
     def image_s(batch: int) -> float:
-        work = work_of(replace(of_256_hosts, local_batch=batch), speed, CONSTANTS)
+        work = work_of(replace(of_256_hosts, local_batch=batch), speed_of_256_hosts(), CONSTANTS)
         return (sum(work.forward_s) + sum(work.backward_s)) / batch
 
     assert image_s(1) > image_s(8) > image_s(48)
@@ -414,21 +408,19 @@ def test_times_to_train_need_the_number_of_images(tmp_path: Path, capsys: pytest
 
 
 def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = ("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
-    assert main([*planned]) == 0
+    planned = ["plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"]
+    assert main(planned) == 0
     fast = capsys.readouterr().out
-    assert re.search(
-        r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 19,.*\), 8\d % of 256 single hosts; 90 epochs", fast
-    )
-    assert "one more host" not in fast
-    assert main([*planned, "--fabric", "ethernet", "--link-gbit", "1"]) == 0
-    assert "warning: one more host would add " in capsys.readouterr().out
-    assert main([*planned, "batch.global=8190"]) == 0
-    assert "no prediction: batch.global=8190 does not divide among 256 hosts of " in capsys.readouterr().out
-    assert main([*planned, "model.name=torchvision:vgg99"]) == 0
-    assert "no prediction: the layers of torchvision:vgg99 are not known to" in capsys.readouterr().out
-    assert main(["plan", "resnet50-skx-256node", "--machine", "genoa-9654-2s-nps1", "--nodes", "256"]) == 0
-    assert "no training rate of genoa-9654-2s-nps1 is known in float32: run `cputrain bench" in capsys.readouterr().out
+    known = r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 19,.*\), 8\d % of 256 single hosts; 90 epochs"
+    assert re.search(known, fast) and "one more host" not in fast
+    for options, line in (
+        (("--fabric", "ethernet", "--link-gbit", "1"), "warning: one more host would add "),
+        (("batch.global=8190",), "no prediction: batch.global=8190 does not divide among 256 hosts of "),
+        (("model.name=torchvision:vgg99",), "no prediction: the layers of torchvision:vgg99 are not known to"),
+        (("--machine", "genoa-9654-2s-nps1"), "genoa-9654-2s-nps1 is known in float32: run `cputrain bench"),
+    ):
+        assert main([*planned, *options]) == 0
+        assert line in capsys.readouterr().out
 
 
 def test_checkpoints_are_counted_as_the_trainer_saves_them() -> None:

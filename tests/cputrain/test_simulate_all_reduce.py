@@ -1,6 +1,7 @@
 """The cost of all-reduces, stragglers and links."""
 
 import random
+from dataclasses import replace
 from math import exp
 from statistics import mean
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.simulate import ALGORITHMS, LINKED, Link, Path, cost, exchanges, expected_maximum, link_of, slowest
+from cputrain.simulate import ALGORITHMS, LINKED, Path, cost, exchanges, expected_maximum, link_of, slowest
 
 PATH = Path(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
 SIZE = 1e8
@@ -18,32 +19,29 @@ SIZE = 1e8
 def seconds(algorithm: str, hosts: int, workers: int, size: float = SIZE, path: Path = PATH) -> float:
     link = path.link or link_of("opa")
     found = exchanges(algorithm, size, hosts=hosts, workers=workers, leaf_hosts=link.leaf_hosts)
-    return cost(
-        found, Path(link=path.link if hosts > 1 else None, host_latency_s=1e-6, move_bytes_per_s=path.move_bytes_per_s)
-    ).seconds
+    return cost(found, replace(path, link=path.link if hosts > 1 else None)).seconds
 
 
-def test_a_ring_costs_what_the_formula_says() -> None:
-    """2 (p - 1) messages of n / p bytes: Patarasuk and Yuan 2009."""
-    link = link_of("opa")
-    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
-    expected = 2 * 31 * (link.latency_s + SIZE / 32 / link.bytes_per_s)
-    assert seconds("ring", 8, 4, path=path) == pytest.approx(expected)
+def over(fabric: str, **link: float) -> Path:
+    """A fabric whose messages cost the cores nothing."""
+    return replace(PATH, link=link_of(fabric, **link), move_bytes_per_s=1e30)
 
 
-def test_recursive_doubling_sends_everything_in_each_of_log2_steps() -> None:
-    link = link_of("ib")
-    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
-    assert seconds("recursive-doubling", 64, 1, path=path) == pytest.approx(
-        6 * (link.latency_s + SIZE / link.bytes_per_s)
-    )
-
-
-def test_rabenseifner_halves_and_doubles() -> None:
-    link = link_of("ib")
-    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
-    expected = 2 * 5 * link.latency_s + 2 * SIZE * (1 - 1 / 32) / link.bytes_per_s
-    assert seconds("rabenseifner", 32, 1, path=path) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("algorithm", "fabric", "hosts", "workers", "messages", "volume"),
+    [
+        ("ring", "opa", 8, 4, 2 * 31, 2 * 31 / 32),  # Patarasuk and Yuan 2009
+        ("recursive-doubling", "ib", 64, 1, 6, 6),
+        ("rabenseifner", "ib", 32, 1, 2 * 5, 2 * (1 - 1 / 32)),
+    ],
+)
+def test_algorithms_cost_what_their_formulas_say(
+    algorithm: str, fabric: str, hosts: int, workers: int, messages: int, volume: float
+) -> None:
+    """`messages` latencies, and `volume` times the size over the link."""
+    link = link_of(fabric)
+    expected = messages * link.latency_s + volume * SIZE / link.bytes_per_s
+    assert seconds(algorithm, hosts, workers, path=over(fabric)) == pytest.approx(expected)
 
 
 @given(hosts=st.integers(1, 300), workers=st.integers(1, 16), size=st.floats(1e3, 1e9))
@@ -67,12 +65,11 @@ def test_no_algorithm_beats_the_least_traffic(hosts: int, workers: int, size: fl
     algorithm=st.sampled_from(ALGORITHMS),
 )
 def test_a_faster_link_is_never_slower(hosts: int, workers: int, factor: float, algorithm: str) -> None:
-    slow, fast = link_of("ethernet", gbit=10), link_of("ethernet", gbit=10 * factor)
-
-    def over(link: Link) -> float:
-        return seconds(algorithm, hosts, workers, path=Path(link=link, host_latency_s=1e-6, move_bytes_per_s=3e9))
-
-    assert over(fast) <= over(slow)
+    slow, fast = (
+        seconds(algorithm, hosts, workers, path=replace(PATH, link=link_of("ethernet", gbit=gbit)))
+        for gbit in (10, 10 * factor)
+    )
+    assert fast <= slow
 
 
 def test_ranks_beyond_a_power_of_two_cost_two_more_messages() -> None:
@@ -80,16 +77,15 @@ def test_ranks_beyond_a_power_of_two_cost_two_more_messages() -> None:
 
 
 def test_workers_of_a_host_share_its_link_only_where_they_cross_it() -> None:
-    wide = Path(link=link_of("ethernet", gbit=1), host_latency_s=1e-6, move_bytes_per_s=1e12)
+    wide = over("ethernet", gbit=1)
     ring, doubling = (seconds(name, 4, 8, path=wide) for name in ("ring", "recursive-doubling"))
     assert ring == pytest.approx(2 * SIZE * 31 / 32 / wide.link.bytes_per_s, rel=0.02)  # type: ignore[union-attr]
     assert doubling == pytest.approx(2 * 8 * SIZE / wide.link.bytes_per_s, rel=0.02)  # type: ignore[union-attr]
 
 
 def test_messages_over_tcp_cost_cores_more_than_inside_a_host() -> None:
-    fast = link_of("ethernet", gbit=1000)
-    free = Path(link=fast, host_latency_s=1e-6, move_bytes_per_s=3e9)
-    copied = Path(link=fast, host_latency_s=1e-6, move_bytes_per_s=3e9, wire_move_bytes_per_s=1.5e9)
+    free = replace(PATH, link=link_of("ethernet", gbit=1000))
+    copied = replace(free, wire_move_bytes_per_s=1.5e9)
     across = exchanges("ring", SIZE, hosts=8, workers=1, leaf_hosts=40)
     assert cost(across, copied).core_s == pytest.approx(2 * cost(across, free).core_s)
     assert cost(across, copied).seconds == pytest.approx(2 * cost(across, free).seconds, rel=0.02)
@@ -98,8 +94,7 @@ def test_messages_over_tcp_cost_cores_more_than_inside_a_host() -> None:
 
 
 def test_the_top_of_the_network_is_narrower() -> None:
-    link = link_of("opa")
-    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
+    link, path = link_of("opa"), over("opa")
     inside, across = seconds("recursive-doubling", 16, 1, path=path), seconds("recursive-doubling", 64, 1, path=path)
     assert link.leaf_hosts == 28
     assert across - inside == pytest.approx(2 * link.latency_s + (1 + link.taper) * SIZE / link.bytes_per_s)
@@ -116,19 +111,14 @@ def test_the_largest_of_normal_values_has_the_tabulated_mean(draws: int, known: 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 4), (64, 1), (64, 4)])
 def test_the_slowest_worker_is_as_slow_as_in_draws(hosts: int, workers: int) -> None:
     """Hosts that stay slow or fast, workers that are so in one step; medians of one."""
-    draw, lasting, passing = random.Random(1), 0.06, 0.01
+    draw, lasting, passing = random.Random(1), 0.06 if hosts > 1 else 0.0, 0.01
 
     def step() -> float:
         speeds = [draw.gauss(0, lasting) for _ in range(hosts)]
         return exp(max(speed + draw.gauss(0, passing) for speed in speeds for _ in range(workers)))
 
-    across = 0.0 if hosts == 1 else lasting
-    found = (
-        mean(step() for _ in range(2000))
-        if hosts > 1
-        else mean(exp(max(draw.gauss(0, passing) for _ in range(workers))) for _ in range(2000))
-    )
-    assert slowest(hosts, workers, lasting=across, passing=passing) == pytest.approx(found, rel=0.01)
+    found = mean(step() for _ in range(1000))
+    assert slowest(hosts, workers, lasting=lasting, passing=passing) == pytest.approx(found, rel=0.01)
 
 
 def test_links_are_the_fabrics_and_take_other_speeds() -> None:
