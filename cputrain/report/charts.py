@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cputrain.affinity.wording import GIB
-from cputrain.mpi.usage.records import HostUse, WorkerUse
+from cputrain.mpi.usage import HostUse, WorkerUse
 from cputrain.report.run import LOOPBACK, Run, Usage, busy, interfaces_of, mb_per_s, running_time, unit_of
 
 Table = Mapping[str, np.ndarray]

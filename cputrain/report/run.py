@@ -18,8 +18,8 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
 from cputrain.affinity.wording import GIB, counted, first_named
 from cputrain.files import ENVIRONMENT, PLAN, RECIPE
-from cputrain.mpi.usage.records import FOLDER, HostUse, Use, WorkerUse, read_records, total
-from cputrain.mpi.usage.records import FOLDER as USAGE
+from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_records, total
+from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows

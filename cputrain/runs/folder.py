@@ -26,7 +26,7 @@ from cputrain.checkpoints import (
     step_of,
 )
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_plan, write_text
-from cputrain.mpi.usage.records import FOLDER as USAGE
+from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (
     dump_recipe,

@@ -23,8 +23,8 @@ from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_t
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.measurements import keep_bf16_gain
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
-from cputrain.mpi.usage.records import FOLDER as USAGE
-from cputrain.mpi.usage.sampler import Sampler
+from cputrain.mpi.usage import FOLDER as USAGE
+from cputrain.mpi.usage import Sampler
 from cputrain.optim.optimizers import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report

@@ -42,7 +42,7 @@ from cputrain.mpi.supervise.wire import (
     Stack,
     Stop,
 )
-from cputrain.mpi.usage.sampler import children_of
+from cputrain.mpi.usage import children_of
 
 READ_S = 2.0  # between two readings of a rank
 IDLE_CORES = 0.05  # a rank that wants less waits for something; heartbeats and progress bars take some

@@ -28,8 +28,8 @@ from cputrain.mpi.supervise.processes import (
     stack_file,
 )
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock
-from cputrain.mpi.usage.records import FOLDER as USAGE
-from cputrain.mpi.usage.sampler import Sampler
+from cputrain.mpi.usage import FOLDER as USAGE
+from cputrain.mpi.usage import Sampler
 
 STOP_POLL_S = 0.05
 PREEMPT_S = 30.0  # until a rank that neither handles nor blocks the preemption signal gets it all the same

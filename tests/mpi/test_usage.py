@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cputrain.affinity.topology import this_machine
+from cputrain.mpi import usage
 from cputrain.mpi.supervise import run_local
 from cputrain.mpi.usage import (
     MOST_INTERFACES,
@@ -30,7 +31,6 @@ from cputrain.mpi.usage import (
     read_rdma,
     read_records,
     read_tree,
-    sampler,
     thinned,
     to_line,
     total,
@@ -162,7 +162,7 @@ def test_rdma_ports_are_counted_in_words_of_four_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_process_is_read_with_all_below_it(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "CHILDREN_LISTED", listed)
+    monkeypatch.setattr(usage, "CHILDREN_LISTED", listed)
     # A quarter of a second: /proc rounds user and system time down to hundredths each.
     burn = "import os, time\nwhile time.process_time() < 0.25: pass\nos.write(1, b'x'); time.sleep(60)"
     tree = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
@@ -248,13 +248,13 @@ def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
 UNREADABLE = """
 import os, sys
 from pathlib import Path
-from cputrain.mpi.usage import sampler
+from cputrain.mpi import usage
 
 def unreadable():
     raise PermissionError(13, "Permission denied", "/proc/stat")
 
-sampler.read_host = unreadable
-samples = sampler.Sampler(Path(sys.argv[1]), {0: os.getpid()}, whole_host=True)
+usage.read_host = unreadable
+samples = usage.Sampler(Path(sys.argv[1]), {0: os.getpid()}, whole_host=True)
 samples.tick()
 samples.ended(0)
 samples.close()

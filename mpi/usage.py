@@ -1,0 +1,411 @@
+"""What ranks and hosts use: the kernel's counters, sampled in a loop that runs anyway, and their records over time in
+usage/*.jsonl of the run's folder."""
+
+import errno
+import json
+import logging
+import operator
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Generic, TypeVar
+
+import msgspec
+import psutil
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
+
+from cputrain.affinity.terminal import printable
+
+MOST_RECORDS = 600  # of a worker or a host, however long the run
+MOST = 1 << 62  # of any number in a record
+MOST_INTERFACES = 8  # of a host in a record, the busiest: hosts of containers have hundreds
+EVERY_S = 2.0
+MOST_OF_A_CORE = 0.003  # a sample that takes long, of ranks with hundreds of processes, makes the next one wait
+CHILDREN_LISTED = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
+RDMA_WORD = 4  # bytes that a count of port_rcv_data stands for (InfiniBand Architecture, volume 1, PortCounters)
+logger = logging.getLogger(__name__)
+
+Number = Annotated[float, Meta(ge=0, lt=MOST)]
+Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Network = dict[str, tuple[Count, Count]]  # interface -> bytes received, bytes sent
+
+
+class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The use of a rank and all processes below it in the `seconds` up to `time` (Unix).
+
+    `cpu_s` is user and system time; `rss_bytes` the largest sum of their resident memory, in which pages that
+    processes share count once for each; `processes` the most at a time.
+    """
+
+    time: Number
+    seconds: Number
+    host: str
+    cpu_s: Number
+    rss_bytes: Count
+    processes: Count
+
+
+class HostUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The use of a whole host, by all its processes, in the `seconds` up to `time` (Unix).
+
+    `cpu_s` is the time that its PUs were busy; `memory_available_bytes` the least that was left for new allocations
+    without swapping; `network` the bytes received and sent by interface, the loopback ("lo") among them.
+    """
+
+    time: Number
+    seconds: Number
+    cpu_s: Number
+    memory_available_bytes: Count
+    network: Network
+
+
+Use = TypeVar("Use", WorkerUse, HostUse)
+
+
+def merged(earlier: Use, later: Use) -> Use:
+    """Two successive records as one."""
+    names = earlier.__struct_fields__
+    return type(earlier)(**{name: MERGE[name](getattr(earlier, name), getattr(later, name)) for name in names})
+
+
+def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
+    """Bytes by interface, summed."""
+    summed: Network = {}
+    for part in parts:
+        for name, (received, sent) in part.items():
+            before = summed.get(name, (0, 0))
+            summed[name] = (before[0] + received, before[1] + sent)
+    return summed
+
+
+def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Network:
+    """Bytes by interface between two readings, without interfaces that were idle, new or reset."""
+    found = {
+        name: (received - before[name][0], sent - before[name][1])
+        for name, (received, sent) in after.items()
+        if name in before
+    }
+    return busiest({name: both for name, both in found.items() if min(both) >= 0 and max(both) > 0})
+
+
+def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
+    """The MOST_INTERFACES interfaces of the most bytes."""
+    return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MOST_INTERFACES])
+
+
+MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("time", "host"), lambda _earlier, later: later),
+    **dict.fromkeys(("seconds", "cpu_s"), operator.add),
+    **dict.fromkeys(("rss_bytes", "processes"), max),
+    "memory_available_bytes": min,
+    "network": lambda earlier, later: busiest(total(earlier, later)),
+}
+"""How each field of two successive records becomes that of both."""
+
+
+def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
+    """Successive records, merged until each covers at least the period, except perhaps the last one."""
+    made: list[Use] = []
+    for record in records:
+        if made and made[-1].seconds < period_s:
+            made[-1] = merged(made[-1], record)
+        else:
+            made.append(record)
+    return made
+
+
+def thinned(records: Sequence[Use], most: int = MOST_RECORDS) -> list[Use]:
+    """At most half of `most` records, and one, of about the same length: no second, byte or peak is lost."""
+    return grouped(records, fitting_period(records, most))
+
+
+def fitting_period(records: Iterable[Use], most: int = MOST_RECORDS) -> float:
+    """Seconds for each record with which those covered so far take half of `most` records."""
+    return sum(record.seconds for record in records) / (most // 2)
+
+
+def to_line(record: Use) -> bytes:
+    """A record as a line of JSON, times to the millisecond."""
+    values = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(record).items()}
+    return json.dumps(values).encode() + b"\n"
+
+
+def from_line(line: bytes, kind: type[Use]) -> Use:
+    """The inverse of `to_line`. Raises ValueError on a line that is cut short, damaged or of another kind."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+
+
+FOLDER = "usage"  # beside a run's logs
+SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
+
+
+def worker_file(folder: Path, rank: int) -> Path:
+    """The file of a rank's records."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def host_file(folder: Path, host: str) -> Path:
+    """The file of a host's records."""
+    return folder / f"host-{host}.jsonl"
+
+
+def read_records(path: Path, kind: type[Use]) -> list[Use]:
+    """A file's records, oldest first; a line cut short by a crash and what follows it are left out."""
+    records: list[Use] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            records.append(from_line(line, kind))
+        except (ValueError, RecursionError):
+            break
+    return records
+
+
+class UsageFile(Generic[Use]):
+    """A file of at most MOST_RECORDS lines: at that number they are merged into half as many longer records."""
+
+    def __init__(self, path: Path, kind: type[Use]) -> None:
+        self._path = path
+        self._records: list[Use] = read_records(path, kind) if path.is_file() else []
+        self._pending: Use | None = None
+        self._period_s = SHORTEST_S
+        self._file = self._rewritten()
+
+    def add(self, record: Use) -> None:
+        """Add a record; it is written once it covers as much time as each record in the file."""
+        self._pending = record if self._pending is None else merged(self._pending, record)
+        if self._pending.seconds >= self._period_s:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the rest, as part of the last record where it is so short that its rates would be noise."""
+        if self._pending is not None and self._records and self._pending.seconds < self._period_s:
+            self._records[-1] = merged(self._records[-1], self._pending)
+            self._pending = None
+            self._rewrite()
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._pending is None:
+            return
+        line = to_line(self._pending)
+        self._records.append(self._pending)
+        self._pending = None
+        if self._file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        if len(self._records) >= MOST_RECORDS:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        before, self._file = self._file, self._rewritten()
+        before.close()
+
+    def _rewritten(self) -> BinaryIO:
+        """The file, written again without a line that was cut short, and thinned where due."""
+        if len(self._records) > MOST_RECORDS // 2:
+            self._period_s = max(self._period_s, fitting_period(self._records))
+            self._records = thinned(self._records)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        try:
+            beside.write_bytes(b"".join(map(to_line, self._records)))
+            beside.rename(self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        return self._path.open("ab", buffering=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """A process and all below it: CPU seconds since its start, with those of children that have ended; resident
+    memory; number."""
+
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCounters:
+    """A host's counters since its start, and the memory that is available now."""
+
+    cpu_s: float
+    memory_available_bytes: int
+    network: Network
+
+
+class Sampler:
+    """Writes folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
+
+    Takes less than MOST_OF_A_CORE of a core. A file that cannot be written, or a counter that cannot be read, is
+    reported, and the run goes on without sampling.
+    """
+
+    def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
+        self._host = socket.gethostname()
+        self._pids = dict(pids)
+        spent, self._at = time.thread_time(), time.monotonic()
+        self._reaped_s = _reaped_s()
+        self._off = False
+        try:
+            self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
+            self._counters = read_host() if whole_host else None
+            self._wait(spent)
+            self._workers = {rank: UsageFile(worker_file(folder, rank), WorkerUse) for rank in pids}
+            self._whole = UsageFile(host_file(folder, self._host), HostUse) if whole_host else None
+        except OSError as error:
+            self._give_up(error)
+
+    def tick(self) -> None:
+        """Take a sample where one is due."""
+        if not self._off and time.monotonic() >= self._due:
+            self._sample()
+
+    def ended(self, rank: int) -> None:
+        """Record the end of a rank, a child of this process that it has just waited for."""
+        total = _reaped_s() - self._reaped_s
+        self._reaped_s += total
+        del self._pids[rank]
+        if not self._off:
+            try:
+                self._add(rank, self._trees.pop(rank), Tree(cpu_s=total), time.monotonic() - self._at)
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Take the last sample, of what still runs and of the host, and write all."""
+        if not self._off:
+            self._sample()
+        if self._off:
+            return
+        try:
+            for file in (*self._workers.values(), *((self._whole,) if self._whole else ())):
+                file.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _sample(self) -> None:
+        spent, now = time.thread_time(), time.monotonic()
+        seconds = now - self._at
+        try:
+            trees = {rank: tree for rank, pid in self._pids.items() if (tree := read_tree(pid)).processes}
+            for rank, tree in trees.items():
+                self._add(rank, self._trees[rank], tree, seconds)
+            if self._counters is not None and self._whole is not None:
+                counters = read_host()
+                self._whole.add(host_use(self._counters, counters, seconds))
+                self._counters = counters
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._at = now
+        self._trees |= trees
+        self._wait(spent)
+
+    def _wait(self, spent: float) -> None:
+        """Set when the next sample is due, after one that began at `spent` of this thread's CPU time."""
+        self._due = self._at + max(EVERY_S, (time.thread_time() - spent) / MOST_OF_A_CORE)
+
+    def _add(self, rank: int, before: Tree, after: Tree, seconds: float) -> None:
+        use = WorkerUse(
+            time=time.time(),
+            seconds=seconds,
+            host=self._host,
+            cpu_s=max(0.0, after.cpu_s - before.cpu_s),
+            rss_bytes=max(before.rss_bytes, after.rss_bytes),
+            processes=max(before.processes, after.processes),
+        )
+        self._workers[rank].add(use)
+
+    def _give_up(self, error: OSError) -> None:
+        self._off = True
+        logger.warning(
+            "cputrain: %s: %s: the run goes on, its resource use unknown", error.filename or "usage", error.strerror
+        )
+
+
+def host_use(before: HostCounters, after: HostCounters, seconds: float) -> HostUse:
+    """What a host used between two readings."""
+    return HostUse(
+        time=time.time(),
+        seconds=seconds,
+        cpu_s=max(0.0, after.cpu_s - before.cpu_s),
+        memory_available_bytes=min(before.memory_available_bytes, after.memory_available_bytes),
+        network=moved(before.network, after.network),
+    )
+
+
+def read_tree(root: int) -> Tree:
+    """A process and all below it now; no processes where it has ended."""
+    tree, waiting = Tree(), [root]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss  # with ended children's
+            waiting += children_of(pid)
+        except psutil.Error:  # has ended meanwhile, or is another user's
+            continue
+        tree = Tree(cpu_s=tree.cpu_s + cpu, rss_bytes=tree.rss_bytes + rss, processes=tree.processes + 1)
+    return tree
+
+
+def children_of(pid: int) -> list[int]:
+    """A process's children as the kernel lists them for each of its threads, where it does: psutil looks at all
+    processes of the host, thousands on one of many cores."""
+    found: list[int] = []
+    if not CHILDREN_LISTED:
+        with suppress(psutil.Error):
+            found = [child.pid for child in psutil.Process(pid).children()]
+        return found
+    with suppress(OSError):  # the process has ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # the thread has
+                found += map(int, (thread / "children").read_text(encoding="utf-8").split())
+    return found
+
+
+def read_host(root: Path = Path("/")) -> HostCounters:
+    """This host's counters. RDMA, which no network interface counts, is read below `root`."""
+    cpu = psutil.cpu_times()
+    interfaces = psutil.net_io_counters(pernic=True)
+    return HostCounters(
+        cpu_s=cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq,
+        memory_available_bytes=psutil.virtual_memory().available,
+        network={
+            **{printable(name): (io.bytes_recv, io.bytes_sent) for name, io in interfaces.items()},
+            **read_rdma(root),
+        },
+    )
+
+
+def read_rdma(root: Path) -> Network:
+    """Bytes received and sent by each RDMA port (InfiniBand, Omni-Path, RoCE) below a file system's root."""
+    found: Network = {}
+    for counters in sorted(root.glob("sys/class/infiniband/*/ports/*/counters")):
+        try:
+            both = [
+                int((counters / f"port_{way}_data").read_text(encoding="utf-8")) * RDMA_WORD for way in ("rcv", "xmit")
+            ]
+        except (OSError, ValueError):
+            continue  # a port that counts nothing
+        found[f"{counters.parents[2].name}:{counters.parent.name} (RDMA)"] = (both[0], both[1])
+    return found
+
+
+def _reaped_s() -> float:
+    """CPU seconds of this process's children that have ended and were waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
