@@ -27,7 +27,7 @@ from cputrain.affinity.wording import GIB, MIB, counted, memory_text
 from cputrain.mpi.fabric import FABRICS, fabric_here
 from cputrain.mpi.hosts.hostfile import fold
 from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.mpi.preflight.checks import missing_provider
+from cputrain.mpi.preflight import missing_provider
 from cputrain.native_build import compiler
 from cputrain.variables import shown_variables
 

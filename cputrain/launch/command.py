@@ -28,7 +28,7 @@ from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.launchers.launcher import Job, Launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS
-from cputrain.mpi.preflight.run import unreachable
+from cputrain.mpi.preflight import unreachable
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port
 

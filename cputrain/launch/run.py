@@ -46,7 +46,7 @@ from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
 from cputrain.mpi.launchers.detect import find_launcher
 from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
-from cputrain.mpi.preflight.run import run_preflight
+from cputrain.mpi.preflight import run_preflight
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local, run_remote
 from cputrain.variables import restart_variables

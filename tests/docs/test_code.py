@@ -19,7 +19,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "affinity/bind.py",
     "affinity/start.py",
     "mpi/first_host.py",
-    "mpi/preflight/checks.py",
+    "mpi/preflight.py",
     "mpi/supervise/agent.py",
     "cputrain/comm/ccl/check.py",
     "cputrain/doctor/probe.py",

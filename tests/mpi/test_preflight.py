@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine
+from cputrain.mpi import preflight
 from cputrain.mpi.preflight import (
     MAX_BYTES,
     Clock,
@@ -22,7 +23,6 @@ from cputrain.mpi.preflight import (
     compare_hosts,
     inspect_host,
     missing_provider,
-    run,
 )
 from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, StopSignals, connect
 from tests.mpi.test_remote import launch_on
@@ -117,7 +117,7 @@ def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 7, 64])
 def test_every_host_sends_once_and_never_while_it_receives(hosts: int) -> None:
-    turns = run.sending_turns(hosts)
+    turns = preflight.sending_turns(hosts)
     assert sorted(rank for turn in turns for rank in turn) == list(range(hosts))
     for turn in turns:
         assert hosts == 1 or not {(rank + 1) % hosts for rank in turn} & set(turn)
@@ -151,17 +151,17 @@ def test_hosts_may_be_slow_as_long_as_answers_arrive(
     hosts: tuple[int, ...], missing: str | None, server: RankServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answers within the time that they have without an answer, all of them together after it."""
-    monkeypatch.setattr(run, "SILENT_S", 0.6)
-    monkeypatch.setattr(run, "PATIENCE_S", 1.2)
+    monkeypatch.setattr(preflight, "SILENT_S", 0.6)
+    monkeypatch.setattr(preflight, "PATIENCE_S", 1.2)
     answers = threading.Thread(target=answer_as_hosts, args=(server.port, hosts, 0.5), daemon=True)
     with subprocess.Popen(["sleep", "60"]) as launcher:
         answers.start()
         try:
             if missing is None:
-                assert len(run._collect(server, ("localhost",) * 3, launcher, StopSignals())) == 3
+                assert len(preflight._collect(server, ("localhost",) * 3, launcher, StopSignals())) == 3
             else:
                 with pytest.raises(JobFailedError, match=missing):
-                    run._collect(server, ("localhost",) * 3, launcher, StopSignals())
+                    preflight._collect(server, ("localhost",) * 3, launcher, StopSignals())
         finally:
             launcher.kill()
     server.close()
@@ -172,7 +172,7 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
     """n0 and n2 send first, and cannot finish: the launcher has ended, as n1 is gone."""
     names = ("n0", "n1", "n2", "n3")
     server = RankServer("secret", names, "127.0.0.1", (HostReport, Listening, LinkSpeed))
-    monkeypatch.setattr(run, "unreachable", lambda hosts: [host for host in hosts if host == "n1"])
+    monkeypatch.setattr(preflight, "unreachable", lambda hosts: [host for host in hosts if host == "n1"])
     connections = []
     for rank, name in enumerate(names):
         connection = connect(f"127.0.0.1:{server.port}", "secret", (Clock, LinkPeer, Stop))
@@ -184,7 +184,7 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
         subprocess.Popen(["sleep", "2"]) as launcher,
         pytest.raises(JobFailedError, match="no answer from n1:") as failed,
     ):
-        run._collect(server, names, launcher, StopSignals())
+        preflight._collect(server, names, launcher, StopSignals())
     assert failed.value.hosts == ("n1",)
     server.close()
 

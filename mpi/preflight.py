@@ -1,0 +1,473 @@
+"""The check of a job's hosts before it starts: the same software and files, the planned CPUs, memory, a fast link.
+
+It runs on every host through the job's own launcher; each host reports, then sends to the next one of a ring:
+python -m cputrain.mpi.preflight --report-to HOST:PORT --packages NAME,... -- FILE...
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, structs
+
+from cputrain.affinity.filesystem import installed_version
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.ranks.host_names import network_name
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import ExitStatus, use_utf8
+from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import GIB, first_named
+from cputrain.mpi.hosts.groups import HostGroup, own_address
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
+from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
+from cputrain.mpi.supervise.signals import StopSignals
+from cputrain.mpi.supervise.wire import (
+    HEARTBEAT_TIMEOUT_S,
+    MOST_ITEMS,
+    TOKEN_VARIABLE,
+    Connection,
+    Hello,
+    Integer,
+    Message,
+    Number,
+    RankServer,
+    Stop,
+    Text,
+    connect,
+    join,
+    new_token,
+)
+
+CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
+SCRATCH_BYTES = GIB
+SLOW = 0.5  # of the median link
+
+SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
+PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly
+POLL_S = 0.1
+LAUNCHER_EXIT_S = 5.0
+EXIT_POLL_S = 0.02
+KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
+SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
+MAX_FILES = 64  # of the command, programs and scripts first, that are compared
+
+
+Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MOST_ITEMS)]
+
+
+class HostReport(Message, frozen=True):
+    """One host's report. `clock_s` is its clock minus the launching host's; `link_gbit` the speed at which it sent to
+    its neighbor in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
+    is to use but the host's fi_info does not list."""
+
+    host: Text
+    python: Text
+    packages: Pairs
+    files: Pairs
+    clock_s: Number
+    memory_bytes: Integer
+    scratch_bytes: Integer
+    allowed_pus: Annotated[tuple[Integer, ...], Meta(max_length=MOST_ITEMS)]
+    no_provider: Text | None = None
+    link_gbit: Number | None = None
+
+
+class Clock(Message, frozen=True):
+    """The launching host's time (Unix)."""
+
+    now_s: Number
+
+
+class Listening(Message, frozen=True):
+    """Where a host waits for the traffic of the host before it in the ring."""
+
+    address: Text
+    port: Integer
+
+
+class LinkPeer(Message, frozen=True):
+    """Where a host sends its traffic to; an empty address: nowhere."""
+
+    address: Text
+    port: Integer
+
+
+class LinkSpeed(Message, frozen=True):
+    """The speed at which a host has sent, in Gbit/s; None where it could not."""
+
+    gbit: Number | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What the checks have found, in lines that name hosts. With errors the job must not start."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Findings:
+    """Compare the hosts' reports with each other and with the hosts' plans (by host name)."""
+    known, findings = list(reports), Findings()
+    _compare_software(known, findings)
+    for report in known:
+        _compare_with_plan(report, plans[report.host], findings)
+        if report.no_provider:
+            findings.warnings.append(
+                f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): unless the MPI brings "
+                "its own, choose another --fabric"
+            )
+        if abs(report.clock_s) > CLOCK_S:
+            findings.warnings.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: check its time service")
+        if report.scratch_bytes < SCRATCH_BYTES:
+            findings.warnings.append(
+                f"{report.host} has {report.scratch_bytes / GIB:.1f} GiB free in its temporary folder"
+            )
+    speeds = [report.link_gbit for report in known if report.link_gbit is not None]
+    for report in known:
+        if report.link_gbit is not None and report.link_gbit < SLOW * median(speeds):
+            findings.warnings.append(
+                f"{report.host} sends {report.link_gbit:.2f} Gbit/s to the next host, the median is "
+                f"{median(speeds):.2f}: check its cable, its network card and what else runs there"
+            )
+    return findings
+
+
+def _compare_software(reports: list[HostReport], findings: Findings) -> None:
+    """Versions of Python and packages, and digests of files, that differ from those of most hosts."""
+    compared: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in reports}}
+    for name in dict.fromkeys(name for report in reports for name, _ in report.packages):
+        compared[name] = {report.host: dict(report.packages).get(name, "none") for report in reports}
+    for path in dict.fromkeys(path for report in reports for path, _ in report.files):
+        compared[path] = {report.host: dict(report.files).get(path, "absent") for report in reports}
+    for what, values in compared.items():
+        usual = Counter(values.values()).most_common(1)[0][0]
+        for host, value in values.items():
+            if value != usual:
+                findings.errors.append(
+                    f"{host} has {what} {value[:12]}, most hosts have {usual[:12]}: make them the same"
+                )
+
+
+def _compare_with_plan(report: HostReport, plan: Plan, findings: Findings) -> None:
+    """CPUs and memory that the plan needs and the host does not have."""
+    missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
+    if missing:
+        findings.errors.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan it again")
+    need = sum(worker.memory_bytes or 0 for worker in plan.workers)
+    if report.memory_bytes < need:
+        findings.errors.append(
+            f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, but its plan needs "
+            f"{need / GIB:.1f}: end what else runs there, or lower the batch"
+        )
+
+
+M = TypeVar("M")
+LONGEST_S = 3600.0  # for a message of the launching host, which may be gone without a word
+RING_S = 1.0
+RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
+STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # connections that a host refuses before its neighbor's, and their time
+CHUNK = bytes(1 << 20)
+MAX_BYTES = 16 << 20  # of a file whose content is compared: programs and settings, not data
+
+
+def inspect_host(
+    files: tuple[str, ...],
+    packages: tuple[str, ...],
+    scratch: str,
+    machine: Machine,
+    now_s: float,
+    provider: str | None,
+) -> HostReport:
+    """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
+    memory = Path("/proc/meminfo").read_text(encoding="utf-8")
+    free_kib = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("MemAvailable:"))
+    space = os.statvfs(scratch)
+    return HostReport(
+        host=socket.gethostname(),
+        python=sys.version.split()[0],
+        packages=tuple((name, version) for name in packages if (version := installed_version(name))),
+        files=tuple((path, _digest(Path(path))) for path in files),
+        clock_s=round(time.time() - now_s, 3),
+        memory_bytes=free_kib * 1024,
+        scratch_bytes=space.f_bavail * space.f_frsize,
+        allowed_pus=machine.allowed_pus,
+        no_provider=missing_provider(provider),
+    )
+
+
+def missing_provider(wanted: str | None) -> str | None:
+    """The first of the wanted libfabric providers ("psm3", "tcp;ofi_rxm") that fi_info does not list; None without it.
+
+    "^" excludes providers: nothing is wanted then.
+    """
+    program = shutil.which("fi_info")
+    if wanted is None or wanted.startswith("^") or program is None:
+        return None
+    listed = subprocess.run(
+        [program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False
+    ).stdout
+    offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
+    return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
+
+
+def _digest(path: Path) -> str:
+    """The start of a file's SHA-256, of a large one its size; "absent" where it is not there."""
+    if not path.is_file():
+        return "absent"
+    size = path.stat().st_size
+    return f"{size:,} bytes" if size > MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def _next(connection: Connection, message_type: type[M]) -> M:
+    """The next message of that type; ends this process when the launching host has closed the connection, or is silent
+    for LONGEST_S."""
+    deadline = time.monotonic() + LONGEST_S
+    while True:
+        messages = connection.receive()
+        if messages is None or time.monotonic() > deadline:
+            sys.exit(ExitStatus.FAILED)
+        found = next((message for message in messages if isinstance(message, message_type)), None)
+        if found is not None:
+            return found
+        time.sleep(0.01)
+
+
+def _receive_all(server: socket.socket, token: str) -> None:
+    """Receive all that the host before sends; nobody else's."""
+    for _ in range(STRANGERS + 1):
+        accepted, _ = server.accept()
+        connection = Connection(accepted, token, (Hello,), None)
+        if _says_hello(connection):
+            accepted.setblocking(True)
+            while accepted.recv(1 << 20):
+                pass
+            return
+        connection.close()
+
+
+def _says_hello(connection: Connection) -> bool:
+    deadline = time.monotonic() + HELLO_TIMEOUT_S
+    while time.monotonic() < deadline:
+        messages = connection.receive()
+        if messages is None or messages:
+            return bool(messages)
+        time.sleep(0.01)
+    return False
+
+
+def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
+    """Gbit/s that were sent to HOST:PORT in RING_S; None where it cannot be reached."""
+    try:
+        connection = connect(neighbor, token, (), RING_TIMEOUT_S)
+        with connection.socket as connected:
+            connection.send(hello)
+            connected.settimeout(RING_TIMEOUT_S)
+            started, sent = time.monotonic(), 0
+            while (took := time.monotonic() - started) < RING_S:
+                sent += connected.send(CHUNK)
+            return round(sent * 8 / took / 1e9, 3)
+    except OSError:
+        return None
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the hosts have reported, by their ranks in the pre-flight."""
+
+    hosts: int
+    reports: dict[int, HostReport] = field(default_factory=dict)
+    listening: dict[int, Listening] = field(default_factory=dict)
+    speeds: dict[int, float | None] = field(default_factory=dict)
+
+    @property
+    def all_reported(self) -> bool:
+        """Whether every host has sent its report, and where it listens."""
+        return len(self.reports) == len(self.listening) == self.hosts
+
+    @property
+    def missing(self) -> list[int]:
+        """The hosts that have not reported, or, once all have, not measured their link."""
+        done = self.speeds if self.all_reported else self.listening
+        return [host for host in range(self.hosts) if host not in done]
+
+
+def run_preflight(
+    job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str], packages: Sequence[str]
+) -> Findings:
+    """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files; of the Python
+    `packages` all hosts need the same version.
+
+    Raises JobFailedError naming those that do not answer, InterruptedBySignalError at a stop signal. It may take any
+    time while answers arrive; 15 s after the last one a host that cannot be reached fails it, after 60 s any.
+    """
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))[:MAX_FILES]  # noqa: PTH113
+    address = own_address(job.hosts)
+    server = RankServer(new_token(), job.hosts, address, (HostReport, Listening, LinkSpeed))
+    with StopSignals() as signals:
+        one_a_host = replace(
+            job,
+            groups=tuple(HostGroup(hosts=group.hosts, plan=_one_worker(group.plan)) for group in job.groups),
+            binder="self",
+            secrets=((TOKEN_VARIABLE, server.token),),
+        )
+        options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
+        probe = (*own_program("cputrain.mpi.preflight"), *options, "--", *files)
+        command = launch_command(one_a_host, installed, probe, folder.resolve())
+        write_files(command.files)
+        try:
+            process = start_launcher(command, env)
+            reports = _collect(server, job.hosts, process, signals)
+            _await_exit(process, signals)
+        finally:
+            server.close()
+            end_descendants(KILL_S)
+        signals.check()
+    # Hosts that plan themselves are not compared with a plan.
+    plans = {
+        host: replace(group.plan, workers=()) if job.plan_on_host else group.plan
+        for group in job.groups
+        for host in group.hosts
+    }
+    return compare_hosts(reports, plans)
+
+
+def _await_exit(process: subprocess.Popen[bytes], signals: StopSignals) -> None:
+    """Give the launcher time to exit on all hosts: one that is cut short may be in the way of the job that follows."""
+    deadline = time.monotonic() + LAUNCHER_EXIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        signals.check()
+        time.sleep(EXIT_POLL_S)
+
+
+def _one_worker(plan: Plan) -> Plan:
+    return replace(plan, workers=plan.workers[:1])
+
+
+def _collect(
+    server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes], signals: StopSignals
+) -> list[HostReport]:
+    """The report of every host: first of the host itself, then of its link to the next host of a ring."""
+    answers = Answers(hosts=len(hosts))
+    turns = sending_turns(len(hosts))
+    sending: list[int] = []
+    answered = looked = time.monotonic()
+    while len(answers.speeds) < len(hosts):
+        signals.check()
+        for rank, message in server.poll(POLL_S):
+            _take(message, rank, server, answers)
+            answered = looked = time.monotonic()
+        if answers.all_reported and turns and all(rank in answers.speeds for rank in sending):
+            sending = turns.pop(0)
+            _send_to_next(sending, server, answers.listening)
+        ended, now = process.poll() is not None, time.monotonic()
+        if answers.missing and (ended or now - looked > SILENT_S):
+            looked = now
+            missing = [hosts[i] for i in answers.missing]
+            silent = unreachable(missing)  # one dead host keeps a launcher from all others
+            waited_for = [hosts[i] for i in answers.missing if not sending or i in sending or ended]
+            if silent or ended or now - answered > PATIENCE_S:
+                raise JobFailedError(_no_answer(silent or waited_for), hosts=tuple(silent or waited_for))
+    server.send_all(Stop(grace_s=0.0))
+    return [structs.replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
+
+
+def _no_answer(hosts: list[str]) -> str:
+    return f"pre-flight: no answer from {first_named(hosts)}: check these hosts, or remove them"
+
+
+def unreachable(hosts: list[str]) -> list[str]:
+    """The hosts without an address, or with a silent one; a refused connection counts as an answer."""
+
+    def is_silent(host: str) -> bool:
+        try:
+            socket.create_connection((network_name(host), SSH_PORT), timeout=SSH_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(MAX_SSH_CONNECTIONS) as pool:
+        return [host for host, silent in zip(hosts, pool.map(is_silent, hosts), strict=True) if silent]
+
+
+def _take(message: object, rank: int, server: RankServer, answers: Answers) -> None:
+    """Keep a host's answer."""
+    match message:
+        case Hello():
+            server.connections[rank].send(Clock(now_s=time.time()))
+        case HostReport():
+            answers.reports[rank] = message
+        case Listening():
+            answers.listening[rank] = message
+        case LinkSpeed():
+            answers.speeds[rank] = message.gbit
+
+
+def sending_turns(hosts: int) -> list[list[int]]:
+    """Hosts in groups that send to their next host at the same time, so that none sends and receives at once: a slow
+    host's own traffic would delay its acknowledgments, and the host before it would look as slow."""
+    pairs = hosts - hosts % 2
+    turns = [list(range(0, pairs, 2)), list(range(1, pairs, 2)), list(range(pairs, hosts))]
+    return [turn for turn in turns if turn]
+
+
+def _send_to_next(ranks: Iterable[int], server: RankServer, listening: dict[int, Listening]) -> None:
+    """Send each of these hosts the address of the next one in the ring; a ring of one host measures nothing."""
+    for rank in ranks:
+        following = listening[(rank + 1) % len(listening)]
+        address = following.address if len(listening) > 1 else ""
+        server.connections[rank].send(LinkPeer(address=address, port=following.port))
+
+
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
+    """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
+    after it."""
+    parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.preflight", description=__doc__)
+    parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
+    parser.add_argument("--scratch", default=tempfile.gettempdir())
+    parser.add_argument("--packages", default="", metavar="NAME,...", help="whose versions are reported")
+    parser.add_argument("files", nargs="*")
+    options = parser.parse_args(arguments)
+    token, rank = env.get(TOKEN_VARIABLE, ""), discover(env)
+    hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
+    connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
+    if not isinstance(answer[0], Clock):  # this host does not fit the job
+        return ExitStatus.FAILED
+    clock = answer[0]
+    address = connection.socket.getsockname()[0]
+    server = socket.create_server((address, 0), family=connection.socket.family)
+    threading.Thread(target=_receive_all, args=(server, token), daemon=True).start()
+    files, packages = tuple(options.files), tuple(filter(None, options.packages.split(",")))
+    report = inspect_host(files, packages, options.scratch, this_machine(), clock.now_s, env.get("FI_PROVIDER"))
+    connection.send(report)
+    connection.send(Listening(address=address, port=server.getsockname()[1]))
+    neighbor = _next(connection, LinkPeer)
+    speed = _measure_link(f"{neighbor.address}:{neighbor.port}", token, hello) if neighbor.address else None
+    connection.send(LinkSpeed(gbit=speed))
+    _next(connection, Stop)
+    return 0
+
+
+if __name__ == "__main__":
+    use_utf8()
+    sys.exit(main(sys.argv[1:], os.environ))
