@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -136,22 +137,23 @@ def packed(path: Path, members: Iterator[tuple[str, int]], **fields: str) -> Pat
 @pytest.mark.parametrize(
     ("members", "why"),
     [
-        (((f"x{i}/cpu.max", 16 << 20) for i in range(6)), "more than 64 MiB of the files that are read"),
-        (((f"x{i}/cpu.max", 16 << 20) for i in range(4)), None),
-        (((f"notes/{i}", 50 << 20) for i in range(4)), "more than 128 MiB"),
-        ((("notes", 0) for _ in range(2001)), "more than 2,000 members"),
-        (((f"x{i}/cpu.max", 0) for i in range(1001)), "more than 1,000 of the files that are read"),
+        (((f"x{i}/cpu.max", 1 << 19) for i in range(6)), "more than 2 MiB of the files that are read"),
+        (((f"x{i}/cpu.max", 1 << 19) for i in range(4)), None),
+        (((f"notes/{i}", 12 << 20) for i in range(4)), "more than 32 MiB"),
+        ((("notes", 0) for _ in range(201)), "more than 200 members"),
+        (((f"x{i}/cpu.max", 0) for i in range(101)), "more than 100 of the files that are read"),
     ],
     ids=["files", "as many as are read", "passed over", "members", "small files"],
 )
 def test_a_tarball_that_unpacks_to_too_much_is_refused(
     members: Iterator[tuple[str, int]], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "MOST_UNPACKED", 128 << 20)
-    monkeypatch.setattr(archive, "MOST_MEMBERS", 2000)
-    monkeypatch.setattr(archive, "MOST_FILES", 1000)
+    monkeypatch.setattr(archive, "MOST_UNPACKED", 32 << 20)
+    monkeypatch.setattr(archive, "MOST_WRITTEN", 2 << 20)
+    monkeypatch.setattr(archive, "MOST_MEMBERS", 200)
+    monkeypatch.setattr(archive, "MOST_FILES", 100)
     path = packed(tmp_path / "m.tar.gz", members)
-    assert path.stat().st_size < 10 << 20
+    assert path.stat().st_size < 1 << 18
     with nullcontext() if why is None else pytest.raises(InputError, match=rf"m\.tar\.gz has {why}"), unpacked(path):
         pass
 
@@ -221,13 +223,15 @@ def linked(path: Path, links: dict[str, str], size: int = 1) -> Path:
     return path
 
 
-def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path) -> None:
+def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be written to the disk once more, without a limit."""
-    path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 16 << 20)
-    with pytest.raises(InputError, match="more than 64 MiB of the files that are read"), unpacked(path):
+    monkeypatch.setattr(archive, "MOST_WRITTEN", 2 << 20)
+    path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 1 << 19)
+    with pytest.raises(InputError, match="more than 2 MiB of the files that are read"), unpacked(path):
         pass
-    chain = {f"x{i}/cpu.max": f"x{i - 1}/cpu.max" if i else "big" for i in range(3000)}
+    last = sys.getrecursionlimit() + 100
+    chain = {f"x{i}/cpu.max": f"x{i - 1}/cpu.max" if i else "big" for i in range(last + 1)}
     with unpacked(linked(tmp_path / "chain.tar.gz", chain)) as folder:
-        assert (folder / "x2999/cpu.max").read_bytes() == bytes(1)
+        assert (folder / f"x{last}/cpu.max").read_bytes() == bytes(1)
     with pytest.raises(InputError, match="cannot unpack"), unpacked(linked(path, {"x/cpu.max": "absent"})):
         pass

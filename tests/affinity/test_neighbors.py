@@ -19,7 +19,7 @@ from cputrain.affinity.kernel import Neighbor, contention, find_neighbors, plann
 from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_to_json, request_to_json
 from cputrain.affinity.topology import this_machine
 from cputrain.cli.words import as_recipe_key
-from tests.support.commands import cputrain, refused
+from tests.support.commands import here, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine
 
@@ -112,7 +112,7 @@ def test_nothing_left_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_sharing_is_for_one_host_that_is_here(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert "share" in refused(cputrain(*arguments, cwd=tmp_path))
+    assert "share" in refused(here(*arguments, cwd=tmp_path))
 
 
 def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() -> None:

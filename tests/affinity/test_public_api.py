@@ -35,6 +35,7 @@ def test_a_notebook_shows_a_plan_and_a_terminal_prints_it() -> None:
 
 
 def test_importing_the_package_loads_none_of_its_modules() -> None:
-    code = "import sys, affinity; print([name for name in sys.modules if name.startswith(('affinity.', 'yaml'))])"
+    ours = "[name for name in sys.modules if name.startswith(('cputrain.affinity.', 'yaml'))]"
+    code = f"import sys, cputrain; before = {ours}; import cputrain.affinity; print([*{{*{ours}}} - {{*before}}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
