@@ -1,4 +1,4 @@
-"""What reaches a terminal of text that others wrote."""
+"""What is printed: text of others made harmless, and tables."""
 
 import os
 import re
@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.terminal import SafeOutput, accept_any_text, clip, printable, printable_lines, safe_output, shown
+from cputrain.affinity.terminal import (
+    SafeOutput,
+    accept_any_text,
+    align_columns,
+    clip,
+    csv_table,
+    markdown_table,
+    printable,
+    printable_lines,
+    safe_output,
+    shown,
+)
 
 # What a terminal would obey: titles and clipboard (OSC), questions that it answers, clearing and scrolling the screen,
 # other character sets, a reset, device control strings, C1 characters, a printer, the alternate screen.
@@ -81,3 +92,20 @@ def test_a_byte_that_is_not_utf_8_has_its_code_also_where_a_message_quotes_it() 
     name = os.fsdecode(b"caf\xe9\\udce9")  # a byte, and the text of a code
     assert printable_lines(f"no class {name[:4]}") == r"no class caf\xe9"
     assert printable_lines(f"no class {name!r}\nnor {name[:4]!r}") == "no class 'caf\\xe9\\\\udce9'\nnor 'caf\\xe9'"
+
+
+ROWS = [("name", "count"), ("a|b", "7")]
+
+
+def test_columns_are_flush_left_and_numbers_flush_right() -> None:
+    assert align_columns(ROWS) == "name  count\na|b   7"
+    assert align_columns(ROWS, numbers=True) == "name  count\na|b       7"
+
+
+def test_markdown_escapes_bars_and_takes_alignments() -> None:
+    assert markdown_table(ROWS) == "| name | count |\n|---|---|\n| a\\|b | 7 |\n"
+    assert markdown_table(ROWS, rules=("---", "---:")).splitlines()[1] == "|---|---:|"
+
+
+def test_csv_quotes_separators() -> None:
+    assert csv_table([("a,b", 1), ("c", None)]) == '"a,b",1\nc,\n'
