@@ -209,11 +209,9 @@ DAMAGE = (
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 
-class ImageError(Exception):
-    """An image cannot be decoded; holds the decoder's message."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(MEMORY.sub("", message))
+def cause_of(data: bytes, error: Exception) -> str:
+    """Why the image in these bytes cannot be decoded, which the decoder said by this error."""
+    return stand_in(data) or (MEMORY.sub("", str(error)) if data else "it is empty")
 
 
 def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]:
@@ -252,8 +250,7 @@ def _error_of(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -
             scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
             square = scaled.crop((crop.x, crop.y, crop.x + crop.side, crop.y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        data = encoded[place]
-        return stand_in(data) or (MEMORY.sub("", str(error)) if data else "it is empty")
+        return cause_of(encoded[place], error)
     pixels = np.asarray(square)
     out[place] = pixels[:, ::-1] if crop.flip else pixels
     return None

@@ -32,7 +32,7 @@ from cputrain.data.formats.records import (
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
 from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
-from cputrain.data.pixels import DAMAGE, Decode, ImageError, Pixels, Transform, bytes_of_pixels
+from cputrain.data.pixels import DAMAGE, Decode, Pixels, Transform, bytes_of_pixels, cause_of
 from cputrain.files import write_text, write_with
 
 SHARD_BYTES = 256 << 20
@@ -81,6 +81,10 @@ class Encoded:
     unusual: tuple[str, ...]
 
 
+class ImageError(Exception):
+    """An image cannot be decoded: the cause."""
+
+
 def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
     """The image for a shard: unchanged with quality None, else a JPEG of that quality and at most that short side.
 
@@ -105,7 +109,7 @@ def inspect(data: bytes) -> Encoded:
             suffix = SUFFIXES.get(name, f".{name.lower()}") if "no jpeg" in unusual else ".jpg"
             return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, unusual=unusual)
     except DAMAGE as error:
-        raise ImageError(str(error)) from None
+        raise ImageError(cause_of(data, error)) from None
 
 
 def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
@@ -123,7 +127,7 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
             # larger, but a part of the image can be decoded without the rows above it.
             pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_rows=1)
     except DAMAGE as error:
-        raise ImageError(str(error)) from None
+        raise ImageError(cause_of(data, error)) from None
     return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, unusual=unusual)
 
 

@@ -12,6 +12,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Rank
 from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_files, open_dataset, refusal
 from cputrain.data.pixels import center_crop, decode_by_pillow
+from cputrain.data.prepare import ImageError, inspect
 from cputrain.runs import read_events
 from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain
@@ -60,6 +61,8 @@ def test_a_share_allows_one_image_unless_it_is_0() -> None:
 def test_what_stands_in_the_place_of_an_image_is_said(data: bytes, told: str) -> None:
     (problem,) = decode_by_pillow([data], center_crop(8, 8), np.empty((1, 8, 8, 3), np.uint8))
     assert problem and re.match(told, problem)
+    with pytest.raises(ImageError, match=f"^{told}"):
+        inspect(data)
 
 
 def test_damaged_images_are_counted_by_cause() -> None:

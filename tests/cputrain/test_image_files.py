@@ -14,8 +14,8 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_image, open_dataset, read_folder
-from cputrain.data.pixels import Decode, ImageError, center_crop, choose_decoder, decode_by_pillow
-from cputrain.data.prepare import Options, encode, prepare
+from cputrain.data.pixels import Decode, center_crop, choose_decoder, decode_by_pillow
+from cputrain.data.prepare import ImageError, Options, encode, prepare
 from cputrain.data.sources import read_caltech256
 from tests.cputrain.test_sources import archive
 from tests.support.commands import here
