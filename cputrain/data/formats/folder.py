@@ -193,7 +193,12 @@ def _split_folder(root: Path, split: str) -> Path | None:
 
 def _folders_with_images(root: Path) -> list[str]:
     """The names of the folders in a folder that contain an image."""
-    return [name for name in folders_in(root) if _has_images(root / name)]
+    names = []
+    for name in folders_in(root):
+        with _entries(root / name) as entries:
+            if any(is_image(entry.name) for entry in entries):
+                names.append(name)
+    return names
 
 
 def _check_are_classes(root: Path, names: Sequence[str]) -> None:
@@ -206,11 +211,6 @@ def _check_are_classes(root: Path, names: Sequence[str]) -> None:
             f"{root} has images in {first_named(names)}, which are splits and no classes: sort the images into folders "
             f"of their classes, {TRAIN}/CLASS/*{told}"
         )
-
-
-def _has_images(folder: Path) -> bool:
-    with _entries(folder) as entries:
-        return any(is_image(entry.name) for entry in entries)
 
 
 def class_names(folders: dict[str, Path]) -> tuple[str, ...]:

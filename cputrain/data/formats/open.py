@@ -75,11 +75,9 @@ def _is_table(name: str) -> bool:
 
 def record_files(root: Path) -> Files:
     """The TFRecord files of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
-
-    def is_record(name: str) -> bool:
-        return RECORD_NAME.search(name) is not None and not _is_table(name) and cure_of(name) is None
-
-    return files_by_split(root, is_record)
+    return files_by_split(
+        root, lambda name: RECORD_NAME.search(name) is not None and not _is_table(name) and cure_of(name) is None
+    )
 
 
 def tar_files(root: Path) -> Files:

@@ -83,7 +83,9 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     Raises InputError that names what is missing, wrong or damaged.
     """
     notes = []
-    found, names = {}, _class_names(root)
+    list_of_tfds = root / CLASS_NAMES
+    names = dict(enumerate(read_lines(list_of_tfds))) if list_of_tfds.is_file() else {}
+    found = {}
     for split, paths in files.items():
         filled = [path for path in paths if path.stat().st_size]
         if empty := len(paths) - len(filled):
@@ -110,12 +112,6 @@ def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, st
     table = np.array(places, dtype=np.int64).reshape(-1, 5)
     rows = Rows(labels=labels, where=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
     return rows, names
-
-
-def _class_names(source: Path) -> dict[int, str]:
-    """The names of the classes by label, where tensorflow_datasets has written them."""
-    path = source / CLASS_NAMES
-    return dict(enumerate(read_lines(path) if path.is_file() else ()))
 
 
 def record_of(example: bytes) -> bytes:
