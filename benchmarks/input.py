@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +24,16 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
-from cputrain.bench import COUNT, generated_photos, images_per_cpu_s, last_pixel, photos_of, prepared, without_markers
+from cputrain.bench import (
+    COUNT,
+    generated_photos,
+    images_per_cpu_s,
+    last_pixel,
+    photos_of,
+    prepared,
+    seconds_of,
+    without_markers,
+)
 from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
 from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
 from cputrain.data.pixels import decode_by_pillow, load
@@ -138,27 +148,16 @@ def start(rounds: int) -> tuple[float, float]:
             encoding="utf-8",
         )
         for epoch in range(rounds):
-            begun = time.perf_counter()
-            Shards(folder, "train")
-            opened.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            epoch_order(IMAGENET, 1, epoch)
-            permuted.append(time.perf_counter() - begun)
+            opened.append(seconds_of(lambda: Shards(folder, "train")))
+            permuted.append(seconds_of(partial(epoch_order, IMAGENET, 1, epoch)))
     return median(opened), median(permuted)
 
 
 def normalizing(rounds: int) -> float:
     """Images per second of one thread from bytes to the network's input."""
-    normalize, images = (
-        choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", os.environ),
-        torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8),
-    )
-    seconds = []
-    for _ in range(4 * rounds):
-        started = time.perf_counter()
-        normalize(images)
-        seconds.append(time.perf_counter() - started)
-    return len(images) / median(seconds)
+    normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", os.environ)
+    images = torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
+    return len(images) / median(seconds_of(lambda: normalize(images)) for _ in range(4 * rounds))
 
 
 if __name__ == "__main__":

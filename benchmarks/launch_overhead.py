@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from cputrain.bench import seconds_of
 
 MPI = Path(__file__).parents[1] / ".mpi"
 COMMANDS = {"true": ("true",), "python -c pass": (sys.executable, "-c", "pass")}
@@ -42,34 +43,22 @@ def main() -> None:
             a, b = statistics.median(bare), statistics.median(ours)
             print(f"| {shown} | {kind} | {a:.2f} | {b:.2f} | {b / a:.2f} |")
     with tempfile.TemporaryDirectory() as scratch:
-        own = [
-            seconds(
-                (sys.executable, "-m", "cputrain", "launch", "--output", f"{scratch}/{i}", "--", "true"), os.environ
-            )
-            for i in range(options.rounds)
-        ]
+        launch = (sys.executable, "-m", "cputrain", "launch", "--output")
+        own = [seconds((*launch, f"{scratch}/{i}", "--", "true"), os.environ) for i in range(options.rounds)]
     print(f"| true | cputrain's own, this host | | {statistics.median(own):.2f} | |")
 
 
 def environment(folder: Path) -> dict[str, str]:
     """What a launcher from PyPI needs to find itself."""
     lib = str(folder / "lib")
-    return {
-        **os.environ,
-        "PATH": f"{folder}/bin:{os.environ['PATH']}",
-        **(
-            {"I_MPI_ROOT": str(folder), "FI_PROVIDER_PATH": lib, "LD_LIBRARY_PATH": lib}
-            if "intel" in folder.name
-            else {}
-        ),
-    }
+    intel = {"I_MPI_ROOT": str(folder), "FI_PROVIDER_PATH": lib, "LD_LIBRARY_PATH": lib}
+    own = intel if "intel" in folder.name else {}
+    return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", **own}
 
 
 def seconds(argv: tuple[str, ...], env: "os._Environ[str] | dict[str, str]") -> float:
     """From a command's start to its end. Raises when it fails."""
-    started = time.perf_counter()
-    subprocess.run(argv, env=env, check=True, capture_output=True, timeout=60)
-    return time.perf_counter() - started
+    return seconds_of(lambda: subprocess.run(argv, env=env, check=True, capture_output=True, timeout=60))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ python -m benchmarks.optimizer_step [--rounds 15]
 
 import argparse
 import importlib
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from cputrain.bench import interleaved, seconds_of
 from cputrain.models import build_model, import_torchvision
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import ModelSection, OptimSection
@@ -39,13 +40,8 @@ def main() -> None:
         "ours, caffe, Nesterov": lambda model: build_optimizer(model, OptimSection(name="lars", nesterov=True)),
         **by_timm(),
     }
-    steps = {name: step_of(make) for name, make in contenders.items()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - started)
+    runs = {name: partial(seconds_of, step_of(make)) for name, make in contenders.items()}
+    taken = interleaved(runs, options.rounds)
     fused = median(taken["torch SGD, fused"])
     print("| one thread | ms | to fused SGD |")
     print("|---|---|---|")
@@ -59,6 +55,8 @@ def step_of(make: Make) -> Callable[[], Any]:
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)
+    for group in optimizer.param_groups:
+        group.setdefault("decays", True)  # those of torch and timm do not say
     set_lr_and_decay(optimizer, 0.1, 5e-5)
     optimizer.step()  # which makes the state
     return optimizer.step

@@ -10,11 +10,13 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 from torch import nn
 
+from cputrain.bench import interleaved, seconds_of
 from cputrain.models import has_amx, import_torchvision, use_products
 
 SIDE = 224
@@ -69,21 +71,16 @@ def compared(shape: Shape, batch: int, rounds: int, bf16: bool) -> tuple[float, 
     images = torch.randn(batch, inputs, side, side).to(memory_format=torch.channels_last)
     dtype = torch.bfloat16 if bf16 else torch.float32
     images = images.to(dtype).requires_grad_()
-    passes: list[Callable[[], None]] = []
+    passes: dict[str, Callable[[], float]] = {}
     for product in (False, True):
         layer = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False).to(memory_format=torch.channels_last)
         if product:
             holder = nn.Sequential(layer)
             use_products(holder)
         gradient = torch.randn_like(layer(images.float())).to(dtype)
-        passes.append(lambda layer=layer, gradient=gradient: one_pass(layer, images, gradient, bf16))  # type: ignore[misc]
-    taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds + 1):
-        for run, seconds in zip(passes, taken, strict=True):
-            started = time.thread_time()
-            run()
-            seconds.append(time.thread_time() - started)
-    conv, product_s = (median(seconds[1:]) for seconds in taken)
+        run = partial(one_pass, layer, images, gradient, bf16)
+        passes["product" if product else "convolution"] = partial(seconds_of, run, time.thread_time)
+    conv, product_s = map(median, interleaved(passes, rounds).values())
     return conv, product_s
 
 

@@ -8,13 +8,14 @@ counts, as in a training; errors are the largest difference from float64, in uni
 
 import argparse
 import os
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from cputrain.bench import interleaved, seconds_of
 from cputrain.models import WinogradKernels, load_winograd
 
 LAYERS = ((64, 56, 3), (128, 28, 3), (256, 14, 5), (512, 7, 2))
@@ -35,7 +36,9 @@ def main() -> None:
     totals = [0.0, 0.0]
     for channels, side, layers in LAYERS:
         for name, passes, error in pairs(kernels, options.batch, channels, side, dtype):
-            taken = [layers * 1000 * seconds for seconds in in_turns(passes, options.rounds)]
+            runs = dict(enumerate(partial(seconds_of, one) for one in passes))
+            with torch.no_grad():
+                taken = [layers * 1000 * median(seconds) for seconds in interleaved(runs, options.rounds).values()]
             totals = [total + own for total, own in zip(totals, taken, strict=True)]
             row = f"{channels} channels, {side} x {side} | {layers} | {name}"
             print(f"| {row} | {taken[0]:.1f} | {taken[1]:.1f} | {taken[0] / taken[1]:.2f} | {error:.0e} |", flush=True)
@@ -90,18 +93,6 @@ def pairs(
         got = ours()[: len(expected)].double()
         found.append((name, (direct, ours), float((got - expected).abs().max() / expected.abs().max())))
     return found
-
-
-def in_turns(passes: Passes, rounds: int) -> list[float]:
-    """Seconds of each pass: the medians of the rounds, after one that does not count."""
-    taken: list[list[float]] = [[], []]
-    with torch.no_grad():
-        for _ in range(rounds + 1):
-            for times, one in zip(taken, passes, strict=True):
-                started = time.perf_counter()
-                one()
-                times.append(time.perf_counter() - started)
-    return [median(times[1:]) for times in taken]
 
 
 if __name__ == "__main__":

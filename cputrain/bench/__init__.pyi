@@ -1,9 +1,11 @@
 from .figures import Figure as Figure
 from .figures import Report as Report
 from .figures import Table as Table
+from .figures import interleaved as interleaved
 from .figures import report_json as report_json
 from .figures import report_svg as report_svg
 from .figures import report_text as report_text
+from .figures import seconds_of as seconds_of
 from .limits import COUNT as COUNT
 from .limits import HEIGHT as HEIGHT
 from .limits import WIDTH as WIDTH

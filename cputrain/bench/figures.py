@@ -1,10 +1,11 @@
 """Figures with their spread and their limit, tables, and reports of them as text, JSON and SVG."""
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cputrain.affinity.wording import counted
 from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Cell = str | float | None
+K = TypeVar("K")
 NOISY = 0.3  # of the median: a range that says that something else runs
 
 
@@ -67,12 +69,19 @@ def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
     return median(values), min(values), max(values)
 
 
-def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def seconds_of(act: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long a call takes, in seconds of a clock."""
+    started = clock()
+    act()
+    return clock() - started
+
+
+def interleaved(runs: Mapping[K, Callable[[], float]], rounds: int) -> dict[K, list[float]]:
     """What each of the runs returns, by name, in turns: a disturbance then meets all of them. One more round before
     that is not counted."""
     for run in runs.values():
         run()
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    found: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             found[name].append(run())

@@ -31,7 +31,7 @@ from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import counted
-from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, spread_of
+from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of, spread_of
 from cputrain.comm.group import end_group, start_group
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
 from cputrain.data.pixels import (
@@ -217,7 +217,7 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
     runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
     array = TEST_BYTES if quick else LEAST_BYTES
     a, b, c = (torch.full((array // BYTES,), value) for value in (1.0, 2.0, 3.0))
-    runs["triad"] = lambda: _seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
+    runs["triad"] = lambda: seconds_of(lambda: torch.add(b, c, alpha=3.0, out=a))
     found = interleaved(runs, repeats)
     limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
     return [
@@ -236,13 +236,7 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
 def _step(model: nn.Module, name: str) -> Callable[[], float]:
     optimizer = build_optimizer(model, OptimSection(name=name))  # type: ignore[arg-type]
     set_lr_and_decay(optimizer, 1e-4, 5e-5)
-    return lambda: _seconds(optimizer.step)
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    act()
-    return time.perf_counter() - started
+    return lambda: seconds_of(optimizer.step)
 
 
 WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
@@ -498,7 +492,7 @@ def _timed(act: Callable[[], object], rounds: int) -> list[float]:
     seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
-        seconds.append(_seconds(act))
+        seconds.append(seconds_of(act))
     return seconds[1:]
 
 

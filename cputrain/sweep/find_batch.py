@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
-from cputrain.affinity.planner.request import footprint, largest_batch
+from cputrain.affinity.planner.request import Workload, footprint, largest_batch
 from cputrain.affinity.wording import GIB, counted
 from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -60,9 +61,9 @@ class Trial:
 
     local_batch: int
     global_batch: int
-    memory: str
+    memory: str = ""
     estimate_bytes: int | None
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     status: str
     ended_by: str
 
@@ -85,19 +86,23 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
         status, why = FAILED, f"{error}; logs {folder / LOGS}"
     except RunError as error:
         status, why = outcome_of(str(error))
-    workload = planned.plan.request.workload
-    known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     peaks = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(
         local_batch=recipe.batch.local,
         global_batch=planned.sizes.global_batch,
         memory=planned.plan.memory_kind(planned.plan.workers[0]),
-        estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
+        estimate_bytes=planned.plan.workers[0].memory_bytes if _known(planned) else None,
         peak_bytes=max(peaks, default=None),
         status=status,
         ended_by=why,
     )
+
+
+def _known(planned: PlannedTraining) -> Workload | None:
+    """What the planner knows of the network; None where it only assumes."""
+    workload = planned.plan.request.workload
+    return None if workload is None or workload.assumed else workload
 
 
 def peak_file(folder: Path, rank: int | str) -> Path:
@@ -209,7 +214,10 @@ def find_batch(search: BatchSearch) -> SearchResult:
         try:
             planned = search.plan(batch)
         except InputError as error:
-            rejected, most = _rejected(batch, smallest, error), _most(smallest, error)
+            rejected = _rejected(batch, smallest, error)
+            # the largest that memory allows, or else the images of an epoch: the local batch of `smallest` is 1
+            of_epoch = smallest.sizes.images_per_epoch // smallest.sizes.global_batch
+            most = error.largest if isinstance(error, DoesNotFitError) else of_epoch
             if most >= batch:
                 raise  # for another reason than its size
             continue
@@ -218,10 +226,11 @@ def find_batch(search: BatchSearch) -> SearchResult:
         logger.info(
             "batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {peak / GIB:.2f} GiB" if peak else ""
         )
-    best = max((one for one in trials if one.status == TRAINS), key=_size, default=None)
-    next_larger = min((one for one in trials if one.status != TRAINS), key=_size, default=rejected)
+    size = attrgetter("local_batch")
+    best = max((one for one in trials if one.status == TRAINS), key=size, default=None)
+    next_larger = min((one for one in trials if one.status != TRAINS), key=size, default=rejected)
     assert next_larger is not None, "the search ends at a batch that does not train"
-    found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=_size)), best=best, next_larger=next_larger)
+    found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=size)), best=best, next_larger=next_larger)
     title = f"# {start.name}: largest batch\n\n"
     write_text(search.folder / CSV, found.table.csv())
     write_text(search.folder / MARKDOWN, title + found.table.markdown())
@@ -230,9 +239,9 @@ def find_batch(search: BatchSearch) -> SearchResult:
 
 def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     """Raise DoesNotFitError where the estimate of a known network exceeds a worker's share of the limit."""
-    workload, peak = planned.plan.request.workload, planned.plan.workers[0].memory_bytes
+    workload, peak = _known(planned), planned.plan.workers[0].memory_bytes
     share = None if limit is None else limit // planned.ppn
-    if workload is not None and not workload.assumed and peak is not None and share is not None and peak > share:
+    if workload is not None and peak is not None and share is not None and peak > share:
         raise DoesNotFitError(
             f"{workload.name} with {planned.recipe.batch.local} images per step needs {peak / GIB:.2f} GiB; "
             f"--memory leaves {share / GIB:.2f} GiB to each of {counted(planned.ppn, 'worker')}",
@@ -240,25 +249,12 @@ def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
         )
 
 
-def _size(trial: Trial) -> int:
-    return trial.local_batch
-
-
-def _most(smallest: PlannedTraining, error: InputError) -> int:
-    """The largest possible local batch, after a larger one was rejected for its memory or the images of an epoch."""
-    if isinstance(error, DoesNotFitError):
-        return error.largest
-    return smallest.sizes.images_per_epoch // smallest.sizes.global_batch  # of `smallest`, whose local batch is 1
-
-
 def _rejected(batch: int, smallest: PlannedTraining, error: InputError) -> Trial:
-    workload = smallest.plan.request.workload
+    workload = _known(smallest)
     return Trial(
         local_batch=batch,
         global_batch=batch * smallest.sizes.global_batch,
-        memory="",
-        estimate_bytes=None if workload is None or workload.assumed else footprint(workload, batch).total,
-        peak_bytes=None,
+        estimate_bytes=footprint(workload, batch).total if workload else None,
         status=DOES_NOT_FIT if isinstance(error, DoesNotFitError) else INVALID,
         ended_by=str(error),
     )
