@@ -23,7 +23,7 @@ from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Positive, Recipe, Section, SweepSection
 from cputrain.rows import Column, Rows, figure
 from cputrain.sweep.results import spread, write_results
-from cputrain.sweep.trainings import SEED, RunResult, Variant, clock, finished_top1s, train_all, variants
+from cputrain.sweep.trainings import SEED, RunResult, Variant, clock, train_all, variants
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ class BatchResults:
     @property
     def top1s(self) -> tuple[float, ...]:
         """Final top-1 in percent of the seeds that finished."""
-        return finished_top1s((self.best, *self.others))
+        return tuple(result.top1 for result in (self.best, *self.others) if result.top1 is not None)
 
 
 def check_study(trainings: Iterable[tuple[int, str]]) -> None:

@@ -31,7 +31,6 @@ from .trainings import TrainingSetup as TrainingSetup
 from .trainings import Variant as Variant
 from .trainings import clock as clock
 from .trainings import diverged_from as diverged_from
-from .trainings import finished_top1s as finished_top1s
 from .trainings import group_by_seed as group_by_seed
 from .trainings import loss_curve as loss_curve
 from .trainings import outcome_of as outcome_of

@@ -242,16 +242,6 @@ class SeedGroup:
     label: str
     results: tuple[RunResult, ...]
 
-    @property
-    def top1s(self) -> tuple[float, ...]:
-        """Final top-1 of the trainings that finished."""
-        return finished_top1s(self.results)
-
-
-def finished_top1s(results: Iterable[RunResult]) -> tuple[float, ...]:
-    """Final top-1 in percent of the trainings that finished."""
-    return tuple(result.top1 for result in results if result.top1 is not None)
-
 
 def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
     """Results with the same settings but for the seed, in the order of each group's first."""
