@@ -207,6 +207,6 @@ def _check_hosts(job: Job, launch: Launch, launcher: InstalledLauncher, report: 
         report(f"pre-flight: {warning}")
     if findings.errors:
         more = "".join(f"\n  {error}" for error in findings.errors[1:])
-        raise RunError(f"pre-flight: {findings.errors[0]}{more}\n  (--no-preflight starts without this check)")
+        raise RunError(f"pre-flight: {findings.errors[0]}{more}\n  (use --no-preflight to skip this check)")
     seconds = time.monotonic() - started
     report(f"pre-flight: {counted(len(job.hosts), 'host')} checked in {seconds:.1f} s")

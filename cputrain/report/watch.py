@@ -154,7 +154,7 @@ class WatchState:
 
 
 class EventTail:
-    """Reads the lines that are new in a file of events; from its begin again where a new run has replaced it."""
+    """Reads the new lines of a file of events; starts over if the file was replaced by a new run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
