@@ -24,35 +24,50 @@ from cputrain.variables import COMPLETE
 
 __all__ = ["group", "main"]
 
-COMMANDS = {
-    "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",
-    "machines": "list, search and show the machines that can be planned by name",
-    "machine": "save this host's topology as a tarball, to plan for it elsewhere",
-    "launch": "run any command with planned and bound workers, on one host or many",
-    "import": "print the launch that does what a command line of torchrun, mpirun, srun or ipexrun does",
-    "train": "train a recipe",
-    "sweep": "train a recipe with many settings and compare the results",
-    "find-lr": "suggest a learning rate for a recipe by a range test",
-    "weights": "fetch torchvision's pretrained weights of a network, or say where to put them",
-    "simulate": "predict a training's speed and duration on hosts that are not here",
-    "reproduce": "repeat published experiments at this machine's size; compare published tables",
-    "job": "write a Slurm or PBS script, or Kubernetes manifests, for a training, a preparation or any command",
-    "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
-    "predict": "name the classes of images by a trained network",
-    "export": "write a checkpoint's network as safetensors, state dict, TorchScript or ONNX",
-    "prepare": "pack images into shuffled shards",
-    "data": "inspect or verify a data folder",
-    "bench": "measure this host: training, memory, decoding, communication, optimizers",
-    "tune": "find the fastest plan for a recipe on this host, by trials",
-    "report": "write the page of a run, or of several runs compared",
-    "watch": "show a run as it goes on: curves, times of its ranks, warnings",
-    "recipes": "list, search and show the included recipes",
-    "keys": "print the manual of every recipe key",
-    "demo": "train ResNet-50 on handwritten digits, in minutes on two cores",
-    "doctor": "check this host: processor, memory, limits, libraries; each finding with its remedy",
-    "env": "print what a bug report needs: versions, processor, libraries, variables",
-    "completion": "print the completion script of bash, zsh or fish",
+SECTIONS = {
+    "Plan and launch": {
+        "plan": "show the cores, threads and memory of each worker, and why",
+        "launch": "run any command with bound workers, on one host or many",
+        "import": "convert a command line of torchrun, mpirun, srun or ipexrun",
+        "machines": "list, search and show the machines that can be planned by name",
+        "machine": "save this host's topology as a tarball, to plan for it elsewhere",
+    },
+    "Train and evaluate": {
+        "train": "train a recipe",
+        "sweep": "train a recipe with many settings and compare the results",
+        "find-lr": "suggest a learning rate for a recipe by a range test",
+        "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
+        "predict": "name the classes of images by a trained network",
+        "export": "write a network as safetensors, state dict, TorchScript or ONNX",
+        "weights": "fetch torchvision's pretrained weights of a network",
+        "reproduce": "repeat published experiments at this machine's size",
+        "demo": "train ResNet-50 on handwritten digits, in minutes on two cores",
+    },
+    "Data": {
+        "prepare": "pack images into shuffled shards",
+        "data": "inspect or verify a data folder",
+    },
+    "Measure and predict": {
+        "bench": "measure training, memory, decoding, communication and optimizers",
+        "tune": "find the fastest plan for a recipe on this host, by trials",
+        "simulate": "predict a training's speed and duration on other hosts",
+    },
+    "Jobs": {
+        "job": "write a Slurm or PBS script, or Kubernetes manifests",
+    },
+    "Results": {
+        "report": "write the page of a run, or of several runs compared",
+        "watch": "show a run as it goes on: curves, times of its ranks, warnings",
+    },
+    "Help": {
+        "doctor": "check this host; each finding with its remedy",
+        "env": "print what a bug report needs: versions, libraries, variables",
+        "recipes": "list, search and show the included recipes",
+        "keys": "print the manual of every recipe key",
+        "completion": "print the completion script of bash, zsh or fish",
+    },
 }
+COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 
 MODULES = {  # those that have not the command's name
     "machine": "plan",
@@ -103,9 +118,15 @@ class _Commands(click.Group):
         named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
         return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Commands by section, without blank lines between them: all fit a terminal of 80 x 40."""
+        self.format_usage(ctx, formatter)
+        formatter.write(f"\n{self.help}\n\n")
+        width = max(len(name) for name in COMMANDS)
+        for title, commands in SECTIONS.items():
+            lines = [title, *(f"  {name:{width}}  {text}" for name, text in commands.items())]
+            formatter.write("".join(f"{line}\n" for line in lines))
+        formatter.write("Each command has --help. -V, --version prints the version.\n")
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -37,6 +37,14 @@ def test_a_group_s_help_has_the_whole_summary_of_each_command(name: str) -> None
         assert " ".join((each.help or "").partition("\n\n")[0].split()).split(". ")[0].removesuffix(".") in text
 
 
+def test_the_help_of_all_commands_fits_a_terminal() -> None:
+    lines = group.get_help(click.Context(group, info_name="cputrain")).splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(
+        group.list_commands(click.Context(group))
+    )
+
+
 @pytest.mark.parametrize("name", SECTIONED)
 def test_every_option_stands_in_one_section(name: str) -> None:
     """A new option belongs into a section of cputrain/cli/options.py or of its command."""
