@@ -1,17 +1,21 @@
 """cputrain bench: every part on tiny sizes, its figures beside their limits, what is kept; the trace of two ranks."""
 
+import gc
+import io
 import json
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+from benchmarks.input import main as bench_decoders
 from cputrain.affinity.topology import NumaNode, this_machine
 from cputrain.bench import (
     HEIGHT,
@@ -25,6 +29,7 @@ from cputrain.bench import (
     layer_seconds,
     places,
     report_json,
+    report_svg,
     report_text,
     thread_counts,
     trace_json,
@@ -78,8 +83,6 @@ def test_memory_is_measured_for_each_node_by_thread_count_and_from_other_nodes()
 
 
 def test_memory_without_cores_is_measured_from_the_nearest() -> None:
-    from dataclasses import replace
-
     machine = build_machine(1, 1, 2, 1)
     hbm = NumaNode(id=1, pus=(), memory_bytes=1 << 34, kind="hbm", near=(0,))
     machine = replace(machine, numa_nodes=(*machine.numa_nodes, hbm), allowed_nodes=(0, 1))
@@ -249,8 +252,6 @@ def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
 
 
 def test_a_report_is_drawn_with_a_panel_for_each_unit() -> None:
-    from cputrain.bench import report_svg
-
     figures = tuple(
         Figure(name=f"figure {unit}", value=1.0, low=0.5, high=2.0, unit=unit, limit=3.0)
         for unit in ("GB/s", "images/s")
@@ -260,18 +261,22 @@ def test_a_report_is_drawn_with_a_panel_for_each_unit() -> None:
 
 
 def test_the_pixels_of_a_generated_photo_are_not_flat() -> None:
-    import io
-
-    from PIL import Image
-
     pixels = np.asarray(Image.open(io.BytesIO(generated_photos(1)[0])))
     assert pixels.shape == (HEIGHT, WIDTH, 3) and pixels.std() > 30
 
 
-def test_the_benchmark_of_decoders_runs_to_its_end(tmp_path: Path) -> None:
+def test_the_benchmark_of_decoders_runs_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, photo in enumerate(generated_photos(2)):
         (tmp_path / f"{number}.jpg").write_bytes(photo)
-    argv = [sys.executable, "-m", "benchmarks.input", str(tmp_path), "--rounds", "1"]
-    done = subprocess.run(argv, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| images per CPU-second, 2 files |" in done.stdout and "an epoch permuted in" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["benchmarks.input", str(tmp_path), "--rounds", "1"])
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        bench_decoders()
+    finally:  # it binds its process, sets its threads and freezes its objects
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+        gc.unfreeze()
+    out = capsys.readouterr().out
+    assert "| images per CPU-second, 2 files |" in out and "an epoch permuted in" in out
