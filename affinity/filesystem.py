@@ -54,7 +54,8 @@ def check_writable(folder: Path, option: str) -> None:
         top = Path(*folder.absolute().parts[:2])
         raise InputError(f"{option} {folder}: {top} does not exist: create it first, or name another folder")
     try:  # /proc, or a server that does not trust root, refuses only now
-        Path(tempfile.mkdtemp(prefix=".cputrain-", dir=existing)).rmdir()
+        with tempfile.TemporaryDirectory(prefix=".cputrain-", dir=existing) as made:
+            (Path(made) / "trial").write_bytes(bytes(4096))
     except OSError as error:
         why = f"cannot make a folder in {existing}: {error.strerror}"
         raise InputError(f"{option} {folder}: {why}: name another folder") from None

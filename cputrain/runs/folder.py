@@ -44,6 +44,7 @@ from cputrain.variables import is_restarted, job_in
 MARK = ".cputrain-run"
 # What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
 LINKED = {"checkpoints": ("step-*", "best", ".*.partial"), "logs": ("rank-*.log",), "usage": ("*.jsonl",)}
+FOLDERS = (*LINKED, METRICS)
 
 
 def mark(folder: Path) -> None:
@@ -353,6 +354,10 @@ def check_folder(
         check_removable(folder, RUN_FILES)
     if overwrite or not has_run(folder):  # without a recipe: one whose removal was interrupted
         return ""
+    for path in (folder / name for name in RUN_FILES):  # a report that cannot be written would end the training last
+        if os.path.lexists(path) and path.is_dir() != (path.name in FOLDERS):
+            found = "a link that leads nowhere" if not path.exists() else "a folder" if path.is_dir() else "a file"
+            raise InputError(f"output {folder}: {path} is {found}: move it away, or set output to another folder")
     old = load_recipe(str(folder / RECIPE))
     if resume:
         return _resumption(recipe, old, now)

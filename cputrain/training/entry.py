@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE
 from cputrain.affinity.ranks.rank import Rank
@@ -86,7 +87,11 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
         preemption=Preemption(session.group.keys, is_main_rank=session.is_main_rank, prepared=options.prepared),
         position=position,
     )
-    loop.saver.try_out(position)
+    try:
+        loop.saver.try_out(position)
+    except InputError:
+        progress.close()
+        raise
     return loop
 
 

@@ -6,9 +6,10 @@ how the evaluation has ended.
 
 import json
 import math
+import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,9 +51,9 @@ from cputrain.checkpoints import (
     write_tensors,
 )
 from cputrain.comm.buckets import Bf16AllReduceHook
-from cputrain.comm.group import all_gather
+from cputrain.comm.group import all_gather, run_on_main_rank
 from cputrain.comm.store import SignedKeys
-from cputrain.files import CHECKPOINTS
+from cputrain.files import CHECKPOINTS, write_atomic
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES
@@ -354,6 +355,7 @@ def load_eval_model(path: Path, network: nn.Module) -> int:
     return manifest.step
 
 
+TRIAL = ".trial.partial"
 POLL_S = 0.05
 WRITTEN_S = 600.0  # until a rank has written its files, after rank 0 has
 VISIBLE_S = 60.0  # until a file of another host has to be seen: network file systems keep listings for a while
@@ -394,6 +396,39 @@ class CheckpointWriter:
 
         self.wait()
         self._start(work)
+
+    def try_out(self, needed: int, *, first_on_host: bool) -> None:
+        """Write into the folder from every host, by the first rank there, and see on rank 0 what they have written, and
+        room for `needed` bytes. Raises InputError on each rank."""
+        place, problem = self.folder / TRIAL, ""
+        mine = place / rank_file(self.rank)
+        if first_on_host:
+            try:
+                write_atomic(mine, TRIAL.encode())
+            except OSError as error:
+                problem = f"rank {self.rank} cannot write into {self.folder}: {error.strerror}"
+        tries = all_gather((problem, rank_file(self.rank) if first_on_host else None))
+        try:
+            if problems := [each for each, _ in tries if each]:
+                raise InputError(f"{problems[0]}: set output to a folder that all hosts can write to")
+            run_on_main_rank(lambda: self._check_trial(place, [name for _, name in tries if name], needed))
+        finally:
+            with suppress(OSError):  # other ranks' files may be there still: the last one removes the folder
+                mine.unlink(missing_ok=True)
+                place.rmdir()
+
+    def _check_trial(self, place: Path, names: Sequence[str], needed: int) -> None:
+        for name in names:
+            if not seen(place / name, len(TRIAL)):
+                raise InputError(
+                    f"another host has written {place / name}, but it is not here: set output to a folder that all "
+                    "hosts share"
+                )
+        if needed > (free := shutil.disk_usage(place).free):
+            raise InputError(
+                f"{self.folder} has {free / 1e6:,.1f} MB free, a checkpoint needs {needed / 1e6:,.1f} or more: free "
+                "some space, or set output to another folder"
+            )
 
     def check(self) -> None:
         """Raise what has gone wrong in the background."""
@@ -460,7 +495,10 @@ class CheckpointWriter:
         partial = self.folder / partial_name(step)
         for rank in range(1, self.world_size):
             sums[rank_file(rank)] = found = self._await(rank, number)
-            self._await_file(partial / rank_file(rank), rank, found.bytes)
+            if not seen(partial / rank_file(rank), found.bytes):
+                raise RunError(
+                    f"rank {rank} has written {partial / rank_file(rank)}, but it is not seen on rank 0's host"
+                )
         self._manifest = manifest.model_copy(update={"files": sums})
         write_manifest(partial, self._manifest)
         put_in_place(partial, self.folder / name_of(step))
@@ -481,15 +519,15 @@ class CheckpointWriter:
                 )
             time.sleep(POLL_S)
 
-    def _await_file(self, path: Path, rank: int, size: int) -> None:
-        deadline = time.monotonic() + VISIBLE_S
-        while not path.is_file() or path.stat().st_size != size:
-            if time.monotonic() > deadline:
-                raise RunError(
-                    f"rank {rank} has written {path} on its host, but it is not here: set output to a folder that all "
-                    "hosts share"
-                )
-            time.sleep(POLL_S)
+
+def seen(path: Path, size: int) -> bool:
+    """Whether a file of so many bytes that another host has written is seen here within VISIBLE_S."""
+    deadline = time.monotonic() + VISIBLE_S
+    while not path.is_file() or path.stat().st_size != size:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _key(rank: int, number: int) -> str:
@@ -541,10 +579,14 @@ class Saver:
         self._unlogged = position.step, False
 
     def try_out(self, position: Position) -> None:
-        """Make checkpoint.json in memory: what it cannot hold would end the training at its first checkpoint. Raises
-        InputError."""
-        if not self.session.is_main_rank:
-            return
+        """Do what would end the training at its first checkpoint: make checkpoint.json in memory, and write into the
+        folder. To be called by all ranks. Raises InputError on each."""
+        run_on_main_rank(lambda: self._try_manifest(position))
+        averages = 1 if self.state.ema_model is None else 2
+        weights = sum(value.nbytes for value in self.state.network.state_dict().values())
+        self.writer.try_out(averages * weights, first_on_host=self.session.rank.local_rank == 0)
+
+    def _try_manifest(self, position: Position) -> None:
         try:
             record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
             manifest_text(self._manifest(position, record))

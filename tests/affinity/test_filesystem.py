@@ -56,6 +56,18 @@ def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> N
     assert err == "cputrain: out/sheet.png: Read-only file system: change its permissions, or name another folder\n"
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(place: Path) -> None:
+    """LeNet's weights have 1.7 MB. One that is full at once has no room for the run's first files."""
+    small = f"{TRAIN} plan.ppn=1 model.name=lenet model.zero_gamma=none data.crop=28 engine=eager output=out/run"
+    show = "; echo $? $(cat out/run/events.jsonl) >&2"
+    ((_, err),) = in_tmpfs(place, "size=900k", f"sh -c {shlex.quote(f'{CPUTRAIN} {small}{show}')}")
+    assert "MB free, a checkpoint needs 1." in err, err
+    assert err.splitlines()[-1].strip() == "2"
+    command = f"sh -c {shlex.quote(f'head -c 9M /dev/zero > out/ballast; {CPUTRAIN} {small}')}"
+    ((status, err),) = in_tmpfs(place, "size=300k", command)
+    assert status == 2 and "No space left on device" in err.splitlines()[-1], err
+
+
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(place: Path) -> None:
     settings = "model.name=resnet18 comm.backend=gloo output=out/run"
     if len(os.sched_getaffinity(0)) < 2:

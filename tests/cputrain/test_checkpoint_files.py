@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.affinity.errors import RunError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.checkpoints import (
     list_checkpoints,
     name_of,
@@ -125,6 +125,37 @@ def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
     with pytest.raises(OSError, match="No space left"):
         writer.wait()
     assert (tmp_path / partial_name(1)).exists() == (world_size > 1)
+
+
+def writer_of(folder: Path) -> CheckpointWriter:
+    """Of the only rank."""
+    keys = SignedKeys(HashStore(), "")
+    return CheckpointWriter(folder=folder, keys=keys, rank=0, world_size=1, keep=2, pus=os.sched_getaffinity(0))
+
+
+def test_before_the_first_step_a_folder_is_written_to_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cputrain.training.saving.VISIBLE_S", 0.1)
+    free = shutil.disk_usage(tmp_path).free
+    writer_of(tmp_path / "run").try_out(1000, first_on_host=True)
+    assert list((tmp_path / "run").iterdir()) == []
+    with pytest.raises(InputError, match=r"has [\d,.]+ MB free, a checkpoint needs [\d,.]+ or more"):
+        writer_of(tmp_path / "full").try_out(2 * free, first_on_host=True)
+    assert list((tmp_path / "full").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"rank 0 cannot write into .*file: (Not a directory|File exists)"):
+        writer_of(tmp_path / "file").try_out(1000, first_on_host=True)
+
+
+def test_a_folder_that_hosts_do_not_share_is_noticed_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 does not find what a host has said to have written."""
+    monkeypatch.setattr("cputrain.training.saving.VISIBLE_S", 0.1)
+    monkeypatch.setattr("cputrain.training.saving.write_atomic", lambda *_: None)
+    with pytest.raises(InputError, match="it is not here: set output to a folder that all hosts share"):
+        writer_of(tmp_path / "run").try_out(1000, first_on_host=True)
 
 
 def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,27 @@ def test_links_that_lead_nowhere_are_refused_before_anything_is_removed(recipe: 
     assert files(run) == before
 
 
+@pytest.mark.parametrize("name", ["report.html", "events.jsonl", "checkpoints", "metrics", "usage"])
+def test_a_file_in_place_of_a_folder_and_the_other_way_round_are_refused_before_a_run_goes_on(
+    recipe: Recipe, run: Path, name: str
+) -> None:
+    """The report is written after the last step."""
+    make_folder(recipe, None, overwrite=False)
+    path = run / name
+    if path.exists():
+        path.rename(run / "away")
+    path.mkdir() if "." in name else path.touch()
+    found = "a folder" if "." in name else "a file"
+    with pytest.raises(InputError, match=rf"{path} is {found}: move it away"):
+        check_folder(recipe, SCALE, resume=True, overwrite=False)
+    overwrite(recipe)
+    assert not path.exists()
+    if "." not in name:
+        path.symlink_to("/gone")
+        with pytest.raises(InputError, match=rf"{path} is a link that leads nowhere: move it away"):
+            check_folder(recipe, SCALE, resume=True, overwrite=False)
+
+
 def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe, run: Path) -> None:
     (run / "recipe.yaml").unlink()  # it goes last
     with pytest.raises(InputError, match="contains no run"):
