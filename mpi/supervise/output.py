@@ -77,12 +77,13 @@ class Relay:
 
     def _read(self) -> None:
         left_out = 0
-        while data := os.read(self._pipe.fileno(), CHUNK_BYTES):
-            try:
-                self._chunks.put(self._notice(left_out) + data, block=not left_out, timeout=BLOCKED_S)
-                left_out = 0
-            except queue.Full:
-                left_out += len(data)
+        with self._pipe:
+            while data := os.read(self._pipe.fileno(), CHUNK_BYTES):
+                try:
+                    self._chunks.put(self._notice(left_out) + data, block=not left_out, timeout=BLOCKED_S)
+                    left_out = 0
+                except queue.Full:
+                    left_out += len(data)
         self._chunks.put(self._notice(left_out))
         self._chunks.put(END)
 

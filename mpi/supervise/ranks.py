@@ -241,6 +241,9 @@ class RankSupervisor:
         for rank in self.ranks:
             for stream in rank.streams:
                 stream.close()
+            for pipe in (rank.process.stdout, rank.process.stderr):
+                if pipe is not None:
+                    pipe.close()
             rank.log.close()
             os.close(rank.stack_file)
         self._selector.close()

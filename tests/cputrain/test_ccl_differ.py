@@ -86,8 +86,10 @@ def test_what_differs_between_ranks_is_said_on_all_of_them_at_once(tmp_path: Pat
         found = said_by(*processes)
     for name, expected in DIFFERENT.items():
         assert_differ(found[name], expected)
-    seen_by = ("rank 0 has 8 bytes for rank 1, which expects 8, and expects 8 bytes of it, which has 12",)
-    seen_by += ("rank 1 has 12 bytes for rank 0, which expects 8, and expects 8 bytes of it, which has 8",)
+    seen_by = (
+        "rank 0 has 8 bytes for rank 1, which expects 8, and expects 8 bytes of it, which has 12",
+        "rank 1 has 12 bytes for rank 0, which expects 8, and expects 8 bytes of it, which has 8",
+    )
     assert any(sentence in found["rows"][0].error for sentence in seen_by), found["rows"]
     for said in found["checkpoint_thread"].values():
         assert "the ranks of group 0 differ: rank 0 in " in said.error and ", rank 1 in " in said.error, said

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +63,10 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
         "print('to stderr', file=sys.stderr)"
     )
     planned = job(tmp_path, code)
-    assert run_local(planned, os.environ, out, err) == 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        assert run_local(planned, os.environ, out, err) == 0
+    assert not [each.message for each in warned if each.category is ResourceWarning]  # python -X dev shows these
     for worker in planned.plan.workers:
         rank = worker.local_rank
         line = f"{rank} {rank} {WORKERS} {WORKERS} 0 0 {list(worker.pus)}"
