@@ -24,10 +24,9 @@ from cputrain.cli.options import (
     restarts_option,
 )
 from cputrain.cli.output import print_file
-from cputrain.launch.command import Switches, program
+from cputrain.launch.command import Switches, become_rank, make_launch, program, request_of_rank, run_launch
 from cputrain.launch.options import PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
-from cputrain.launch.run import become_rank, make_launch, request_of_rank, run_launch
 
 # Options about all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (

@@ -1,11 +1,15 @@
 from .command import HostsLeft as HostsLeft
 from .command import Switches as Switches
+from .command import become_rank as become_rank
 from .command import is_due as is_due
 from .command import is_python as is_python
 from .command import is_training as is_training
 from .command import keep_logs as keep_logs
+from .command import make_launch as make_launch
 from .command import new_folder as new_folder
 from .command import program as program
+from .command import request_of_rank as request_of_rank
+from .command import run_launch as run_launch
 from .command import with_absent_module as with_absent_module
 from .command import with_restarts as with_restarts
 from .local import PlannedTraining as PlannedTraining
@@ -46,8 +50,4 @@ from .rank_process import Startup as Startup
 from .rank_process import bind_rank as bind_rank
 from .rank_process import run_rank as run_rank
 from .rank_process import startup_of as startup_of
-from .run import become_rank as become_rank
-from .run import make_launch as make_launch
-from .run import request_of_rank as request_of_rank
-from .run import run_launch as run_launch
 from .task import run_on_ranks as run_on_ranks

@@ -1,4 +1,4 @@
-"""Any command under a plan: the job that starts it, what a training's command is, restarts after failures.
+"""The launch of any command under a plan: its job, checked hosts, restarts after failures; or one rank of it.
 
 Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transports are measured, in processes of their
 own.
@@ -9,28 +9,53 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+from uuid import uuid4
 
-from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import cache_folder
+from cputrain.affinity.errors import InputError, RunError, as_option
+from cputrain.affinity.filesystem import cache_folder, check_writable
+from cputrain.affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_in_memory
+from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.ranks.host_names import is_this_host
-from cputrain.affinity.ranks.rank import port_of
+from cputrain.affinity.ranks.rank import Rank, port_of
 from cputrain.affinity.start import own_program
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted, first_named
-from cputrain.files import LOGS, PLAN
-from cputrain.launch.options import PlanningOptions, check_binder, het_groups, network_of
+from cputrain.files import LOGS, PLAN, write_plan
+from cputrain.launch.options import (
+    COMPILING,
+    PlanningOptions,
+    check_binder,
+    chosen,
+    het_groups,
+    in_pods,
+    network_of,
+    plan_hosts,
+    request_of_options,
+    training_arguments,
+    uses_launcher,
+    wait_for_name,
+    with_allocated_hosts,
+    with_host_groups,
+    with_instances,
+    with_pods,
+)
 from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.mpi.hosts.groups import Cluster
-from cputrain.mpi.launchers.launcher import Job, Launcher
+from cputrain.mpi.hosts.schedulers import Allocation, allocation
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, Launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS
-from cputrain.mpi.preflight import unreachable
+from cputrain.mpi.preflight import run_preflight, unreachable
 from cputrain.mpi.supervise.processes import JobFailedError
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise.run import free_port, run_local, run_remote
+from cputrain.variables import restart_variables
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -188,18 +213,9 @@ def _has_backend(env: Mapping[str, str]) -> bool:
     return False
 
 
-TRAINER = ("cputrain", "train")
-
-
 def is_training(command: tuple[str, ...]) -> bool:
     """Whether a command is `cputrain train`, or `python -m cputrain train`."""
     return training_arguments(command) is not None
-
-
-def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The arguments of `cputrain train` where a command is that, or `python -m cputrain train`."""
-    pairs = list(pairwise(PurePath(word).name for word in command))
-    return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None
 
 
 def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
@@ -217,8 +233,6 @@ def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None"
 
 
 COMPARED_PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
-COMPILING = ("/native_build.py:", "/cpp_extension.py:", "/torch/_inductor/")
-"""In a line of a Python stack: the rank compiles our parts or torch's, and has not started yet."""
 
 # Modules that scripts import, as their error names them -> what to do without them.
 ABSENT_MODULES = {
@@ -296,3 +310,163 @@ def on_hosts(options: PlanningOptions, hosts: tuple[str, ...]) -> PlanningOption
     groups = ((tuple(host for host in names if host in hosts), machine) for names, machine in options.groups)
     components = tuple(tuple(host for host in names if host in hosts) for names in options.components)
     return replace(options, hosts=hosts, groups=tuple(group for group in groups if group[0]), components=components)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command and what starts it, at its first start and at its restarts.
+
+    `launcher` is None where this process starts the workers. `instances`: how many independent copies were requested,
+    `instance` which of them are started. `allocation` is the scheduler's job around this process.
+    """
+
+    command: tuple[str, ...]
+    options: PlanningOptions
+    base: Request
+    switches: Switches
+    env: Mapping[str, str]
+    launcher: InstalledLauncher | None
+    folder: Path
+    instances: int | str | None
+    instance: str | None
+    allocation: Allocation | None
+
+    def planned(self) -> tuple[Job, Cluster]:
+        """The job and its hosts' plans. Raises InputError where the request does not fit."""
+        cluster = plan_hosts(self.options, self.base, self.env, self.command)
+        job = command_job(self.options, cluster, self.command, self.folder, self.env, self.switches)
+        job = in_pods(job, self.env)
+        return (job if self.instances is None else replace(job, instances=chosen(self.instance, job.ppn))), cluster
+
+
+def make_launch(
+    command: tuple[str, ...],
+    options: PlanningOptions,
+    base: Request,
+    switches: Switches,
+    env: Mapping[str, str],
+    *,
+    host_groups: tuple[str, ...],
+    instances: int | str | None,
+    instance: str | None,
+    folder: Path,
+) -> Launch:
+    """The launch of a command as requested, on the hosts of the batch job around this process where none are named.
+    Raises InputError where options cannot be combined."""
+    found = allocation(env)
+    options = with_allocated_hosts(with_host_groups(options, host_groups), found)
+    options = with_pods(options, env)
+    check_launch(options, plan_on_host=switches.plan_on_host)
+    if instances is not None:
+        options = with_instances(options, instances, this_machine())
+    return Launch(
+        command=command,
+        options=options,
+        base=base,
+        switches=switches,
+        env=env,
+        launcher=find_launcher(options.launcher, env) if uses_launcher(options) else None,
+        folder=folder,
+        instances=instances,
+        instance=instance,
+        allocation=found,
+    )
+
+
+def run_launch(
+    launch: Launch,
+    first: Job,
+    cluster: Cluster,
+    *,
+    named: bool,
+    restarts: int,
+    preflight: bool | None,
+    report: Callable[[str], None],
+) -> int:
+    """Run the job that was planned first, after failures again on the hosts that are left; its exit status.
+
+    Makes the launch's folder, whose name the user has given where `named`. `preflight` checks the hosts before the
+    start; None: where there are several. `report` shows a line to the user. Raises InputError, JobFailedError.
+    """
+    if launch.launcher is None:
+        check_program(launch.command, launch.env)
+    check_writable(launch.folder, "--output")
+    launch = replace(launch, folder=new_folder(launch.folder, named=named))
+    name = uuid4().hex
+    left = HostsLeft(hosts=launch.options.hosts, command=launch.command)
+
+    def start(attempt: int, failure: JobFailedError | None) -> int:
+        job, hosts = replace(first, plan_path=launch.folder / PLAN, log_dir=launch.folder / LOGS), cluster
+        if failure is not None:
+            keep_logs(launch.folder / LOGS, attempt - 1)
+            job, hosts = replace(launch, options=on_hosts(launch.options, left.after(failure))).planned()
+        job = replace(job, variables=(*job.variables, *restart_variables(attempt, restarts, name)))
+        for warning in (*hosts.warnings, *(text for group in hosts.groups for text in _warnings(group.plan))):
+            report(f"warning: {warning}")
+        try:
+            return _run(job, launch, preflight, report)
+        except JobFailedError as error:
+            if error.shortage is None:
+                raise with_absent_module(error) from None
+            from cputrain.launch.local import with_remedy  # the recipes: only where one may have failed
+
+            raise with_remedy(error, job) from None
+
+    return with_restarts(start, restarts)
+
+
+def become_rank(
+    rank: Rank,
+    request: Request,
+    command: tuple[str, ...],
+    env: Mapping[str, str],
+    *,
+    check: bool,
+    keep_env: bool,
+    report: Callable[[str], None],
+) -> NoReturn:
+    """Be the rank that mpirun, srun or torchrun has started: bind to its share of this host and become the command."""
+    plan, index = plan_for_rank(request, rank, command, env)
+    for warning in _warnings(plan) if rank.local_rank == 0 else ():
+        report(f"warning: {warning}")
+    exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check, keep_env=keep_env)
+
+
+def request_of_rank(options: PlanningOptions, base: Request, rank: Rank) -> Request:
+    """The request of the host that a rank shares. Raises InputError for another number of workers than it has."""
+    ppn = options.given["ppn"]
+    if ppn not in (None, "auto", rank.local_world_size):
+        raise InputError(
+            f"--ppn {ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
+            f"set it to {rank.local_world_size}"
+        )
+    return request_of_options(options, base)
+
+
+def _warnings(plan: Plan) -> tuple[str, ...]:
+    return tuple(plan.worded(as_option).warnings)
+
+
+def _run(job: Job, launch: Launch, preflight: bool | None, report: Callable[[str], None]) -> int:
+    """Check the hosts where that is wanted, run the job; its exit status."""
+    if launch.launcher is None:
+        wait_for_name(job.master_addr or "", job.pods)
+        write_plan(job.plan_path, job.plan)
+        return run_local(job, launch.env)
+    if preflight or (preflight is None and len(job.hosts) > 1):
+        _check_hosts(job, launch, launch.launcher, report)
+    measure_transports(job, launch.launcher.launcher, launch.env, report)
+    return run_remote(job, launch.launcher, launch.folder, launch.env)
+
+
+def _check_hosts(job: Job, launch: Launch, launcher: InstalledLauncher, report: Callable[[str], None]) -> None:
+    """Check the hosts and report the warnings. Raises RunError with all errors."""
+    started = time.monotonic()
+    findings = run_preflight(job, launcher, launch.folder / "preflight", launch.env, COMPARED_PACKAGES)
+    for warning in findings.warnings:
+        report(f"pre-flight: {warning}")
+    if findings.errors:
+        more = "".join(f"\n  {error}" for error in findings.errors[1:])
+        raise RunError(f"pre-flight: {findings.errors[0]}{more}\n  (use --no-preflight to skip this check)")
+    seconds = time.monotonic() - started
+    report(f"pre-flight: {counted(len(job.hosts), 'host')} checked in {seconds:.1f} s")

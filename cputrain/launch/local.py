@@ -16,8 +16,7 @@ from cputrain.checkpoints import ScaleRecord
 from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
-from cputrain.launch.command import COMPILING, training_arguments
-from cputrain.launch.options import THIS_HOST
+from cputrain.launch.options import COMPILING, THIS_HOST, training_arguments
 from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.launchers.launcher import Job
