@@ -16,7 +16,9 @@ namespace cputrain {
 namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a key that another rank is about to set
-constexpr auto kMaxPause = std::chrono::milliseconds(20);
+constexpr auto kPausePerRank = std::chrono::microseconds(20);  // of a group: 50,000 looks a second at the most, of all ranks
+constexpr int kLongestPauses = 20;  // the shortest ones that the longest one takes
+constexpr auto kAll = "/all";
 constexpr size_t kMostKinds = 256;  // of a group's collectives: sizes that always differ must not fill the store
 constexpr uint64_t kBalanceBits = (uint64_t{1} << 48) - 1;  // the sum over 32,767 ranks does not overflow in the store
 
@@ -149,20 +151,29 @@ FirstCalls::Agreed FirstCalls::compare(
 
 void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
   pthread_setname_np(pthread_self(), "cputrain-calls");
-  std::unique_lock lock(shared->mutex);
+  std::unique_lock lock(shared->mutex, std::defer_lock);
   try {
-    const auto store = shared->store->clone();
-    auto pause = kPause;
+    const auto store = shared->store->clone();  // without the lock: a caller must not wait while this one connects
+    // All ranks ask one store: a thousand of them, each fifty times a second, would keep it from their heartbeats.
+    const auto shortest = std::max<std::chrono::microseconds>(kPause, shared->size * kPausePerRank);
+    const auto longest = kLongestPauses * shortest;
+    auto pause = shortest;
+    lock.lock();
     while (!shared->calls.empty() && !shared->left && Engine::instance().disagreement().empty()) {
       const auto asked = shared->calls;
       lock.unlock();
+      bool agreed = true;  // so far: none is agreed on before those that were called before it
       for (const auto& call : asked) {
-        call->agreed = is_agreed(*store, *call, shared->size);
+        publish(*store, *call, shared->size);
+        agreed = agreed && store->check({call->key + kAll});
+        call->agreed = agreed;
       }
-      std::this_thread::sleep_for(pause);
+      if (!asked.front()->agreed) {
+        std::this_thread::sleep_for(pause);
+      }
       lock.lock();
-      const auto agreed = std::erase_if(shared->calls, [](const auto& call) { return call->agreed.load(); });
-      pause = agreed > 0 || shared->calls.size() > asked.size() ? kPause : std::min(2 * pause, kMaxPause);
+      const auto ended = std::erase_if(shared->calls, [](const auto& call) { return call->agreed.load(); });
+      pause = ended > 0 || shared->calls.size() > asked.size() ? shortest : std::min(2 * pause, longest);
     }
   } catch (const std::exception&) {
     // The store has gone with rank 0: the watchdog ends a rank that waits then.
@@ -174,17 +185,17 @@ void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
 }
 
 // All have called the same up to a number where their digests are one, and their balances add up to 0.
-bool FirstCalls::is_agreed(c10d::Store& store, Call& call, int size) {
-  const auto all = call.key + "/all", balances = call.key + "/balance";
-  if (!std::exchange(call.is_published, true)) {
-    if (call.balance) {
-      store.add(balances, static_cast<int64_t>(*call.balance & kBalanceBits));
-    }
-    if (store.add(call.key, 1) == size && (!call.balance || (store.add(balances, 0) & kBalanceBits) == 0)) {
-      store.set(all, std::string("called"));
-    }
+void FirstCalls::publish(c10d::Store& store, Call& call, int size) {
+  if (std::exchange(call.is_published, true)) {
+    return;
   }
-  return store.check({all});
+  const auto balances = call.key + "/balance";
+  if (call.balance) {
+    store.add(balances, static_cast<int64_t>(*call.balance & kBalanceBits));
+  }
+  if (store.add(call.key, 1) == size && (!call.balance || (store.add(balances, 0) & kBalanceBits) == 0)) {
+    store.set(call.key + kAll, std::string("called"));
+  }
 }
 
 void monitored_barrier(

@@ -65,7 +65,7 @@ class FirstCalls {
   struct Call;
   struct Shared;
   static void run(const std::shared_ptr<Shared>& shared);
-  static bool is_agreed(c10d::Store& store, Call& call, int size);
+  static void publish(c10d::Store& store, Call& call, int size);
 
   const std::shared_ptr<Shared> shared_;
   std::unordered_set<uint64_t> kinds_;
