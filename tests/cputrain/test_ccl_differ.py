@@ -152,11 +152,11 @@ def test_full_shared_memory_is_said_with_what_to_do_and_leaves_no_file() -> None
 
 def test_ranks_of_different_hosts_that_differ_get_no_result() -> None:
     """Without memory that both see. Where all have called both kinds before, they learn it by their heartbeats;
-    a collective that nobody waits for yet keeps no message back."""
+    a collective that nobody waits for yet keeps no message back, and one that is refused ends nothing."""
     alone = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FI_TCP_IFACE": "lo", **QUIET}
     argv = (*alone, sys.executable, "-m", PROGRAM)
-    names = cases_of("sizes", "types", "barrier", "one_way", "known_types", "message_between")
+    names = cases_of("sizes", "types", "barrier", "one_way", "known_types", "message_between", "refused_type")
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(command(*argv, *names, MASTER_ADDR="127.0.0.1", **common, RANK=str(rank)))
@@ -170,5 +170,5 @@ def test_ranks_of_different_hosts_that_differ_get_no_result() -> None:
     for said in found["known_types"].values():
         assert said.returned and "the ranks of group 0 differ at its collective #" in said.error, said
         assert "rank 0 on " in said.error and "rank 1 on " in said.error and said.seconds < 30, said
-    for said in found["message_between"].values():
-        assert said.error == "", said
+    for name in ("message_between", "refused_type"):
+        assert {rank: said.error for rank, said in found[name].items()} == {0: "", 1: ""}, found

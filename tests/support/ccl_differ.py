@@ -118,6 +118,16 @@ def message_between(rank: int) -> None:
     assert all(bool((each == 2).all()) for each in values), values
 
 
+def refused_type(_: int) -> None:
+    """All ranks call what oneCCL cannot reduce: the group goes on."""
+    refused = ""
+    try:
+        dist.all_reduce(ones(4).to(torch.float8_e4m3fn))
+    except RuntimeError as error:
+        refused = str(error)
+    assert refused.endswith("ccl cannot reduce Float8_e4m3fn: convert the tensor first"), refused
+
+
 CASES: dict[str, Case] = {
     "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
     "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 198_000 * rank)),
@@ -144,6 +154,7 @@ CASES: dict[str, Case] = {
     "checkpoint_thread": checkpoint_thread,
     "known_types": known_types,
     "message_between": message_between,
+    "refused_type": refused_type,
 }
 
 

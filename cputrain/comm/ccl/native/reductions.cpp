@@ -58,6 +58,7 @@ Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, B
       values = values.to(at::kFloat);
     }
   }
+  datatype_of(values.scalar_type());  // refuses in the call: where oneCCL gets it later, an error would end the group
   return {values, how, function, op == ReduceOp::AVG ? static_cast<double>(size) : 1.0};
 }
 
