@@ -236,11 +236,12 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     return listed
 
 
-def _check_names(hosts: Sequence[str], source: str) -> None:
-    """Raise InputError where two names are of one host, or one means another host on each of them."""
+def _check_names(hosts: Sequence[str], source: str, *, slurm: bool = False) -> None:
+    """Raise InputError where two names are of one host, or one means another host on each of them. Slurm may have
+    several nodes on this host."""
     if twice := repeated_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
-    if twice := repeated_this_host(hosts):
+    if not slurm and (twice := repeated_this_host(hosts)):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
     if twice := names_of_one_host(hosts):
         raise InputError(
@@ -286,7 +287,7 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
-        _check_names(hosts, found.title)
+        _check_names(hosts, found.title, slurm=found.scheduler.name == "Slurm")
         return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
         known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
