@@ -1,5 +1,6 @@
 """Ranks that are in different collectives over oneCCL, and ranks that are lost while rank 0 cannot judge."""
 
+import random
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -68,8 +69,10 @@ def said_by(*processes: subprocess.Popen[bytes]) -> Found:
 
 
 def cases_of(*names: str) -> list[str]:
-    """The arguments of the program for cases that share a rank's interpreter: each with a port of its own."""
-    return [f"{name}:{free_port()}" for name in names]
+    """The arguments of the program for cases that share a rank's interpreter: each with a port of its own, which no
+    other test takes before its case begins."""
+    ports = random.SystemRandom().sample(range(7_000, 10_000), len(names))
+    return [f"{name}:{port}" for name, port in zip(names, ports, strict=True)]
 
 
 def assert_differ(found: dict[int, Said], expected: str) -> None:

@@ -24,12 +24,12 @@ from cputrain.data.pixels import (
     Crop,
     Crops,
     Decode,
-    ImageError,
     center_crop,
     choose_decoder,
     decode_by_pillow,
     random_box,
 )
+from cputrain.data.prepare import ImageError
 from cputrain.models import import_torchvision
 from tests.support.images import encoded
 

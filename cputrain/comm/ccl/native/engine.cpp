@@ -276,7 +276,12 @@ void Engine::disagree(const std::string& what) {
 
 std::string Engine::disagreement() {
   const std::lock_guard lock(published_mutex_);
-  return disagreement_;
+  auto found = disagreement_;
+  for (const auto& [_, ledger] : ledgers_) {
+    const auto held = ledger.lock();
+    found = found.empty() && held ? held->disagreement() : found;
+  }
+  return found;
 }
 
 void Engine::time_out(const Operation& operation) {

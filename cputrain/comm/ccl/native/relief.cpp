@@ -111,15 +111,7 @@ void Engine::look_for_unpolled() {
 
 // Needs the engine's lock.
 void Engine::look_for_disagreement() {
-  std::string found;
-  {
-    const std::lock_guard lock(published_mutex_);
-    for (const auto& [_, ledger] : ledgers_) {
-      const auto held = ledger.lock();
-      found = found.empty() && held ? held->disagreement() : found;
-    }
-  }
-  if (!found.empty() && aborted_.empty()) {
+  if (const auto found = disagreement(); !found.empty() && aborted_.empty()) {
     start_thread([this, found] { disagree(found); });
   }
 }
