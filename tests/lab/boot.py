@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,11 @@ def run(guest: Guest) -> str:
 
 def _boot(guest: Guest) -> str:
     """The guest's console, as text. It lasts until the guest powers off, or TIMEOUT_S."""
+    # Commands start Python with -S, as reading every .pth file takes the guest long: packages are found by this path.
+    variables = {"PYTHONPYCACHEPREFIX": str(BYTECODE), "PYTHONPATH": sysconfig.get_path("platlib")}
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     (guest.exchange / f"command-{guest.name}").write_text(
-        f"cd {shlex.quote(str(ROOT))}; export PYTHONPYCACHEPREFIX={shlex.quote(str(BYTECODE))}\n{guest.command}\n"
+        f"cd {shlex.quote(str(ROOT))}; export {exports}\n{guest.command}\n"
     )
     guest.status.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
