@@ -102,7 +102,7 @@ def fault(name: str, cause: Callable[[Place], Seen], status: int, *says: str) ->
 
 
 FAULTS = (
-    fault("full: checkpoints/", on_disk("run/checkpoints", 8_000, *RESUME), 1, FULL, "run/checkpoints/.step-"),
+    fault("full: checkpoints/", on_disk("run/checkpoints", 8_000, *RESUME), 2, "run/checkpoints has", "MB free"),
     fault("full: events.jsonl", events_on_full_disk, 1, FULL, "run/events.jsonl"),
     fault(
         "full: logs/",
@@ -118,10 +118,10 @@ FAULTS = (
     ),
     fault("full: recipe.yaml", on_disk("run", 4, *TRAIN, before=False), 1, FULL, "run/recipe.yaml"),
     fault("full: plan.json", on_disk("run", 12, *TRAIN, before=False), 1, FULL, "run/plan.json"),
-    fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 1, FULL, "run/"),
+    fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 2, "output run", FULL),
     fault("full: report.html", on_disk("run", 10_000, "report", "run", ballast=True), 1, FULL, "run/report.html"),
     fault("read-only: a new run's folder", on_disk("run", 100, *TRAIN, options="ro", before=False), 2, "run"),
-    fault("read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 1, READ_ONLY),
+    fault("read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 2, READ_ONLY),
     fault("read-only: report.html", on_disk("run", 10_000, "report", "run", options="ro"), 1, READ_ONLY),
     Fault(kind=KIND, name="full: standard output", cause=stdout_full, status=0, loses=0),
     Fault(kind=KIND, name="full: standard output and standard error", cause=both_full, status=0, loses=0),
