@@ -15,7 +15,7 @@ class Node:
     """
 
     cpus: str = ""
-    mib: int = 1024  # a worker on each node needs 620 MiB
+    mib: int = 1024  # a worker on each node needs 715 MiB
     kind: str = DRAM
     beside: int | None = None
 
@@ -117,7 +117,7 @@ TOPOLOGIES: dict[str, Topology] = {
         distances=((10, 21, 13, 28), (21, 10, 23, 17), (13, 23, 10, 30), (28, 17, 30, 10)),
     ),
     "unknown-memory": Topology(
-        workers=(1,) * 4, cores=4, nodes=(Node(cpus="0-3", mib=2560), Node(kind=UNKNOWN, beside=0))
+        workers=(1,) * 4, cores=4, nodes=(Node(cpus="0-3", mib=3328), Node(kind=UNKNOWN, beside=0))
     ),
     "four-sockets": Topology(
         workers=(3,) * 3,
@@ -132,7 +132,7 @@ TOPOLOGIES: dict[str, Topology] = {
         workers=(4, 4),
         sockets=2,
         cores=4,
-        nodes=(Node(cpus="0-3"), Node(cpus="4-7", mib=0)),
+        nodes=(Node(cpus="0-3", mib=2048), Node(cpus="4-7", mib=0)),
         distances=((10, 21), (21, 10)),
     ),
     "many": Topology(workers=(24,) * 4, sockets=2, cores=48, nodes=even(4, 96)),
