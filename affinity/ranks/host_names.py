@@ -80,10 +80,10 @@ def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
     return (own[0], own[1]) if len(own) > 1 else None
 
 
-def names_of_one_host(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """The first name in a list and a longer one that begins with all of its labels, where the name service does not
-    tell them apart: it gives them the same address, or it does not know both and no other name is longer. None without
-    such. It is asked of such names only."""
+def names_of_one_host(hosts: Sequence[str], *, by_name: bool) -> tuple[str, str] | None:
+    """The first name in a list and a longer one that begins with all of its labels, where they are one host: the name
+    service gives them the same address; or with `by_name`, it does not know both and no other name is longer. None
+    without such. It is asked of such names only."""
     by_key = {host_key(host): host for host in hosts if not is_address(host)}
     longer: dict[str, list[str]] = {}
     for key, host in by_key.items():
@@ -94,7 +94,7 @@ def names_of_one_host(hosts: Sequence[str]) -> tuple[str, str] | None:
         own = {*addresses_of(short)}
         for host in others:
             found = addresses_of(host)
-            if not own.isdisjoint(found) or (len(others) == 1 and not (own and found)):
+            if not own.isdisjoint(found) or (by_name and len(others) == 1 and not (own and found)):
                 return short, host
     return None
 

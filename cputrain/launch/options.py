@@ -230,20 +230,23 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
     every, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
-    _check_names(every, source)
+    _check_names(every, source, by_name=hostfile is not None)
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
 
 
-def _check_names(hosts: Sequence[str], source: str, *, slurm: bool = False) -> None:
-    """Raise InputError where two names are of one host, or one means another host on each of them. Slurm may have
-    several nodes on this host."""
+def _check_names(hosts: Sequence[str], source: str, *, by_name: bool = False, slurm: bool = False) -> None:
+    """Raise InputError where two names are of one host, or one means another host on each of them.
+
+    `by_name`: a short name is the only longer one that begins with it, unless their addresses differ, as Open MPI has
+    it. Slurm may have several nodes on this host.
+    """
     if twice := repeated_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
     if not slurm and (twice := repeated_this_host(hosts)):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
-    if twice := names_of_one_host(hosts):
+    if twice := names_of_one_host(hosts, by_name=by_name):
         raise InputError(
             f"{source}: {twice[0]} and {twice[1]} are one host by their addresses or, where these are "
             "unknown, by their names: name it once, with all of its slots"
@@ -287,7 +290,8 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
-        _check_names(hosts, found.title, slurm=found.scheduler.name == "Slurm")
+        slurm = found.scheduler.name == "Slurm"  # its nodes have full names
+        _check_names(hosts, found.title, by_name=not slurm, slurm=slurm)
         return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
         known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])

@@ -168,20 +168,23 @@ def test_names_and_addresses_of_this_host_are_one_host(
     assert found_here(name, hosts, listed, tmp_path, TWICE) == twice
 
 
-ONE_HOST = TWICE.replace("repeated_this_host", "names_of_one_host")
+ONE_HOST = (
+    "import sys; from cputrain.affinity.ranks.host_names import names_of_one_host; "
+    "print(*(names_of_one_host(sys.argv[1:], by_name=by_name) for by_name in (False, True)))"
+)
 
 
 @pytest.mark.parametrize(
     ("hosts", "listed", "twice"),
     [
-        ("10.7.0.9 n1.a n1\n10.7.0.8 n2.a n2\n", ["n2", "n1", "n1.a"], "('n1', 'n1.a')"),
-        ("10.7.0.9 n1.a n1\n", ["n1.a", "ana@N1"], "('ana@N1', 'n1.a')"),
-        ("10.7.0.9 n1.a\n10.7.0.8 n1\n", ["n1", "n1.a"], "None"),
-        ("10.7.0.9 n1.a n1.b\n", ["n1.a", "n1.b", "n1"], "None"),  # n1 is unknown, the others are not short for another
-        ("", ["n1", "n1.a"], "('n1', 'n1.a')"),
-        ("10.7.0.9 n1.a\n", ["n2", "n1.a", "n1"], "('n1', 'n1.a')"),
-        ("", ["n1", "n1.a", "n1.b"], "None"),  # either, or a third
-        ("", ["10.7", "10.7.0.9", "n1", "n10.a"], "None"),
+        ("10.7.0.9 n1.a n1\n10.7.0.8 n2.a n2\n", ["n2", "n1", "n1.a"], "('n1', 'n1.a') ('n1', 'n1.a')"),
+        ("10.7.0.9 n1.a n1\n", ["n1.a", "ana@N1"], "('ana@N1', 'n1.a') ('ana@N1', 'n1.a')"),
+        ("10.7.0.9 n1.a\n10.7.0.8 n1\n", ["n1", "n1.a"], "None None"),
+        ("10.7.0.9 n1.a n1.b\n", ["n1.a", "n1.b", "n1"], "None None"),  # n1 is unknown, the others are not short
+        ("", ["n1", "n1.a"], "None ('n1', 'n1.a')"),
+        ("10.7.0.9 n1.a\n", ["n2", "n1.a", "n1"], "None ('n1', 'n1.a')"),
+        ("", ["n1", "n1.a", "n1.b"], "None None"),  # either, or a third
+        ("", ["10.7", "10.7.0.9", "n1", "n10.a"], "None None"),
     ],
 )
 def test_a_name_and_its_short_form_with_one_address_are_one_host(

@@ -48,6 +48,7 @@ def test_a_host_is_listed_once_however_it_is_written(tmp_path: Path) -> None:
     for listed, name in (("localhost,n2", "localhost"), ("n2,127.0.1.1", "127.0.1.1"), ("n2,::1", "::1")):
         assert f"--hosts: {name} is each host itself, on n2 too" in refused(here(*plan, listed))
     assert here(*plan, "127.0.0.2,127.0.0.3").returncode == 0  # as people try several hosts on one
+    assert here(*plan, "n1,n1.invalid").returncode == 0  # full names, which nobody here knows to be one host's
     groups = (f"--host-group={own}=skx-8160-2s", "--host-group=localhost=skx-8160-2s")
     assert f"{own} and localhost are both this host" in refused(here("plan", *groups))
 
