@@ -22,7 +22,6 @@ FLUX_TIMEOUT_S = 20.0
 PIECE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 SLOTS = re.compile("[0-9]{1,9}")
 LIST = "SLURM_JOB_NODELIST"
-HET_LIST = f"{LIST}_HET_GROUP_"
 LISTED = re.compile(r'[^\s,\[\]"]+')
 
 
@@ -113,9 +112,8 @@ def allocation(env: Env) -> Allocation | None:
 
 def _slurm(env: Env) -> Found | None:
     """sbatch(1), OUTPUT ENVIRONMENT VARIABLES: the components of a heterogeneous job have numbers at the end."""
-    word = (
-        "HET" if any(name.startswith(HET_LIST) for name in env) or "SLURM_HET_SIZE" in env else "PACK"
-    )  # before 20.02
+    is_new = "SLURM_HET_SIZE" in env or any(name.startswith(f"{LIST}_HET_GROUP_") for name in env)
+    word = "HET" if is_new else "PACK"  # before Slurm 20.02
     said = env.get(f"SLURM_{word}_SIZE", "1")
     numbers = [int(match[1]) for name in env if (match := re.fullmatch(rf"{LIST}_{word}_GROUP_([0-9]{{1,4}})", name))]
     size = max(int(said) if SLOTS.fullmatch(said) else 1, *(number + 1 for number in numbers), 1)
