@@ -13,11 +13,13 @@ from site_pages.exit_status import exit_status
 from site_pages.json_output import json_output
 from site_pages.other_launchers import other_launchers
 from site_pages.plan_json import plan_json
+from site_pages.python_api import python_api
 from site_pages.recipe_keys import recipe_keys
 from site_pages.shipped import machines, recipes
 
 PAGES = {
     "reference/command-line.md": command_line,
+    "reference/python-api.md": python_api,
     "reference/json-output.md": json_output,
     "reference/recipe-keys.md": recipe_keys,
     "reference/other-launchers.md": other_launchers,

@@ -1,0 +1,92 @@
+"""The public Python functions and classes, from their signatures and docstrings."""
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from site_pages.text import plain
+
+INTRODUCTION = """# Python API
+
+What a script may import. Three guides show it at work: [your own network](../guides/own-code.md),
+[images for your own loop](../guides/image-loader.md) and [oneCCL in any program](../guides/oneccl.md).
+Everything else is internal and may change.
+"""
+SECTIONS = {
+    "Training": {"cputrain": ("train",), "cputrain.training": ("TrainResult", "Accuracy")},
+    "Images": {
+        "cputrain.data": ("ImageLoader", "ImageLoader.open", "ImageLoader.set_epoch", "Transform", "Augmentation"),
+    },
+    "Optimizers and schedules": {"cputrain.optim": ("Lars", "Lamb", "AdagradDA")},
+    "Plans": {
+        "cputrain.affinity.planner": ("plan_this_machine",),
+        "cputrain.affinity": (
+            "find_machine",
+            "Request",
+            "plan_machine",
+            "Plan",
+            "WorkerPlan",
+            "Picture",
+            "plan_to_json",
+            "read_plan",
+            "bind_process",
+        ),
+    },
+    "oneCCL": {"cputrain.comm": ("ccl",)},
+    "Errors": {"cputrain.affinity": ("InputError", "RunError")},
+}
+
+
+def python_api() -> str:
+    """A section for each topic; for each name its import, its signature and its docstring."""
+    parts = [INTRODUCTION]
+    for title, names_by_module in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        for module, names in names_by_module.items():
+            parts += [_entry(module, name) for name in names]
+    return "\n".join(parts)
+
+
+def _entry(module: str, name: str) -> str:
+    described = import_module(module)
+    for attribute in name.split("."):
+        described = getattr(described, attribute)
+    first, _, rest = (inspect.getdoc(described) or "").partition("\n\n")
+    if not first:
+        raise AssertionError(f"{module}.{name} has no docstring")
+    code = f"import {module}.{name}" if inspect.ismodule(described) else f"from {module} import {name.split('.')[0]}"
+    signature = "" if inspect.ismodule(described) else _signature(described, name)
+    details = f"```text\n{rest}\n```\n" if rest else ""
+    return f"### {name}\n\n```python\n{code}\n{signature}```\n\n{plain(first)}\n\n{details}"
+
+
+def _signature(described: Any, name: str) -> str:
+    """Names, types and defaults of the arguments as the source has them; a data class's are its fields."""
+    kind = ast.ClassDef if inspect.isclass(described) else ast.FunctionDef
+    tree = ast.parse(Path(inspect.getsourcefile(described) or "").read_text(encoding="utf-8"))
+    last = name.rpartition(".")[2]
+    node = next(each for each in ast.walk(tree) if isinstance(each, kind) and each.name == last)
+    if isinstance(node, ast.FunctionDef):
+        return _call(name, node.args, node.returns)
+    init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    if init is not None:
+        return _call(name, init.args, None)
+    fields = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    return _lines(name, fields) if fields else ""
+
+
+def _call(name: str, arguments: ast.arguments, returns: ast.expr | None) -> str:
+    words = [ast.unparse(each) for each in arguments.args]
+    for i, default in enumerate(arguments.defaults, len(words) - len(arguments.defaults)):
+        words[i] += f" = {ast.unparse(default)}"
+    words += ["*"] if arguments.kwonlyargs else []
+    for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        words.append(ast.unparse(argument) + (f" = {ast.unparse(value)}" if value is not None else ""))
+    words = [word for word in words if word not in ("self", "cls")]
+    return _lines(name, words, f" -> {ast.unparse(returns)}" if returns is not None else "")
+
+
+def _lines(name: str, words: list[str], result: str = "") -> str:
+    return "".join([f"\n{name}(\n", *(f"    {word},\n" for word in words), f"){result}\n"])
