@@ -73,7 +73,7 @@ def predictions() -> list[tuple[str, ...]]:
     return table()
 
 
-# Percent of the published rate, where it is more than 10; why: docs/guides/simulate.md.
+# Percent of the published rate, where it is more than 10; why: docs/benchmarks.md.
 LARGEST_ERRORS = {"caffe-8160-448": 25, "you-8160-800": 15, "you-7250-512-alexnet": 60}
 
 
@@ -95,7 +95,7 @@ def test_published_efficiencies_lie_in_the_range(known: PublishedEfficiency) -> 
 
 def test_the_guide_shows_the_tables_of_the_benchmark(predictions: list[tuple[str, ...]]) -> None:
     """What is predicted there may be rounded, or of a version before, but not by more than 2 %."""
-    lines = (Path(__file__).parents[2] / "docs/guides/simulate.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text().splitlines()
     for head, *rows in (predictions, efficiencies()):
         first = lines.index(f"| {' | '.join(head)} |") + 2
         for line, row in zip(lines[first : first + len(rows)], rows, strict=True):
