@@ -35,5 +35,5 @@ class PyCputrain(PythonPackage):
     depends_on("py-tensorboard@2.17:", type="run", when="+tensorboard")
     depends_on("gperftools", type="run")
     depends_on("libjpeg-turbo", type="run")
-    # The oneCCL backend is compiled on first use, with Spack's compiler: see docs/guides/packages.md.
+    # The oneCCL backend is compiled on first use, with Spack's compiler: see docs/guides/containers.md.
     depends_on("cxx", type=("build", "run"))

@@ -1,5 +1,4 @@
-"""Other packages over ccl and gloo, as docs/guides/oneccl.md and works-with.md tell: tests/support/ccl_clients.py, two
-ranks each."""
+"""Other packages over ccl and gloo, as docs/guides/oneccl.md tells: tests/support/ccl_clients.py, two ranks each."""
 
 import importlib.util
 import os
