@@ -224,7 +224,8 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
-        listed = HostList(hosts=tuple(host_with_slots(text, "--hosts") for text in expand(names)), format="plain")
+        each = expand(names, "--hosts")
+        listed = HostList(hosts=tuple(host_with_slots(text, "--hosts") for text in each), format="plain")
     elif nodes in (None, 1):
         listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
     else:
@@ -362,7 +363,7 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
         hosts, _, machine = group.partition("=")
         if not machine:
             raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
-        pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts)), machine))
+        pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts, "--host-group")), machine))
     every = tuple(host for hosts, _ in pairs for host in hosts)
     _check_names(every, "--host-group")
     return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))

@@ -21,9 +21,10 @@ MAX_HOSTS = 200_000  # more than any machine has
 MAX_DIGITS = 9
 
 
-def expand(text: str) -> tuple[str, ...]:
-    """Host names of a list, in its order; commas or blanks are between them. Raises InputError on an empty list, a bad
-    range or a host that is in it twice."""
+def expand(text: str, source: str = "") -> tuple[str, ...]:
+    """Host names of a list, in its order; commas or blanks are between them. `source` is what has the list. Raises
+    InputError, which names it, on an empty list, a bad range or a host that is in it twice."""
+    listed = f"{source}: hosts {text[:60]!r}" if source else f"hosts {text[:60]!r}"
     hosts: list[str] = []
     place = 0
     while place < len(text):
@@ -32,56 +33,54 @@ def expand(text: str) -> tuple[str, ...]:
         place = match.end()
         if place < len(text) and not SEPARATORS.match(text, place):
             raise InputError(
-                f"hosts {text[:60]!r}: {text[place:][:20]!r} is neither a name nor a range: give names as in "
+                f"{listed}: {text[place:][:20]!r} is neither a name nor a range: give names as in "
                 "n1,n2 or n[001-128,130]"
             )
         place += 1
-        hosts += _names(match[0], text)
+        hosts += _names(match[0], listed)
         if len(hosts) > MAX_HOSTS:
-            raise _too_many(text)
+            raise _too_many(listed)
     if not hosts:
-        raise InputError(f"hosts {text[:60]!r}: the list is empty: give HOST,HOST,...")
+        raise InputError(f"{listed}: the list is empty: give HOST,HOST,...")
     twice = repeated_host(hosts)
     if twice is not None:
         what = f"{twice[0]} twice" if twice[0] == twice[1] else f"{twice[0]} and {twice[1]}, the same host"
-        raise InputError(f"hosts {text[:60]!r}: the list contains {what}: remove one of the two")
+        raise InputError(f"{listed}: the list contains {what}: remove one of the two")
     return tuple(hosts)
 
 
-def _names(item: str, text: str) -> list[str]:
+def _names(item: str, listed: str) -> list[str]:
     """The names of one item of a list, with any number of ranges, in Slurm's order: the last number changes fastest,
     then the first, the second and so on."""
     words, ranges = RANGES.split(item)[::2], RANGES.split(item)[1::2]
     if not ranges:
         return [item] if item else []
-    *before, last = [_numbers(one, text) for one in ranges]
+    *before, last = [_numbers(one, listed) for one in ranges]
     if len(last) * prod(map(len, before)) > MAX_HOSTS:
-        raise _too_many(text)
+        raise _too_many(listed)
     return [
         "".join(word + number for word, number in zip(words, (*reversed(slow), fast, ""), strict=True))
         for *slow, fast in product(*reversed(before), last)
     ]
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
+def _numbers(ranges: str, listed: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         match = RANGE.fullmatch(part)
         if any(len(number) > MAX_DIGITS for number in part.split("-")):
-            raise InputError(f"hosts {text[:60]!r}: {part[:30]!r} has more than {MAX_DIGITS} digits: correct the range")
+            raise InputError(f"{listed}: {part[:30]!r} has more than {MAX_DIGITS} digits: correct the range")
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise InputError(
-                f"hosts {text[:60]!r}: {part[:30]!r} is not a range of numbers: write it as in n[001-128,130]"
-            )
+            raise InputError(f"{listed}: {part[:30]!r} is not a range of numbers: write it as in n[001-128,130]")
         first, last = match[1], match[2] or match[1]
         if len(numbers) + int(last) - int(first) >= MAX_HOSTS:
-            raise _too_many(text)
+            raise _too_many(listed)
         numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     return numbers
 
 
-def _too_many(text: str) -> InputError:
-    return InputError(f"hosts {text[:60]!r}: the list has more than {MAX_HOSTS:,} hosts: correct the range")
+def _too_many(listed: str) -> InputError:
+    return InputError(f"{listed}: the list has more than {MAX_HOSTS:,} hosts: correct the range")
 
 
 def fold(hosts: Iterable[str]) -> str:
@@ -321,10 +320,7 @@ def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
     slots = None if text is None else _slots(text, place)
     if slots is not None and int(said.get("most", slots)) < slots:
         raise InputError(f"{place}: max_slots={said['most']} is less than slots={slots}: correct one of the two")
-    try:
-        names = expand(name) if "[" in name else (name,)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None
+    names = expand(name, place) if "[" in name else (name,)
     if "user" in said:
         names = tuple(f"{said['user']}@{one.rpartition('@')[2]}" for one in names)
     return _Line(names=tuple(check_name(one, place) for one in names), slots=slots, format=line_format)

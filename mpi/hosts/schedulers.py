@@ -133,7 +133,7 @@ def _slurm(env: Env) -> Found | None:
 
 def _slurm_component(env: Env, suffix: str) -> Hosts:
     source, tasks_name = f"{LIST}{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
-    names = expand(env[source])
+    names = expand(env[source], source)
     tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # else a number of CPUs
     counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
     if len(counts) != len(names):
@@ -215,7 +215,7 @@ def _flux(env: Env) -> Found | None:
         raise InputError(
             f"flux {' '.join(words)} prints no resource set ({error!r}): name the hosts with --hosts"
         ) from None
-    names = [name for piece in listed for name in expand(piece)]
+    names = [name for piece in listed for name in expand(piece, f"flux {' '.join(words)}")]
     if not names or len(names) != len(cores):
         raise InputError(
             f"flux {' '.join(words)} prints {counted(len(names), 'host')} for {counted(len(cores), 'rank')}: name the "

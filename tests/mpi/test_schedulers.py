@@ -36,6 +36,25 @@ def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
     assert allocation({}) is None
 
 
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("n[1-", r"'\[1-' is neither a name nor a range"),
+        ("n[3-1]", "'3-1' is not a range of numbers"),
+        ("n[1-2],n2", "the list contains n2 twice"),
+        ("n1,n1;reboot", "'n1;reboot' is not a host name"),
+        (",", "the list is empty"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST_HET_GROUP_1"])
+def test_a_damaged_list_of_slurm_is_named_with_its_variable(variable: str, listed: str, said: str) -> None:
+    env = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "a1", variable: listed}
+    if variable.endswith("1"):
+        env["SLURM_JOB_NODELIST_HET_GROUP_0"] = "a1"
+    with pytest.raises(InputError, match=rf"^{variable}: .*{said}"):
+        allocation(env)
+
+
 @given(st.text(max_size=30) | SLURM_TASKS.map(",".join))
 def test_any_slurm_tasks_per_node_are_read_or_refused(tasks: str) -> None:
     try:
