@@ -308,14 +308,14 @@ def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster
     if found is None or options.launcher == "local":
         return
     used = frozenset(options.hosts)
+    if found.note and (options.on_this_host or used == frozenset(_names(found.hosts))):
+        yield found.note
     if options.on_this_host:
         if found.uses_one_host and not found.hosts:
             yield found.uses_one_host
         given: tuple[Host, ...] = found.hosts if len(found.hosts) == 1 else ()
     else:
         given = tuple(host for host in found.hosts if host.name in used)
-        if found.note and used == frozenset(_names(found.hosts)):
-            yield found.note
     if options.components and not options.groups:
         listed = "; ".join(fold(names) for names in options.components)
         yield (

@@ -133,6 +133,7 @@ FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
     "hydra": "Intel MPI's and MPICH's format (h1:4)",
     "sge": "Grid Engine's format (h1 4 all.q@h1 UNDEFINED)",
+    "lsf": "the format of LSF's affinity file (h1 0,1 0 2)",
     "plain": "no launcher's format (h1)",
 }
 # The settings of a line, as Open MPI's lexer (hostfile_lex.l) and Hydra's have them -> what they mean.
@@ -144,6 +145,8 @@ OPEN_MPI = {
     "port": "port",
 }
 GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and the processors where they are known
+# Behind a host, the CPUs of a task, and where memory is bound their NUMA nodes and the policy.
+AFFINITY = re.compile("[0-9]+[,-][0-9,-]+|[0-9][0-9,-]*( [0-9][0-9,-]*){2}")
 SETTINGS = {"openmpi": OPEN_MPI, "hydra": {"binding": "binding", "user": "user"}}
 VALUES = {
     **dict.fromkeys(("slots", "most", "port"), NUMBER),
@@ -213,9 +216,9 @@ def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostLi
 
     Comments begin with #, in Open MPI's format also with // or are between /* and */. A host on several lines: those
     without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Hydra's slots add up, as do
-    Grid Engine's in several queues. A host has one spelling, or the first where `any_spelling` may follow, as in files
-    that no user writes. Raises InputError naming a line that is wrong, or that has another format than
-    those before.
+    Grid Engine's in several queues and the tasks of LSF's affinity file. A host has one spelling, or the first where
+    `any_spelling` may follow, as in files that no user writes. Raises InputError naming a line that is wrong, or that
+    has another format than those before.
     """
     if END_OF_LINE in text:
         raise InputError(f"{source} contains null characters, as UTF-16 does: save it as UTF-8 text")
@@ -272,7 +275,7 @@ def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
         host.slots = None if host.slots is None else host.slots + 1
         host.repeats += 1
     elif (
-        line.format == "hydra"
+        line.format in ("hydra", "lsf")
         or (host.slots is None and not host.repeats)
         or (line.format == "sge" and not host.repeats)
     ):
@@ -289,6 +292,8 @@ def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
 def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
     """Host names, format and slots of a line of a file that has had this format so far."""
     first = words[0]
+    if AFFINITY.fullmatch(" ".join(words[1:])) or (file_format == "lsf" and NUMBER.fullmatch("".join(words[1:]))):
+        return _Line(names=(check_name(first, place),), slots=1, format="lsf")
     if len(words) in GRID_ENGINE_WORDS and NUMBER.fullmatch(words[1]) and "=" not in "".join(words):
         return _Line(names=(check_name(first, place),), slots=_slots(words[1], place), format="sge")
     name, digits = split_slots(first)
@@ -300,6 +305,11 @@ def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
             line_format = next((each for each, settings in SETTINGS.items() if key in settings), "plain")
         meaning = SETTINGS.get(line_format, {}).get(key, "")
         if meaning not in VALUES or not VALUES[meaning].fullmatch(value):
+            if NUMBER.fullmatch(word):
+                raise InputError(
+                    f"{place}: {word} is not slots={word}, and may be a CPU, as in LSF's affinity file: write "
+                    f"slots={word} where it is a number of slots"
+                )
             known = file_format if line_format == "plain" else line_format
             raise InputError(
                 f"{place}: {word[:60]!r} is not {KNOWN.get(known, KNOWN['plain'])}; the line is in {FORMATS[known]}: "

@@ -1,19 +1,20 @@
 """The scheduler's job around this process: its hosts and their slots, from one record for each scheduler."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.host_names import host_key
+from cputrain.affinity.ranks.host_names import find_host, host_key
 from cputrain.affinity.ranks.rank import tasks_per_node
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import counted, first_named
 from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
 
 Hosts = tuple[Host, ...]
@@ -22,6 +23,7 @@ FLUX_TIMEOUT_S = 20.0
 PIECE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 SLOTS = re.compile("[0-9]{1,9}")
 LIST = "SLURM_JOB_NODELIST"
+AFFINITY_FILE = "LSB_AFFINITY_HOSTFILE"
 LISTED = re.compile(r'[^\s,\[\]"]+')
 
 
@@ -84,8 +86,10 @@ class Allocation:
     @property
     def uses_one_host(self) -> str:
         """A line that this host alone is used, and what to do; "" where the job has no other."""
-        if self.alone or len(self.hosts) == 1:
+        if self.alone or (len(self.hosts) == 1 and not self.note):
             return ""
+        if len(self.hosts) == 1:
+            return f"{self.title}: only this host is used; for cputrain launch, {self.note}"
         return f"{self.title}: only this host is used: " + (
             "cputrain launch uses all of them" if self.hosts else f"name the job's hosts with {self.scheduler.give}"
         )
@@ -152,41 +156,88 @@ def _pbs(env: Env) -> Found | None:
 
 def _lsf(env: Env) -> Found | None:
     """IBM Spectrum LSF, environment variables: LSB_MCPU_HOSTS is "HOST SLOTS HOST SLOTS", the file of
-    LSB_DJOB_HOSTFILE and LSB_HOSTS have each host once for each slot."""
-    if words := env.get("LSB_MCPU_HOSTS", "").split():
+    LSB_DJOB_HOSTFILE and LSB_HOSTS have each host once for each slot, the file of LSB_AFFINITY_HOSTFILE a line for each
+    task. The first is used, and a note names those that differ from it."""
+    lists = dict(_lists_of_lsf(env))
+    if not lists:
+        return None
+    (variable, hosts), *others = lists.items()
+    used, notes = hosts, []
+    first, *rest = hosts
+    if rest and first.slots == 1 and all(host.slots and host.slots > 1 for host in rest):
+        used = tuple(rest)
+        notes.append(
+            f"LSF's first host, {first.name}, has 1 slot, the others have more: it is taken for the batch host and "
+            "gets no workers: name all hosts with --hosts to use it, too"
+        )
+    for other, listed in others:
+        tasks = other == AFFINITY_FILE  # not on the batch host, and of any number of slots each
+        if not (_are_same(listed, used, slots=False) if tasks else _are_same(listed, hosts, slots=True)):
+            notes.append(
+                f"LSF's variables differ: {variable} is used, {_in_words(hosts)}; {other} has {_in_words(listed)}: "
+                "name the hosts with --hosts where that is right"
+            )
+    return Found(components=(used,), note="; ".join(notes))
+
+
+def _lists_of_lsf(env: Env) -> Iterator[tuple[str, Hosts]]:
+    """The variables of LSF that list a job's hosts, and their lists. Files that cannot be read are passed over where
+    LSB_MCPU_HOSTS is set: they may be on other hosts."""
+    words = env.get("LSB_MCPU_HOSTS", "").split()
+    if words:
         if len(words) % 2:
             raise InputError(
                 f"LSB_MCPU_HOSTS={env['LSB_MCPU_HOSTS'][:60]!r} is not HOST SLOTS HOST SLOTS: name the hosts with "
                 "--hosts"
             )
-        hosts = _summed(zip(words[::2], words[1::2], strict=True), "LSB_MCPU_HOSTS")
-    elif path := env.get("LSB_DJOB_HOSTFILE"):
-        hosts = _file_of_slots(path, "LSB_DJOB_HOSTFILE")
-    elif words := env.get("LSB_HOSTS", "").split():
-        hosts = _summed(((word, "1") for word in words), "LSB_HOSTS")
-    else:
-        return None
-    first, *others = hosts
-    if others and first.slots == 1 and all(host.slots and host.slots > 1 for host in others):
-        note = (
-            f"LSF's first host, {first.name}, has 1 slot, the others have more: it is taken for the batch host and "
-            "gets no workers: name all hosts with --hosts to use it, too"
-        )
-        return Found(components=(tuple(others),), note=note)
-    return Found(components=(hosts,))
+        yield "LSB_MCPU_HOSTS", _summed(zip(words[::2], words[1::2], strict=True), "LSB_MCPU_HOSTS")
+    path = env.get("LSB_DJOB_HOSTFILE")
+    if path and (not words or _has_lines(path)):
+        yield "LSB_DJOB_HOSTFILE", _host_of_each_line(path, "LSB_DJOB_HOSTFILE")
+    if names := env.get("LSB_HOSTS", "").split():
+        yield "LSB_HOSTS", _summed(((name, "1") for name in names), "LSB_HOSTS")
+    path = env.get(AFFINITY_FILE)
+    if path and _has_lines(path):  # empty without affinity
+        yield AFFINITY_FILE, _host_of_each_line(path, AFFINITY_FILE)
+
+
+def _has_lines(path: str) -> bool:
+    return os.access(path, os.R_OK) and Path(path).stat().st_size > 0
+
+
+def _host_of_each_line(path: str, variable: str) -> Hosts:
+    return _summed(((line[0], "1") for line in _lines(path, variable)), f"{variable}={path}")
+
+
+def _are_same(some: Hosts, others: Hosts, *, slots: bool) -> bool:
+    """Whether two lists have the same hosts, short names among them, and with `slots` as many slots on each."""
+    places = [find_host(host.name, [other.name for other in others]) for host in some]
+    if None in places or len(set(places)) != len(others):
+        return False
+    return not slots or all(
+        host.slots == others[i].slots for host, i in zip(some, places, strict=True) if i is not None
+    )
+
+
+def _in_words(hosts: Hosts) -> str:
+    """ "85 slots on 3 hosts (a, b, c)"."""
+    slots = counted(sum(host.slots or 0 for host in hosts), "slot")
+    return f"{slots} on {counted(len(hosts), 'host')} ({first_named([host.name for host in hosts])})"
+
+
+def _lines(path: str, variable: str) -> list[list[str]]:
+    """The words of each line of the file that a variable names."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        raise InputError(f"{variable}={path} cannot be read: {error.strerror}: name the hosts with --hosts") from None
+    return [words for line in text.splitlines() if (words := line.split())]
 
 
 def _grid_engine(env: Env) -> Found | None:
     """sge_pe(5), $PE_HOSTFILE: HOST SLOTS QUEUE PROCESSORS on each line; a host has a line for each of its queues."""
-    path = Path(env["PE_HOSTFILE"])
-    try:
-        lines = [
-            line.split()
-            for line in path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
-            if line.strip()
-        ]
-    except OSError as error:
-        raise InputError(f"PE_HOSTFILE={path} cannot be read: {error.strerror}: name the hosts with --hosts") from None
+    path = env["PE_HOSTFILE"]
+    lines = _lines(path, "PE_HOSTFILE")
     short = next((line for line in lines if len(line) < 2), None)
     if short is not None or not lines:
         found = "is empty" if short is None else f"has the line {short[0][:40]!r}"
@@ -255,7 +306,10 @@ def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
         if not SLOTS.fullmatch(number) or int(number) > MAX_SLOTS:
             raise InputError(f"{source}: {number[:30]!r} is not a number of slots: name the hosts with --hosts")
         slots[spelled.setdefault(host_key(name), check_name(name, source))] += int(number)
-    return tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
+    hosts = tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
+    if not hosts:
+        raise InputError(f"{source} has no host with a slot: name the hosts with --hosts")
+    return hosts
 
 
 def _has_one_host(scheduler: Scheduler, env: Env) -> bool:

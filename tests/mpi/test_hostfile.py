@@ -45,6 +45,8 @@ COMMENTED = [("h1", 1), ("h2", 2), ("h3", None)]
         ("h1:2 user=ana\n", "hydra", [("ana@h1", 2)]),
         ("rack[0-1]_blade[0-1]:2\n", "hydra", [(f"rack{i}_blade{j}", 2) for i in "01" for j in "01"]),
         ("h1 4 all.q@h1 UNDEFINED\nh2 4 all.q@h2 <NULL>\nh1 2 b.q@h1 0,1\n", "sge", [("h1", 6), ("h2", 4)]),
+        ("h1 0,1,2,3\nh1 4-7\nh2 0\n", "lsf", [("h1", 2), ("h2", 1)]),  # $LSB_AFFINITY_HOSTFILE
+        ("h1 1 0 2\nh1 2 0 2\nh2 1 0,1 1\n", "lsf", [("h1", 2), ("h2", 1)]),  # with membind
         ("c101\nc101\nc102\nc102\n", "plain", [("c101", 2), ("c102", 2)]),  # $LSB_DJOB_HOSTFILE
         ("h1.a slots=2\nh1.b slots=2\nh1 slots=1\n", "openmpi", [("h1.a", 2), ("h1.b", 2), ("h1", 1)]),
     ],
@@ -77,7 +79,8 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h1\n$(touch x)", "f:2"),
         ("n1..n4", "'n1..n4' is not a host name"),
         ("-oProxyCommand=x", "not a host name"),
-        ("h 1", "'1' is not"),
+        ("h 1", "f:1: 1 is not slots=1, and may be a CPU, as in LSF's affinity file: write slots=1"),
+        ("h1 0,1\nh2:4", "line 1 is in the format of LSF's affinity file .* line 2 in Intel MPI's"),
         ("h1:4 slots=4", "remove or correct it"),
         ("h1:99999999999", "set slots to 1 to 65,536"),
         ("h1 slots=70000", "set slots to 1 to 65,536"),

@@ -1,6 +1,7 @@
 """The job around a process: its hosts and slots by the documentation of each scheduler, and what the commands say."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,49 @@ def test_lsf_s_file_and_its_list_have_a_host_for_each_slot(tmp_path: Path) -> No
     (tmp_path / "hosts").write_text("login1\nc1\nc1\nc1\nc2\nc2\nc2\n")
     assert hosts_of({"LSB_JOBID": "1", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}) == [("c1", 3), ("c2", 3)]
     assert hosts_of({"LSB_JOBID": "1", "LSB_HOSTS": "c1 c1 c2 c2"}) == [("c1", 2), ("c2", 2)]
+
+
+MCPU, LINES = "LSB_MCPU_HOSTS", "c1\nc1\nc2\nc2\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "files", "said"),
+    [
+        ({MCPU: "c1 2 c2 2", "LSB_HOSTS": "c1 c1 c2 c2"}, {"LSB_DJOB_HOSTFILE": LINES}, ""),
+        ({MCPU: "b1 1 c1 2 c2 2"}, {"LSB_DJOB_HOSTFILE": f"b1\n{LINES}", "LSB_AFFINITY_HOSTFILE": LINES}, ""),
+        ({MCPU: "c1.site 2 c2.site 2"}, {"LSB_AFFINITY_HOSTFILE": "c1 0,1 0 2\nc2 0,1 0 2\n"}, ""),
+        ({MCPU: "c1 2 c2 2"}, {"LSB_AFFINITY_HOSTFILE": "", "LSB_DJOB_HOSTFILE": ""}, ""),
+        ({MCPU: "c1 2 c2 2", "LSB_DJOB_HOSTFILE": "/none", "LSB_AFFINITY_HOSTFILE": "/none"}, {}, ""),
+        ({MCPU: "c1 2 c2 2", "LSB_HOSTS": "c1 c1"}, {}, "LSB_HOSTS has 2 slots on 1 host (c1): "),
+        ({MCPU: "c1 2 c2 2"}, {"LSB_DJOB_HOSTFILE": f"{LINES}c3\n"}, "FILE has 5 slots on 3 hosts (c1, c2, c3): "),
+        ({MCPU: "c1 2 c2 2"}, {"LSB_DJOB_HOSTFILE": f"{LINES}c2\n"}, "FILE has 5 slots on 2 hosts (c1, c2): "),
+        ({MCPU: "c1 2 c2 2"}, {"LSB_AFFINITY_HOSTFILE": "c1 0\nc9 0\n"}, "FILE has 2 slots on 2 hosts (c1, c9): "),
+    ],
+)
+def test_lists_of_lsf_that_differ_are_said(
+    env: dict[str, str], files: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = allocation({"LSB_JOBID": "5", **env, **{name: str(tmp_path / name) for name in files}})
+    assert found is not None and [host.slots for host in found.hosts] == [2, 2]
+    assert ("LSF's variables differ: LSB_MCPU_HOSTS is used, " in found.note) == bool(said) and said in found.note
+
+
+def test_one_host_of_lsf_with_other_lists_is_not_used_in_silence(tmp_path: Path) -> None:
+    env = {"LSB_JOBID": "5", MCPU: f"{socket.gethostname()} 1", "LSB_HOSTS": "c1 c2 c3"}
+    said = "LSF's variables differ: LSB_MCPU_HOSTS is used, 1 slot on 1 host"
+    for command in (("plan", "--ppn", "1"), ("launch", "--ppn", "1", "--dry-run", "--", "true")):
+        ran = here(*command, cwd=tmp_path, **env)
+        assert ran.returncode == 0 and ran.stderr.startswith(f"note: {said}"), ran.stderr
+    ran = here("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
+    assert f"LSF job 5, 1 host: only this host is used; for cputrain launch, {said}" in ran.stderr
+
+
+@pytest.mark.parametrize("env", [{MCPU: "c1 0"}, {MCPU: "c1 0 c2 0"}])
+def test_a_job_without_a_slot_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"^LSB_MCPU_HOSTS has no host with a slot: name the hosts with --hosts$"):
+        allocation(env)
 
 
 def test_grid_engine_s_file_has_a_line_for_each_queue_of_a_host(tmp_path: Path) -> None:
