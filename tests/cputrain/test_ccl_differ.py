@@ -159,19 +159,20 @@ def test_ranks_of_different_hosts_that_differ_get_no_result() -> None:
     alone = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FI_TCP_IFACE": "lo", **QUIET}
     argv = (*alone, sys.executable, "-m", PROGRAM)
-    names = cases_of("sizes", "types", "barrier", "one_way", "known_types", "message_between", "refused_type")
+    differing, legal = ("sizes", "types", "barrier", "one_way"), ("message_between", "refused_type", "refused_start")
+    names = cases_of(*differing, "known_types", *legal)
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(command(*argv, *names, MASTER_ADDR="127.0.0.1", **common, RANK=str(rank)))
             for rank in range(2)
         ]
         found = said_by(*ranks)
-    for name in ("sizes", "types", "barrier", "one_way"):
+    for name in differing:
         assert set(found[name]) == {0, 1}, (name, found)
         assert not any(said.returned for said in found[name].values()), (name, found[name])
         assert any("the ranks of group 0 differ at its collective #2 " in said.error for said in found[name].values())
     for said in found["known_types"].values():
         assert said.returned and "the ranks of group 0 differ at its collective #" in said.error, said
         assert "rank 0 on " in said.error and "rank 1 on " in said.error and said.seconds < 30, said
-    for name in ("message_between", "refused_type"):
+    for name in legal:
         assert {rank: said.error for rank, said in found[name].items()} == {0: "", 1: ""}, found

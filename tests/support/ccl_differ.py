@@ -128,6 +128,19 @@ def refused_type(_: int) -> None:
     assert refused.endswith("ccl cannot reduce Float8_e4m3fn: convert the tensor first"), refused
 
 
+def refused_start(_: int) -> None:
+    """What waits for the other rank's call cannot be started any more: that alone fails."""
+    value, refused = ones(9), ""
+    work = dist.all_reduce(value, async_op=True)
+    value.data = value.to(torch.float8_e4m3fn)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        refused = str(error)
+    why = "ccl cannot reduce Float8_e4m3fn: convert the tensor first"
+    assert refused == f"oneCCL refused ALLREDUCE #2 of group 0 (Float[9]): {why}", refused
+
+
 CASES: dict[str, Case] = {
     "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
     "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 198_000 * rank)),
@@ -155,6 +168,7 @@ CASES: dict[str, Case] = {
     "known_types": known_types,
     "message_between": message_between,
     "refused_type": refused_type,
+    "refused_start": refused_start,
 }
 
 

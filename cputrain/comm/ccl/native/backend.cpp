@@ -138,23 +138,36 @@ struct CclBackend::Turn {
   std::function<Poll()> start;
   FirstCalls::Agreed agreed;  // none: needs no agreement of its own
   Poll ended;
+  std::string refusal;  // oneCCL's, of the start
 };
 
 // Starts it once the ranks agree on it, and all before it have started. Called under the engine's lock, as are the polls.
-std::function<Poll()> CclBackend::in_turn(std::function<Poll()> start, FirstCalls::Agreed agreed) const {
-  const auto turn = std::make_shared<Turn>(Turn{std::move(start), std::move(agreed), {}});
-  return [turn, turns = turns_]() -> Poll {
+// What oneCCL refuses then ends this operation alone, as it does in a call.
+void CclBackend::put_in_turn(
+    std::function<Poll()>& start, std::function<void()>& finish, FirstCalls::Agreed agreed,
+    const std::string& description) const {
+  const auto turn = std::make_shared<Turn>(Turn{std::move(start), std::move(agreed), {}, {}});
+  start = [turn, turns = turns_, description]() -> Poll {
     turns->push_back(turn);
-    return [turn, turns] {
+    return [turn, turns, description] {
       if (!turn->ended) {
         if (turns->empty() || turns->front() != turn || (turn->agreed && !*turn->agreed)) {
           return false;
         }
         turns->pop_front();
-        turn->ended = turn->start();
+        try {
+          turn->ended = turn->start();
+        } catch (const std::exception& error) {
+          turn->refusal = refusal_of(description, error);
+          turn->ended = [] { return true; };
+        }
       }
       return turn->ended();
     };
+  };
+  finish = [turn, finish = std::move(finish)] {
+    CPUTRAIN_REQUIRE(turn->refusal.empty(), turn->refusal);
+    finish();
   };
 }
 
@@ -216,7 +229,9 @@ WorkPtr CclBackend::submit(
       const auto& last = progress_->last;
       const auto agreed = first_calls_->compare(
           agreement.digest, number, last.digest, agreement.give.empty() ? std::nullopt : std::optional(last.balance));
-      start = agreed || !turns_->empty() ? in_turn(std::move(start), agreed) : std::move(start);
+      if (agreed || !turns_->empty()) {
+        put_in_turn(start, finish, agreed, operation->description());
+      }
     }
     wrong = ledger_->enter(number, agreement, operation->description(), several_threads_);
     if (wrong.empty()) {

@@ -79,7 +79,9 @@ class CclBackend : public c10d::Backend {
       c10d::OpType type, const Tensors& described, int peer, std::function<Poll()> start, std::function<void()> finish,
       std::function<int()> source = nullptr);
 
-  std::function<Poll()> in_turn(std::function<Poll()> start, FirstCalls::Agreed agreed) const;
+  void put_in_turn(
+      std::function<Poll()>& start, std::function<void()>& finish, FirstCalls::Agreed agreed,
+      const std::string& description) const;
   void start_those_in_turn() const;
   bool awaits_messages() const;
 

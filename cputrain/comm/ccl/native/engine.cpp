@@ -54,7 +54,7 @@ void Engine::submit(
     } catch (const std::exception& error) {
       pending_.pop_back();
       publish_current();
-      refuse("oneCCL refused ", operation->description_, ": ", message_of(error));
+      refuse(refusal_of(operation->description_, error));
     }
     relieve_callback();
   }

@@ -10,6 +10,10 @@ std::string message_of(const std::exception& error) {
   return from_torch != nullptr ? from_torch->what_without_backtrace() : error.what();
 }
 
+std::string refusal_of(const std::string& description, const std::exception& error) {
+  return c10::str("oneCCL refused ", description, ": ", message_of(error));
+}
+
 ccl::datatype datatype_of(at::ScalarType type) {
   switch (type) {
     case at::kByte:

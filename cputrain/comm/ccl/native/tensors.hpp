@@ -24,6 +24,9 @@ template <typename... Parts>
 // What an exception says, without the C++ stack of PyTorch's own.
 std::string message_of(const std::exception& error);
 
+// What is said of an operation that oneCCL does not start.
+std::string refusal_of(const std::string& description, const std::exception& error);
+
 // oneCCL's type for reductions; refuses types that it cannot reduce.
 ccl::datatype datatype_of(at::ScalarType type);
 
