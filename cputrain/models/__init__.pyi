@@ -26,6 +26,7 @@ from .sizes import layer_sizes as layer_sizes
 from .sizes import layers_at as layers_at
 from .sizes import network_file as network_file
 from .sizes import read_network as read_network
+from .sizes import state_copies as state_copies
 from .sizes import workload_of as workload_of
 from .vision import import_torchvision as import_torchvision
 from .weights import Pretrained as Pretrained

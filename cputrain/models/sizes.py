@@ -30,7 +30,7 @@ class LayerSize:
     flop: tuple[int, int]
 
 
-# Tensors of the weights' size that an optimizer keeps.
+# Tensors of the weights' size that an optimizer keeps by default.
 COPIES = {
     "sgd": 0,
     "momentum": 1,
@@ -140,10 +140,13 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         decoder="Pillow" if recipe.data.decoder == "pillow" else "libjpeg-turbo",
         # Images of other data sets are assumed to be as much larger than their crops as ImageNet's.
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
-        optimizer_copies=_copies(recipe.optim) + (recipe.ema_decay is not None),
+        optimizer_copies=state_copies(recipe.optim) + (recipe.ema_decay is not None),
         precision=recipe.precision,
     )
 
 
-def _copies(optim: OptimSection) -> int:
+def state_copies(optim: OptimSection) -> int:
+    """Tensors of the weights' size that an optimizer keeps under its options."""
+    if optim.name == "momentum" and optim.momentum == 0:
+        return 0
     return COPIES[optim.name] + (optim.name == "rmsprop" and optim.momentum > 0)

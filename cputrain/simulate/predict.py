@@ -15,7 +15,7 @@ from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import either, first_named
 from cputrain.launch.local import request_of
-from cputrain.models.sizes import COPIES
+from cputrain.models.sizes import state_copies
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import (
     LINE,
@@ -485,7 +485,7 @@ def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int,
     """What steps wait for while checkpoints are copied, and the end while the last one is written."""
     recipe = model.scenario.recipe
     weights = sum(BYTES * sum(layer.weights) for layer in setup.layers)
-    size = weights * (1 + COPIES[recipe.optim.name])
+    size = weights * (1 + state_copies(recipe.optim))
     saved = checkpoints_saved(recipe, steps, sizes.steps_per_epoch, step_s)
     return saved * size / model.constants.snapshot_bytes_per_s + size / model.constants.checkpoint_bytes_per_s
 

@@ -54,6 +54,7 @@ from cputrain.comm.buckets import Bf16AllReduceHook
 from cputrain.comm.group import all_gather, run_on_main_rank
 from cputrain.comm.store import SignedKeys
 from cputrain.files import CHECKPOINTS, write_atomic
+from cputrain.models.sizes import state_copies
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES
@@ -584,7 +585,9 @@ class Saver:
         run_on_main_rank(lambda: self._try_manifest(position))
         averages = 1 if self.state.ema_model is None else 2
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
-        self.writer.try_out(averages * weights, first_on_host=self.session.rank.local_rank == 0)
+        trained = sum(value.nbytes for value in self.state.network.parameters() if value.requires_grad)
+        needed = averages * weights + state_copies(self.session.recipe.optim) * trained
+        self.writer.try_out(needed, first_on_host=self.session.rank.local_rank == 0)
 
     def _try_manifest(self, position: Position) -> None:
         try:

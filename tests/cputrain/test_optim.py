@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import cputrain.optim
+from cputrain.models import state_copies
 from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
 from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection
 
@@ -271,3 +272,23 @@ from cputrain.optim import Lars
 assert "torch" in sys.modules and "cputrain.recipe" not in sys.modules and "pydantic" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+OPTIONS: list[State] = [
+    *({"name": name} for name in get_args(OptimizerName)),
+    {"name": "momentum", "momentum": 0.0},
+    {"name": "lars", "momentum": 0.0},
+    {"name": "rmsprop", "momentum": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_what_an_optimizer_keeps_is_counted(options: State) -> None:
+    """In tensors of a weight's size, as the room for a checkpoint and the memory of a plan are."""
+    network, optim = nn.Linear(3, 5, bias=False), OptimSection(**options)
+    optimizer = build_optimizer(network, optim)
+    set_lr_and_decay(optimizer, 0.1, 0.0)
+    network(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    kept = [value for value in optimizer.state[network.weight].values() if isinstance(value, Tensor)]
+    assert state_copies(optim) == sum(value.numel() == 15 for value in kept)
