@@ -24,10 +24,8 @@ from cputrain.affinity.wording import counted, spread
 from cputrain.mpi.fabric import FABRICS, Fabric, fabric_between
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.hosts.hostfile import read_hostfile
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.detect import on_job_hosts
-from cputrain.mpi.launchers.launcher import Job, LaunchCommand, Variables
-from cputrain.mpi.launchers.programs import LAUNCHERS, local_commands
+from cputrain.mpi.launchers.command import launch_command, on_job_hosts
+from cputrain.mpi.launchers.programs import LAUNCHERS, Job, LaunchCommand, Variables, local_commands
 from cputrain.mpi.supervise.processes import write_files
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 

@@ -35,7 +35,7 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, first_named
 from cputrain.mpi.hosts.groups import HostGroup, own_address
 from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
+from cputrain.mpi.launchers.programs import InstalledLauncher, Job
 from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
 from cputrain.mpi.supervise.signals import StopSignals
 from cputrain.mpi.supervise.wire import (

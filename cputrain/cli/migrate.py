@@ -10,7 +10,7 @@ from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
 from cputrain.mpi.hosts.hostfile import read_hostfile
-from cputrain.mpi.launchers.detect import identify
+from cputrain.mpi.launchers.command import identify
 from cputrain.other_launchers.programs import PROGRAMS, command_and_rest, unmarked, words_of
 from cputrain.other_launchers.translation import read, translated
 

@@ -57,7 +57,7 @@ from cputrain.launch.options import (
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.launchers.programs import Job
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe

@@ -19,7 +19,7 @@ Env = Mapping[str, str]
 
 def launcher(env: Env) -> Found:
     """The launcher on PATH, by its version."""
-    from cputrain.mpi.launchers.detect import find_launcher
+    from cputrain.mpi.launchers.command import find_launcher
 
     found = find_launcher("auto", env)
     return {"name": found.launcher.name, "version": ".".join(map(str, found.version)), "program": found.program}

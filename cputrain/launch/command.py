@@ -49,9 +49,8 @@ from cputrain.launch.options import (
 from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, Launcher
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.launchers.programs import LAUNCHERS, InstalledLauncher, Job, Launcher
 from cputrain.mpi.preflight import run_preflight, unreachable
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port, run_local, run_remote

@@ -19,7 +19,7 @@ from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import COMPILING, THIS_HOST, training_arguments
 from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.launchers.programs import Job
 from cputrain.mpi.supervise.processes import JobFailedError, Shortage
 from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import TrainingSizes, derive, images_per_step, largest_local_batch

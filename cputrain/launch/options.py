@@ -43,9 +43,8 @@ from cputrain.mpi.hosts.hostfile import (
     read_hostfile,
 )
 from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation
-from cputrain.mpi.launchers.detect import find_launcher, newest_version, without_path
-from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
-from cputrain.mpi.launchers.programs import INTEL_MPI
+from cputrain.mpi.launchers.command import find_launcher, newest_version, without_path
+from cputrain.mpi.launchers.programs import INTEL_MPI, InstalledLauncher, Job
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)

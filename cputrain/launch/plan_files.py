@@ -32,8 +32,7 @@ from cputrain.launch.options import (
 from cputrain.mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from cputrain.mpi.hosts.hostfile import fold
 from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
-from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, bound_command
-from cputrain.mpi.launchers.programs import local_commands
+from cputrain.mpi.launchers.programs import InstalledLauncher, Job, bound_command, local_commands
 from cputrain.mpi.supervise.run import remote_command
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The programs that start ranks on hosts: Intel MPI, Open MPI, MPICH, srun, torchrun; and workers of this host alone.
 
 Each launcher is one record (`Launcher`) in programs.py, which `cputrain launch`, `plan --write`, the job scripts and
-the pre-flight use. launcher.py describes a job and a launcher, command.py turns them into a command line or shell text,
-detect.py finds what is installed. Nothing here starts a rank.
+the pre-flight use. command.py finds what is installed, and turns a job into its command line or shell text. Nothing
+here starts a rank.
 
 docs/contributing/launcher.md tells how to add a launcher.
 """

@@ -24,7 +24,7 @@ from cputrain.affinity.process_stat import PROC, catches, read_stat
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import own_folders, read_limits
 from cputrain.affinity.wording import GIB
-from cputrain.mpi.launchers.launcher import Files, LaunchCommand
+from cputrain.mpi.launchers.programs import Files, LaunchCommand
 from cputrain.mpi.supervise import guard
 
 COUNTERS = ("memory.events", "memory.oom_control")  # of control groups v2, v1: a line "oom_kill N"

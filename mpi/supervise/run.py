@@ -20,8 +20,7 @@ from cputrain.affinity.terminal import ExitStatus, redraws, status_of_signal
 from cputrain.affinity.wording import counted, first_named
 from cputrain.mpi.hosts.groups import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, LaunchCommand, bound_command
-from cputrain.mpi.launchers.programs import local_commands
+from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
 from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
 from cputrain.mpi.supervise.output import Relay, Terminal
 from cputrain.mpi.supervise.processes import (
