@@ -125,6 +125,13 @@ def shown(name: str) -> str:
     return name if name.isascii() else name.encode(errors=CODES).decode()
 
 
+def discard(stream: TextIO) -> None:
+    """From now on, let a stream that cannot be written lead nowhere: what it still holds fails no more at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def accept_any_text(stream: TextIO, encoding: str) -> None:
     """Let a stream take any text: what its encoding lacks is written as codes. A stream that somebody has put in place
     of a standard one is left alone."""

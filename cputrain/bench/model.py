@@ -15,7 +15,7 @@ from cputrain.affinity.wording import counted, spread
 from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
 from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
-from cputrain.launch.task import run_on_ranks
+from cputrain.launch.rank_process import run_on_ranks
 from cputrain.measurements import rate_record
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe

@@ -10,7 +10,7 @@ import click
 from cputrain.affinity.kernel.bound_plan import Running, comparison, running_processes
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries
-from cputrain.doctor.checks import ERROR, checks_text
+from cputrain.doctor import ERROR, checks_text
 
 DOCTOR_PATIENCE_S = 60.0  # for imports from a slow disk
 
@@ -26,8 +26,7 @@ def doctor_command(context: click.Context, output_format: str) -> int:
     """
     if context.invoked_subcommand is not None:
         return 0
-    from cputrain.doctor.checks import host_checks, own_limits, shm_size, software_checks
-    from cputrain.doctor.probe import probed, start_probe
+    from cputrain.doctor import host_checks, own_limits, probed, shm_size, software_checks, start_probe
 
     env = os.environ
     probe = start_probe(env)
@@ -130,8 +129,7 @@ def env_command(output_format: str) -> None:
     suggest a secret (TOKEN, PASSWORD, KEY and the like) are listed without their values. `cputrain doctor` checks the
     host.
     """
-    from cputrain.doctor.checks import facts, facts_text, torch_check, torchvision_check
-    from cputrain.doctor.probe import probed, start_probe
+    from cputrain.doctor import facts, facts_text, probed, start_probe, torch_check, torchvision_check
 
     env = os.environ
     probe = probed(start_probe(env), ENV_PATIENCE_S)

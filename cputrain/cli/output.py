@@ -14,8 +14,7 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from cputrain.affinity.terminal import accept_any_text, locale_encoding, redraws, status_of_signal
-from cputrain.mpi.supervise.output import discard
+from cputrain.affinity.terminal import accept_any_text, discard, locale_encoding, redraws, status_of_signal
 
 NAMES = ("stdin", "stdout", "stderr")
 

@@ -48,6 +48,6 @@ from .rank_process import RankContext as RankContext
 from .rank_process import StartOptions as StartOptions
 from .rank_process import Startup as Startup
 from .rank_process import bind_rank as bind_rank
+from .rank_process import run_on_ranks as run_on_ranks
 from .rank_process import run_rank as run_rank
 from .rank_process import startup_of as startup_of
-from .task import run_on_ranks as run_on_ranks

@@ -19,8 +19,7 @@ from cputrain.affinity.planner.request import Workload, footprint, largest_batch
 from cputrain.affinity.wording import GIB, counted
 from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, plan_training
-from cputrain.launch.rank_process import RankContext, StartOptions
-from cputrain.launch.task import run_on_ranks
+from cputrain.launch.rank_process import RankContext, StartOptions, run_on_ranks
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection

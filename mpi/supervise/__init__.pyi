@@ -13,9 +13,6 @@ from .monitor import describe_failure as describe_failure
 from .monitor import describe_stopped as describe_stopped
 from .monitor import stopped_rank as stopped_rank
 from .monitor import tree as tree
-from .output import CLEAR_LINE as CLEAR_LINE
-from .output import Stream as Stream
-from .output import discard as discard
 from .processes import JobFailedError as JobFailedError
 from .processes import KillCounter as KillCounter
 from .processes import RankExit as RankExit
@@ -29,6 +26,8 @@ from .processes import read_stack as read_stack
 from .processes import stack_file as stack_file
 from .processes import start_launcher as start_launcher
 from .processes import write_files as write_files
+from .ranks import CLEAR_LINE as CLEAR_LINE
+from .ranks import Stream as Stream
 from .run import REMOTE_POLL_S as REMOTE_POLL_S
 from .run import STALL_CHECK_S as STALL_CHECK_S
 from .run import free_port as free_port

@@ -22,7 +22,6 @@ from cputrain.mpi.hosts.groups import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
 from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
-from cputrain.mpi.supervise.output import Relay, Terminal
 from cputrain.mpi.supervise.processes import (
     SETTLE_S,
     JobFailedError,
@@ -33,7 +32,7 @@ from cputrain.mpi.supervise.processes import (
     start_launcher,
     write_files,
 )
-from cputrain.mpi.supervise.ranks import RankProcess, RankSupervisor
+from cputrain.mpi.supervise.ranks import RankProcess, RankSupervisor, Relay, Terminal
 from cputrain.mpi.supervise.signals import (
     FAILURE_GRACE_S,
     PREEMPTION_SIGNAL,

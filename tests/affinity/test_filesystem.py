@@ -200,7 +200,7 @@ def test_an_empty_variable_of_the_cache_counts_as_unset_and_a_tilde_as_home(env:
 
 
 def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
-    check = "from cputrain.doctor.checks import cache_check; import os, sys; c = cache_check(os.environ)"
+    check = "from cputrain.doctor import cache_check; import os, sys; c = cache_check(os.environ)"
     code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
     command = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} -c {shlex.quote(code)}"
     for options, start in {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cputrain import doctor
 from cputrain.affinity.kernel import bound_plan
 from cputrain.affinity.planner import Runtime
 from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
@@ -19,7 +20,6 @@ from cputrain.doctor import (
     WARNING,
     Check,
     ProcessLimits,
-    checks,
     checks_text,
     error,
     host_checks,
@@ -61,19 +61,19 @@ def written(root: Path, name: str, text: str) -> Path:
 def test_the_clock_governor(tmp_path: Path, files: dict[str, str], status: str) -> None:
     for name, text in files.items():
         written(tmp_path, f"sys/devices/system/cpu/{name}", text)
-    assert checks.governor(tmp_path).status == status
+    assert doctor.governor(tmp_path).status == status
 
 
 @pytest.mark.parametrize(("text", "status"), [("always [madvise] never", OK), ("always madvise [never]", WARNING)])
 def test_transparent_huge_pages(tmp_path: Path, text: str, status: str) -> None:
-    found = checks.transparent_huge_pages(written(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text))
+    found = doctor.transparent_huge_pages(written(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text))
     assert found.status == status and bool(found.remedy) == (status == WARNING)
 
 
 def test_huge_pages_that_nobody_uses(tmp_path: Path) -> None:
     meminfo = "MemTotal: 1000000 kB\nHugePages_Total: {0}\nHugePages_Free: {0}\nHugepagesize: 2048 kB\n"
-    assert checks.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(0))).status == OK
-    found = checks.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(200)))
+    assert doctor.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(0))).status == OK
+    found = doctor.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(200)))
     assert found.status == WARNING and "400 MiB unused" not in found.remedy and "vm.nr_hugepages=0" in found.remedy
 
 
@@ -84,29 +84,29 @@ def with_limits(**limits: object) -> Machine:
 
 
 def test_limits_of_control_groups() -> None:
-    assert {check.status for check in checks.control_groups(with_limits())} == {OK}
-    cpus, memory = checks.control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
+    assert {check.status for check in doctor.control_groups(with_limits())} == {OK}
+    cpus, memory = doctor.control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
     assert cpus.status == WARNING and "24 of 24 cores, with the time of 2.5 CPUs" in cpus.found
     assert memory.status == WARNING and "allows 1 GiB" in memory.found
 
 
 def test_no_cpu_isolated_cpus_and_contradictions_are_not_ok() -> None:
-    none, *_ = checks.control_groups(with_limits(allowed_pus=()))
+    none, *_ = doctor.control_groups(with_limits(allowed_pus=()))
     assert none.status == ERROR and none.found == "0 of 24 cores"
-    _, isolated, _ = checks.control_groups(with_limits(isolated_pus=(2, 3)))
+    _, isolated, _ = doctor.control_groups(with_limits(isolated_pus=(2, 3)))
     assert (
         isolated.status == WARNING and isolated.found.startswith("2-3 (isolcpus)") and "--cores 2-3" in isolated.remedy
     )
-    _, contradiction, _ = checks.control_groups(with_limits(warnings=("cpu/online lists others",)))
+    _, contradiction, _ = doctor.control_groups(with_limits(warnings=("cpu/online lists others",)))
     assert (contradiction.status, contradiction.found) == (WARNING, "cpu/online lists others")
 
 
 def test_the_processor_and_what_a_virtual_machine_hides() -> None:
-    assert checks.processor(named_machine("skx-8160-1s"), virtual=False).status == OK
-    assert checks.processor(named_machine("bdw-e5-2699v4-1s"), virtual=False).status == OK
-    hidden = checks.processor(named_machine("bdw-e5-2699v4-1s"), virtual=True)
+    assert doctor.processor(named_machine("skx-8160-1s"), virtual=False).status == OK
+    assert doctor.processor(named_machine("bdw-e5-2699v4-1s"), virtual=False).status == OK
+    hidden = doctor.processor(named_machine("bdw-e5-2699v4-1s"), virtual=True)
     assert hidden.status == WARNING and "-cpu host" in hidden.remedy
-    assert checks.processor(with_limits(isa=()), virtual=False).status == ERROR
+    assert doctor.processor(with_limits(isa=()), virtual=False).status == ERROR
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_the_processor_and_what_a_virtual_machine_hides() -> None:
 )
 def test_locked_memory_matters_to_networks_that_pin_it(fabric: str, locked: int, status: str) -> None:
     limits = ProcessLimits(locked_bytes=locked, address_bytes=-1, files=1, processes=1)
-    assert checks.locked_memory(limits, fabric).status == status
+    assert doctor.locked_memory(limits, fabric).status == status
 
 
 def test_few_files_processes_or_shared_memory_are_warned_of() -> None:
     tight = ProcessLimits(locked_bytes=-1, address_bytes=1 << 33, files=1024, processes=100)
-    assert [check.status for check in checks.process_limits(tight)] == [WARNING] * 3
-    assert [check.status for check in checks.process_limits(PLENTY)] == [OK] * 2
-    assert checks.shared_memory(64 << 20).status == WARNING and "--shm-size" in checks.shared_memory(64 << 20).remedy
-    assert checks.shared_memory(None).status == ERROR and checks.shared_memory(8 << 30).status == OK
+    assert [check.status for check in doctor.process_limits(tight)] == [WARNING] * 3
+    assert [check.status for check in doctor.process_limits(PLENTY)] == [OK] * 2
+    assert doctor.shared_memory(64 << 20).status == WARNING and "--shm-size" in doctor.shared_memory(64 << 20).remedy
+    assert doctor.shared_memory(None).status == ERROR and doctor.shared_memory(8 << 30).status == OK
 
 
 def test_a_damaged_tree_is_an_error_and_the_other_checks_go_on(tmp_path: Path) -> None:
@@ -132,51 +132,51 @@ def test_a_damaged_tree_is_an_error_and_the_other_checks_go_on(tmp_path: Path) -
 
 
 def test_torch_that_cannot_be_imported_or_not_in_time() -> None:
-    broken = checks.torch_check({"error": "ImportError: libgomp.so.1: cannot open shared object file"})
+    broken = doctor.torch_check({"error": "ImportError: libgomp.so.1: cannot open shared object file"})
     assert broken.status == ERROR and "--force-reinstall 'torch" in broken.remedy and "torch" in broken.found
-    assert checks.torch_check(LATE).status == WARNING
+    assert doctor.torch_check(LATE).status == WARNING
     torch = {"version": "2.13.0+cpu", "cuda": None, "capability": "AVX512", "onednn": True, "import_s": 1.0}
-    assert checks.torch_check(torch).status == OK
-    assert checks.torch_check({**torch, "onednn": False}).status == ERROR
+    assert doctor.torch_check(torch).status == OK
+    assert doctor.torch_check({**torch, "onednn": False}).status == ERROR
 
 
 def test_a_bound_process_that_ends_while_doctor_looks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setattr(bound_plan, "planned_pids", lambda: (gone.pid,))
-    check = checks.binding_check()
+    check = doctor.binding_check()
     assert (check.status, check.found) == (OK, "none is running")
 
 
 def test_a_torchvision_of_another_build_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "torch 2.13.0+cpu", "torchvision": "torchvision 0.28.0"}
-    monkeypatch.setattr(checks, "installed", versions.__getitem__)
+    monkeypatch.setattr(doctor, "installed", versions.__getitem__)
     nms = {"error": "RuntimeError: operator torchvision::nms does not exist"}
-    found = checks.torchvision_check(nms, {"version": "2.13.0+cpu"})
+    found = doctor.torchvision_check(nms, {"version": "2.13.0+cpu"})
     assert found.status == WARNING and "torchvision::nms" in found.found and "'torchvision==0.28.*'" in found.remedy
-    monkeypatch.setattr(checks, "built_for", {"torch": "cpu", "torchvision": "cu130"}.__getitem__)
-    late = checks.torchvision_check(LATE, LATE)
+    monkeypatch.setattr(doctor, "built_for", {"torch": "cpu", "torchvision": "cu130"}.__getitem__)
+    late = doctor.torchvision_check(LATE, LATE)
     assert late.status == WARNING and "torchvision is built for cu130" in late.found and "0.28" in late.remedy
-    monkeypatch.setattr(checks, "built_for", lambda name: "cpu")
-    assert checks.torchvision_check(LATE, LATE).status == OK
-    assert checks.torchvision_check(nms, {"error": "ImportError"}).found == "not tried: torch cannot be imported"
+    monkeypatch.setattr(doctor, "built_for", lambda name: "cpu")
+    assert doctor.torchvision_check(LATE, LATE).status == OK
+    assert doctor.torchvision_check(nms, {"error": "ImportError"}).found == "not tried: torch cannot be imported"
 
 
 def test_the_other_libraries() -> None:
-    plain = [check.status for check in checks.runtime_checks(Runtime(missing=("libjemalloc.so",)))]
+    plain = [check.status for check in doctor.runtime_checks(Runtime(missing=("libjemalloc.so",)))]
     assert plain == [OK, WARNING, WARNING]
-    assert [check.status for check in checks.runtime_checks(Runtime(allocator="tcmalloc"))] == [OK, OK]
-    assert checks.compiler_check(None).status == WARNING
+    assert [check.status for check in doctor.runtime_checks(Runtime(allocator="tcmalloc"))] == [OK, OK]
+    assert doctor.compiler_check(None).status == WARNING
     missing = {"error": "InputError: comm.backend=ccl: oneCCL is not installed: pip install it"}
-    cache = checks.ok("cache", "")
-    assert "gloo communicates: oneCCL is not installed" in checks.oneccl_check(missing, cache).found
+    cache = doctor.ok("cache", "")
+    assert "gloo communicates: oneCCL is not installed" in doctor.oneccl_check(missing, cache).found
     found = {"version": "2021.13", "compiled": None, "library": "x"}
-    assert "not compiled yet" in checks.oneccl_check(found, cache).found
-    without = checks.oneccl_check(found, checks.warning("cache", "full", "set CPUTRAIN_CACHE"))
+    assert "not compiled yet" in doctor.oneccl_check(found, cache).found
+    without = doctor.oneccl_check(found, doctor.warning("cache", "full", "set CPUTRAIN_CACHE"))
     assert (without.status, without.remedy) == (WARNING, "set CPUTRAIN_CACHE") and "gloo" in without.found
-    assert checks.oneccl_check({**found, "compiled": "x.so"}, without).status == OK
-    assert checks.launcher_check({"error": "InputError: no mpirun on PATH"}).status == WARNING
-    assert checks.fabric_check("ethernet", {"FI_PROVIDER": "^psm3"}).status == OK
+    assert doctor.oneccl_check({**found, "compiled": "x.so"}, without).status == OK
+    assert doctor.launcher_check({"error": "InputError: no mpirun on PATH"}).status == WARNING
+    assert doctor.fabric_check("ethernet", {"FI_PROVIDER": "^psm3"}).status == OK
 
 
 def test_what_an_import_prints_or_dies_of_is_no_answer() -> None:

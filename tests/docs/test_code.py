@@ -22,8 +22,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "mpi/preflight.py",
     "mpi/supervise/agent.py",
     "cputrain/comm/ccl/check.py",
-    "cputrain/doctor/probe.py",
-    "cputrain/launch/task.py",
+    "cputrain/doctor.py",
     # Called by torch, which hands nothing over, or by a user's own script.
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import CLEAR_LINE, Stream, output
+from cputrain.mpi.supervise import CLEAR_LINE, Stream, ranks
 
 
 class Terminal(io.StringIO):
@@ -23,20 +23,20 @@ def feed(terminal: io.StringIO, *chunks: bytes, label: str = "[1] ") -> tuple[st
 
 
 def test_a_stream_that_nobody_reads_holds_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(ranks, "BLOCKED_S", 0.1)
     (theirs, ours), (shown, terminal) = os.pipe(), os.pipe()
     with os.fdopen(theirs, "rb") as pipe, os.fdopen(terminal, "w") as stream:
-        relay = output.Relay(pipe, output.Terminal(stream=stream, name="stdout", logs=Path("run/logs")))
+        relay = ranks.Relay(pipe, ranks.Terminal(stream=stream, name="stdout", logs=Path("run/logs")))
         with os.fdopen(ours, "wb") as rank:
             for number in range(700):
-                rank.write(f"{number:>{output.CHUNK_BYTES - 1}}\n".encode())
+                rank.write(f"{number:>{ranks.CHUNK_BYTES - 1}}\n".encode())
         relay.finish(0.1)
         seen = [b""]
         while b"were left out: see run/logs" not in b"".join(seen[-2:]):
             seen.append(os.read(shown, 1 << 20))
         relay.finish(10)
     os.close(shown)
-    assert seen[1].split()[0] == b"0" and sum(map(len, seen)) < 300 * output.CHUNK_BYTES
+    assert seen[1].split()[0] == b"0" and sum(map(len, seen)) < 300 * ranks.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("chunks", [(b"one\ntwo\n",), (b"o", b"ne\ntw", b"o\n"), (b"one\r\ntwo",)])
@@ -71,7 +71,7 @@ def test_a_terminal_gets_colors_and_no_titles_and_the_log_gets_all() -> None:
 def test_a_relay_shows_no_more_than_a_stream() -> None:
     (theirs, ours), shown = os.pipe(), io.StringIO()
     with os.fdopen(theirs, "rb") as pipe:
-        relay = output.Relay(pipe, output.Terminal(stream=shown, name="stdout", logs=Path("run/logs")))
+        relay = ranks.Relay(pipe, ranks.Terminal(stream=shown, name="stdout", logs=Path("run/logs")))
         with os.fdopen(ours, "wb", buffering=0) as rank:
             for part in (b"\x1b[3", b"1mred\x1b", b"[0m\x1b]0;title\x07\xc3", b"\xa4\x1b["):
                 rank.write(part)
@@ -87,7 +87,7 @@ def test_what_is_not_utf8_is_shown_all_the_same() -> None:
 
 def test_what_the_locale_lacks_is_shown_as_a_question_mark_and_logged_as_it_is() -> None:
     central = io.TextIOWrapper(io.BytesIO(), encoding="iso8859-2")
-    terminal, log = output.Terminal(stream=central, name="stdout", logs=Path("logs")), io.BytesIO()
+    terminal, log = ranks.Terminal(stream=central, name="stdout", logs=Path("logs")), io.BytesIO()
     stream = Stream(label="[1] ", terminal=terminal, log=log, live=False)
     stream.feed("ä → b ø\n".encode())
     stream.close()
