@@ -6,7 +6,8 @@ import os
 import pwd
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def check_execution(file: Path) -> None:
 def cause(error: OSError, path: Path) -> str:
     """Why a path cannot be written to, with the mount where that is what refuses it."""
     return f"{error.strerror} (mount {mount_of(path)})" if error.errno in (*FULL, errno.EROFS) else str(error.strerror)
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """An OSError inside names this file: that of a write to an open file, as to a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def mount_of(path: Path) -> Path:

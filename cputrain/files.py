@@ -5,15 +5,15 @@ Without recipes, so that `cputrain launch` starts in no time.
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json
+from cputrain.affinity.filesystem import errors_name
+from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.terminal import CODES
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
@@ -54,17 +54,6 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
             raise
 
 
-@contextmanager
-def errors_name(path: Path) -> Iterator[None]:
-    """An OSError inside names this file: that of a write to an open file, as to a full disk, names none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
     """Write to a file without a buffer. Raises OSError that names it, also where a part of the data has had room."""
     with errors_name(path):
@@ -96,8 +85,3 @@ def check_fetched(path: Path) -> None:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if told:
         raise InputError(f"{path} is {told}")
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, for `cputrain.affinity.bind` to read."""
-    write_text(path, plan_to_json(plan))

@@ -22,6 +22,8 @@ from cputrain.affinity.wording import counted
 
 logger = logging.getLogger(__name__)
 
+COMPILING = ("/native_build.py:", "/cpp_extension.py:", "/torch/_inductor/")
+"""In a line of a Python stack: the process compiles our parts or torch's."""
 TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2  # the owner of a lock touches it; others take a stale one away
 QUIET_S, PROGRESS_S = 2.0, 10.0  # before the first word about what takes time, and between two
 

@@ -25,7 +25,7 @@ from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
 from cputrain.cli.recipes import aligned
 from cputrain.cli.words import as_recipe_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
-from cputrain.files import LOGS, PLAN, write_plan
+from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts
 from cputrain.launch.local import PlannedTraining, for_evaluation, local_job, plan_recipe, plan_training, train_here
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
@@ -226,7 +226,6 @@ def _evaluate_here(
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
-    write_plan(scratch / PLAN, plan)
     command = (*own_program("cputrain"), "eval", *arguments)
     status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
     shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
@@ -304,7 +303,6 @@ def find_lr_command(
         return 0
     planned = plan_training(training, env)
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-find-lr-"))
-    write_plan(scratch / PLAN, planned.plan)
     options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output)
     drawn = () if picture is None else ("--picture", str(picture))
     flags = ("--no-verify",) if no_verify else ()

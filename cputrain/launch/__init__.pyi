@@ -3,13 +3,13 @@ from .command import Switches as Switches
 from .command import become_rank as become_rank
 from .command import is_due as is_due
 from .command import is_python as is_python
-from .command import is_training as is_training
 from .command import keep_logs as keep_logs
 from .command import make_launch as make_launch
 from .command import new_folder as new_folder
 from .command import program as program
 from .command import request_of_rank as request_of_rank
 from .command import run_launch as run_launch
+from .command import training_arguments as training_arguments
 from .command import with_absent_module as with_absent_module
 from .command import with_restarts as with_restarts
 from .local import PlannedTraining as PlannedTraining

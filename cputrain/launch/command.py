@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
@@ -27,9 +27,8 @@ from cputrain.affinity.ranks.rank import Rank, port_of
 from cputrain.affinity.start import own_program
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted, first_named
-from cputrain.files import LOGS, PLAN, write_plan
+from cputrain.files import LOGS, PLAN
 from cputrain.launch.options import (
-    COMPILING,
     PlanningOptions,
     check_binder,
     chosen,
@@ -38,7 +37,6 @@ from cputrain.launch.options import (
     network_of,
     plan_hosts,
     request_of_options,
-    training_arguments,
     uses_launcher,
     wait_for_name,
     with_allocated_hosts,
@@ -54,6 +52,7 @@ from cputrain.mpi.launchers.programs import LAUNCHERS, InstalledLauncher, Job, L
 from cputrain.mpi.preflight import run_preflight, unreachable
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port, run_local, run_remote
+from cputrain.native_build import COMPILING
 from cputrain.variables import restart_variables
 
 if TYPE_CHECKING:
@@ -212,9 +211,13 @@ def _has_backend(env: Mapping[str, str]) -> bool:
     return False
 
 
-def is_training(command: tuple[str, ...]) -> bool:
-    """Whether a command is `cputrain train`, or `python -m cputrain train`."""
-    return training_arguments(command) is not None
+TRAINER = ("cputrain", "train")
+
+
+def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The arguments of `cputrain train` where a command is that, or `python -m cputrain train`; None for others."""
+    pairs = list(pairwise(PurePath(word).name for word in command))
+    return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None
 
 
 def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
@@ -294,7 +297,7 @@ class HostsLeft:
         names = first_named(sorted(self.gone))
         if not left:
             raise RunError(f"no restart: none of the job's hosts answers ({names})")
-        if self.gone and not is_training(self.command):
+        if self.gone and training_arguments(self.command) is None:
             raise RunError(
                 f"no restart: these hosts do not answer: {names}; only cputrain train keeps its global batch on fewer "
                 "hosts: start the command again on the others"
@@ -405,11 +408,12 @@ def run_launch(
         try:
             return _run(job, launch, preflight, report)
         except JobFailedError as error:
-            if error.shortage is None:
+            arguments = training_arguments(job.command)
+            if error.shortage is None or arguments is None or job.instances is not None:
                 raise with_absent_module(error) from None
-            from cputrain.launch.local import with_remedy  # the recipes: only where one may have failed
+            from cputrain.launch.local import with_remedy  # the recipes: only where one has failed
 
-            raise with_remedy(error, job) from None
+            raise with_remedy(error, job, arguments) from None
 
     return with_restarts(start, restarts)
 
@@ -450,7 +454,6 @@ def _run(job: Job, launch: Launch, preflight: bool | None, report: Callable[[str
     """Check the hosts where that is wanted, run the job; its exit status."""
     if launch.launcher is None:
         wait_for_name(job.master_addr or "", job.pods)
-        write_plan(job.plan_path, job.plan)
         return run_local(job, launch.env)
     if preflight or (preflight is None and len(job.hosts) > 1):
         _check_hosts(job, launch, launch.launcher, report)

@@ -16,12 +16,13 @@ from cputrain.checkpoints import ScaleRecord
 from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
-from cputrain.launch.options import COMPILING, THIS_HOST, training_arguments
+from cputrain.launch.options import THIS_HOST
 from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.launchers.programs import Job
 from cputrain.mpi.supervise.processes import JobFailedError, Shortage
 from cputrain.mpi.supervise.run import run_local
+from cputrain.native_build import COMPILING
 from cputrain.recipe.derivation import TrainingSizes, derive, images_per_step, largest_local_batch
 from cputrain.recipe.schema import BatchSection, Recipe
 from cputrain.runs.folder import load_training, locked, make_folder
@@ -94,7 +95,7 @@ def train_here(
     command = (*own_program("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
-            make_folder(recipe, planned.plan, overwrite=overwrite)
+            make_folder(recipe, None, overwrite=overwrite)
             job = local_job(planned.plan, command, folder, verify=verify, plain_rank=0)
             return run_local(job, env, save_first=True)
     except JobFailedError as error:
@@ -166,12 +167,11 @@ def for_evaluation(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def with_remedy(error: JobFailedError, job: Job) -> JobFailedError:
-    """The error of a launched job, with a batch that fits where it is a training that ran out of memory. Nothing about
-    the training's recipe takes the error's place: it may be gone by now."""
-    arguments = training_arguments(job.command)
-    recipe, *settings = [word for word in arguments or () if not word.startswith("-")] or [""]
-    if error.shortage is None or not recipe or job.instances is not None:
+def with_remedy(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> JobFailedError:
+    """The error of a job that ran out of memory, with a batch that fits; `arguments` are those of its `cputrain train`.
+    Nothing about the training's recipe takes the error's place: it may be gone by now."""
+    recipe, *settings = [word for word in arguments if not word.startswith("-")] or [""]
+    if error.shortage is None or not recipe:
         return error
     try:
         training = load_training(recipe, settings)

@@ -1,13 +1,12 @@
 """Planning options -> plans, several instances of a program on one host, the hosts of a launch: named, from a
-scheduler's job, or pods; and what tells that a command is a training."""
+scheduler's job, or pods."""
 
 import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError, RequestError, RunError
@@ -438,14 +437,3 @@ def wait_for_name(address: str, pods: Pods, limit_s: float = NAME_S) -> None:
                     "that it is scheduled, and that a headless Service has the name of the pods' subdomain"
                 ) from None
         time.sleep(1)
-
-
-COMPILING = ("/native_build.py:", "/cpp_extension.py:", "/torch/_inductor/")
-"""In a line of a Python stack: the rank compiles our parts or torch's, and has not started yet."""
-TRAINER = ("cputrain", "train")
-
-
-def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The arguments of `cputrain train` where a command is that, or `python -m cputrain train`."""
-    pairs = list(pairwise(PurePath(word).name for word in command))
-    return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None

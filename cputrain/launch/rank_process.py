@@ -19,7 +19,7 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
-from cputrain.files import LOGS, PLAN, write_plan
+from cputrain.files import LOGS
 from cputrain.launch.local import local_job, request_of
 from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
@@ -205,7 +205,6 @@ def run_on_ranks(
     where SIGINT or SIGTERM has stopped them. With `what`, which names the work, a RunError with the failed rank's own
     line instead.
     """
-    write_plan(folder / PLAN, plan)
     with tempfile.TemporaryDirectory() as name, Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         results = Path(name)
         (results / SPEC).write_text(json.dumps(spec), encoding="utf-8")

@@ -14,6 +14,7 @@ from cputrain import __version__
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import plan_to_json
 from cputrain.affinity.wording import counted
 from cputrain.checkpoints import (
     BEST,
@@ -25,7 +26,7 @@ from cputrain.checkpoints import (
     read_manifest,
     step_of,
 )
-from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_plan, write_text
+from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_text
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (
@@ -456,7 +457,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
     mark(folder)
     write_text(folder / RECIPE, _given_paths(recipe) + dump_recipe(with_absolute_paths(recipe)))
     if plan is not None:
-        write_plan(folder / PLAN, plan)
+        write_text(folder / PLAN, plan_to_json(plan))
 
 
 def _given_paths(recipe: Recipe) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import errors_name
 from cputrain.affinity.process_stat import PROC, catches, read_stat
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import own_folders, read_limits
@@ -366,10 +367,11 @@ def start_launcher(
 
 
 def write_files(files: Files) -> None:
-    """Write a launcher's files."""
+    """Write a job's files. Raises OSError that names the file."""
     for path, text in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths are bytes
+        with errors_name(path):
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths are bytes
 
 
 def signal_group(pid: int, number: int) -> bool:

@@ -70,13 +70,14 @@ def run_local(
     """Run the job's workers on this host to their end; 0 when all succeeded, 2 when all that failed refused their
     input. `env` is the environment that they inherit.
 
-    Output is labeled with its rank and also written to log_dir/rank-N.log; what the ranks use, to usage/ beside
-    log_dir. When one rank fails, or is stopped while others run, all are ended. Raises JobFailedError naming the rank,
-    its exit or signal, its log and last lines. On a stop signal the ranks get SIGTERM, or with `save_first`
-    SIGUSR1, and SAVE_S to save and end; returns 128 + the signal. SIGUSR1 is passed on. No process is left behind in
-    any case.
+    Writes the plan. Output is labeled with its rank and also written to log_dir/rank-N.log; what the ranks use, to
+    usage/ beside log_dir. When one rank fails, or is stopped while others run, all are ended. Raises JobFailedError
+    naming the rank, its exit or signal, its log and last lines. On a stop signal the ranks get SIGTERM, or with
+    `save_first` SIGUSR1, and SAVE_S to save and end; returns 128 + the signal. SIGUSR1 is passed on. No process is left
+    behind in any case.
     """
     out, err = out or sys.stdout, err or sys.stderr
+    write_files(((job.plan_path, job_plan_json(job.groups)),))
     port = job.master_port or free_port()
     secret = {TOKEN_VARIABLE: new_token(), **dict(job.secrets)}
     supervisor = RankSupervisor(job.log_dir, out, err, live=(redraws(out, env), redraws(err, env)))

@@ -15,7 +15,7 @@ from cputrain.affinity.errors import RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
-from cputrain.launch import HostsLeft, is_training, remedy, with_absent_module, with_remedy
+from cputrain.launch import HostsLeft, remedy, training_arguments, with_absent_module, with_remedy
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import JobFailedError, Shortage
@@ -94,7 +94,7 @@ def test_only_a_training_goes_on_without_a_host() -> None:
     failure = JobFailedError("", hosts=hosts)
     for command in (("cputrain", "train", "demo-digits"), ("/bin/python3", "-m", "cputrain", "train", "x.yaml")):
         left = HostsLeft(hosts=hosts, command=command)
-        assert is_training(command) and left.after(failure) == hosts[:1]
+        assert training_arguments(command) and left.after(failure) == hosts[:1]
         assert left.after(JobFailedError("", hosts=hosts[:1])) == hosts[:1], "a host that is gone is not taken back"
         assert left.after(JobFailedError("")) == hosts[:1]
     with pytest.raises(
@@ -185,8 +185,9 @@ def test_what_became_of_the_recipe_never_takes_the_place_of_the_failure(tmp_path
 
     def told(*arguments: str) -> str:
         command = ("python", "-m", "cputrain", "train", *arguments)
+        assert training_arguments(command) == arguments
         job = Job(groups=(group,), command=command, plan_path=tmp_path, log_dir=tmp_path)
-        return str(with_remedy(failure, job))
+        return str(with_remedy(failure, job, arguments))
 
     assert told(str(tmp_path / "gone.yaml"), "--resume") == told() == str(failure)
     assert told("imagefolder", "--overwrite", "batch.local=64").startswith(f"{failure}\nset batch.local=")

@@ -15,7 +15,6 @@ import pytest
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
-from cputrain.files import write_plan
 from cputrain.launch import new_folder
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
@@ -31,7 +30,6 @@ needs_two = pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
 
 def job(tmp_path: Path, code: str) -> Job:
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    write_plan(tmp_path / "plan.json", plan)
     command = (sys.executable, "-c", code)
     return Job(
         groups=(HostGroup(hosts=("localhost",), plan=plan),),
