@@ -11,8 +11,7 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
 from cputrain.mpi.hosts.hostfile import read_hostfile
 from cputrain.mpi.launchers.command import identify
-from cputrain.other_launchers.programs import PROGRAMS, command_and_rest, unmarked, words_of
-from cputrain.other_launchers.translation import read, translated
+from cputrain.other_launchers import PROGRAMS, command_and_rest, read, translated, unmarked, words_of
 
 
 @click.command("import", context_settings={"allow_interspersed_args": False})

@@ -203,14 +203,14 @@ def _option_of(key: str) -> str:
 
 def _is_launcher(word: str) -> bool:
     """Whether another launcher is called by this word."""
-    from cputrain.other_launchers.programs import PROGRAMS
+    from cputrain.other_launchers import PROGRAMS
 
     return any(word == call[0] for program in PROGRAMS.values() for call in program.called)
 
 
 def _of_other_launchers(name: str) -> str:
     """What becomes of another launcher's option of that name, and which launcher that is; "" where none has it."""
-    from cputrain.other_launchers.programs import PROGRAMS, REASONS
+    from cputrain.other_launchers import PROGRAMS, REASONS
 
     for program in PROGRAMS.values():
         for option in program.options:

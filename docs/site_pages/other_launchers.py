@@ -1,6 +1,6 @@
 """What becomes of the options of other launchers, from the tables that `cputrain import` uses."""
 
-from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers import PROGRAMS
 from site_pages.text import code, plain, table
 
 INTRODUCTION = """# Options of other launchers

@@ -1,30 +1,393 @@
-"""A command line of another launcher -> cputrain launch."""
+"""Command lines of other launchers as `cputrain launch`.
+
+Each program that launches trainings has a table of its options, and of what they become, in other_launchers.yaml. A
+line is split into words, read by its program's table, and translated.
+
+What a shell would expand in a line ($NAME, ${NAME}, $(command), ~/) stays expandable: in words a `$` or `~` of that
+kind is a character of its own (VARIABLE, HOME); in single quotes there are none.
+"""
 
 import re
+import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from difflib import get_close_matches
+from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
+
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.request import OPTIONS, SWITCH
-from cputrain.affinity.planner.request import Option as PlanningOption
+from cputrain.affinity.planner.request import CPUS, NUMBER, OPTIONS, SWITCH
 from cputrain.affinity.ranks.host_names import is_loopback
 from cputrain.affinity.wording import counted
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
-from cputrain.other_launchers.programs import (
-    PROGRAMS,
-    Given,
-    Option,
-    Program,
-    Wanted,
-    key_of,
-    line_of,
-    option_named,
-    unmarked,
-    wanted,
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option by its `names`, with the number of words that follow it; as in other_launchers.yaml.
+
+    `field` is what it sets in `Wanted`, "" where it has no counterpart. With `parts`, what remains of the word behind
+    it after the parts that are found, but for words that are `understood`, has no counterpart.
+    """
+
+    names: tuple[str, ...]
+    takes: int
+    field: str = ""
+    value: str = "{}"
+    why: str = ""
+    when: str = ".*"
+    parts: tuple[tuple[str, str], ...] = ()
+    understood: str = r"(?!)"
+
+    @property
+    def launch_option(self) -> str:
+        """How `cputrain launch` has it; "" where it does not."""
+        if self.parts:
+            return ", ".join(FIELDS[field].shown for field, _ in self.parts)
+        if not self.field:
+            return ""
+        field = FIELDS[self.field]
+        shown = "{}" in self.value or field.read is _true or self.field == "environment"
+        return field.shown if shown else f"{field.option} {self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A launcher: the words that call it, the modules that `python -m` calls it by, and its options.
+
+    `starts_python`: the command behind its options is a Python script, not a program. `joins_letters`: letters behind
+    one dash are options of their own, the last one with its value, as in -lN2. `remark`: what to know of all its
+    command lines; `remark_on_one_host`: of those that name no other hosts; `remark_without_ranks`: of those that give
+    no number of ranks.
+    """
+
+    name: str
+    title: str
+    called: tuple[tuple[str, ...], ...]
+    options: tuple[Option, ...]
+    modules: tuple[str, ...] = ()
+    starts_python: bool = False
+    joins_letters: bool = False
+    remark: str = ""
+    remark_on_one_host: str = ""
+    remark_without_ranks: str = ""
+
+
+TABLES = yaml.load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"),
+    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # libyaml's, where PyYAML has it, takes a tenth of the time
 )
+REASONS: dict[str, str] = TABLES["reasons"]
+
+
+def _options_of(table: Mapping[str, Any]) -> Iterator[Option]:
+    """The options of a program's table."""
+    if "includes" in table:
+        yield from _options_of(TABLES[table["includes"]])
+    for entry in table.get("options", ()):
+        more = {**entry, "why": entry.get("why", "").format(**REASONS)}
+        if "parts" in more:
+            names, parts = more.pop("names"), tuple(more.pop("parts").items())
+            yield from _by_words(names, parts=parts, **{"when": "", **more})
+        else:
+            field = next(iter(more))
+            yield from _by_words(more.pop(field), field=field, **more)
+    for why, names in table["without"].items():
+        yield from _by_words(names, why=REASONS.get(why) or why.format(**REASONS))
+
+
+def _by_words(names: str, **settings: Any) -> Iterator[Option]:
+    """An option for those of the names that as many words follow."""
+    counts = {name.rstrip("="): len(name) - len(name.rstrip("=")) for name in names.split()}
+    for takes in dict.fromkeys(counts.values()):
+        yield Option(names=tuple(name for name in counts if counts[name] == takes), takes=takes, **settings)
+
+
+def _program(name: str, table: Mapping[str, Any]) -> Program:
+    return Program(
+        name=name,
+        title=table["title"],
+        called=tuple(tuple(call.split()) for call in table["called"]),
+        options=tuple(_options_of(table)),
+        modules=tuple(table.get("modules", ())),
+        starts_python=table.get("starts_python", False),
+        joins_letters=table.get("joins_letters", False),
+        **{key: text.format(**REASONS) for key, text in table.items() if key.startswith("remark")},
+    )
+
+
+PROGRAMS = {name: _program(name, table) for name, table in TABLES["programs"].items()}
+
+
+def option_named(program: Program, name: str) -> Option:
+    """A launcher's option by its name: with one dash or two, - or _, and shortened where only one begins so.
+
+    Raises InputError for one that it does not have.
+    """
+    wanted = key_of(name)
+    by_key = {key_of(each): option for option in program.options for each in option.names if not each.endswith("*")}
+    if wanted in by_key:
+        return by_key[wanted]
+    for option in program.options:
+        if any(each.endswith("*") and wanted.startswith(key_of(each[:-1])) for each in option.names):
+            return option
+    begin_so = {id(option): option for key, option in by_key.items() if key.startswith(wanted) and len(wanted) > 2}
+    if len(begin_so) == 1 and program.starts_python:
+        return next(iter(begin_so.values()))
+    near = get_close_matches(wanted, by_key, n=1, cutoff=0.7)
+    hint = f": did you mean --{near[0]}?" if near else ": remove it, and import the rest"
+    raise InputError(f"{program.title} has no option {name[:60]} that is known here{hint}")
+
+
+def key_of(name: str) -> str:
+    """A name without its dashes in front, and with dashes for what may be _."""
+    return name.lstrip("-").replace("_", "-")
+
+
+# A command as far as its first operator outside quotes: a redirection, a pipe, "&&", ";", "&"; or as far as a comment.
+COMMAND = re.compile(
+    r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\\'"|&;<>#]|(?<=\S)#)*""",
+    re.DOTALL,
+)
+OPERATORS = "|&;<>"
+VARIABLE, HOME = "\ue000", "\ue001"  # of Unicode's private use area: no command line has them
+
+
+def command_and_rest(text: str) -> tuple[str, str]:
+    """A line's first command, and what follows it: "2>&1 | tee log"; "" for nothing, or a comment."""
+    command = COMMAND.match(text)
+    assert command is not None  # it matches "" too
+    end = command.end()
+    if text[end : end + 1] not in tuple(OPERATORS):
+        return (text[:end] if text[end : end + 1] == "#" else text), ""
+    if re.search(r"\s\d$", text[:end]) and text[end] in "<>":
+        end -= 1
+    return text[:end], text[end:].strip()
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a shell's line; a line may be continued. Raises InputError where quotes are open."""
+    try:
+        words = shlex.split(_marked(text.replace("\\\n", " ")))
+    except ValueError as error:
+        raise InputError(f"{text[:60]!r} is not a command line: {error}: close the quotes") from None
+    return tuple(words[1:] if words[:1] == ["$"] else words)
+
+
+def _marked(line: str) -> str:
+    """The line with VARIABLE and HOME for what a shell expands."""
+    marked: list[str] = []
+    quote, escaped = "", False
+    for char, after in zip(line, f"{line[1:]} ", strict=True):
+        kept = char
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+            if quote and after in "$`":
+                continue  # a backslash that shlex would keep in double quotes
+        elif char in "'\"" and quote in ("", char):
+            quote = "" if quote else char
+        elif char == "$" and quote != "'" and (after.isalpha() or after in "_{("):
+            kept = VARIABLE
+        elif char == "~" and not quote and (after == "/" or after.isspace()) and (not marked or marked[-1].isspace()):
+            kept = HOME
+        marked.append(kept)
+    return "".join(marked)
+
+
+def line_of(words: Sequence[str]) -> str:
+    """The line for a shell that has these words: quoted where that is needed, in double quotes what it expands."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if word.startswith(HOME):
+        rest = word[2:]
+        return f"~{word[1:2]}{_quoted(rest) if rest else ''}"
+    if VARIABLE not in word:
+        return shlex.quote(word)
+    return '"' + re.sub(r'(["\\$`])', r"\\\1", word).replace(VARIABLE, "$") + '"'
+
+
+def unmarked(text: str) -> str:
+    """A text as it was written, also where repr() has escaped it."""
+    for mark, char in ((VARIABLE, "$"), (HOME, "~")):
+        text = text.replace(mark, char).replace(repr(mark)[1:-1], char)
+    return text
+
+
+DIGITS = re.compile("[0-9]{1,6}")
+HOSTS_OR_RANGE = re.compile("(?:[0-9]{1,6}[:-])?([0-9]{1,6})")
+LEFT_OPEN = ("auto", "cpu", "gpu", "xpu", "", "-1", "0")  # values that leave a number to the launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a command line asks for; None and () where it says nothing.
+
+    `ranks` are those of all hosts, `ppn` those of each. `instances`: a number, "latency" or "throughput". `environment`
+    are NAME=VALUE for the ranks. `command` is what is started: with `module` a Python module and its arguments.
+    """
+
+    nodes: int | None = None
+    ppn: int | None = None
+    ranks: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    threads: int | None = None
+    comm_cores: int | None = None
+    smt: bool = False
+    cores: str | None = None
+    openmp: str | None = None
+    allocator: str | None = None
+    instances: str | None = None
+    instance: str | None = None
+    distributed: bool = False
+    output: str | None = None
+    restarts: int | None = None
+    environment: tuple[str, ...] = ()
+    folder: str | None = None
+    dry_run: bool = False
+    module: bool = False
+    no_python: bool = False
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """An option of a command line as it was written, and the field that it sets to a text."""
+
+    written: str
+    field: str
+    value: str
+
+
+def wanted(given: Iterable[Given], command: tuple[str, ...]) -> Wanted:
+    """What the options ask for; of one that is repeated the last counts. Raises InputError for bad values."""
+    values: dict[str, Any] = {}
+    for each in given:
+        field = FIELDS[each.field]
+        if field.must_be_known and VARIABLE in each.value:
+            raise InputError(f"{each.written}: a variable of the shell has no value here: put its value in its place")
+        try:
+            value = field.read(each.value)
+        except ValueError as error:
+            raise InputError(f"{each.written}: {each.value[:30]!r} {error}") from None
+        values[each.field] = (*values.get("environment", ()), value) if each.field == "environment" else value
+    return Wanted(**values, command=command)
+
+
+def _text(value: str) -> str | None:
+    return value or None
+
+
+def _true(_value: str) -> bool:
+    return True
+
+
+def _number(value: str) -> int | None:
+    if value in LEFT_OPEN:
+        return None
+    if not DIGITS.fullmatch(value):
+        raise ValueError("is not a number of at most 6 digits: correct it")
+    return int(value)
+
+
+def _cores(value: str) -> int | None:
+    return 0 if value == "0" else _number(value)
+
+
+def _nodes(value: str) -> int | None:
+    match = HOSTS_OR_RANGE.fullmatch(value)
+    if match is None:
+        raise ValueError("is not a number of hosts: give N, MIN:MAX or MIN-MAX")
+    return int(match[1]) or None
+
+
+def _instances(value: str) -> str | None:
+    return None if value in LEFT_OPEN else value
+
+
+def _instance(value: str) -> str | None:
+    """Numbers of copies, of which 0 is the first; -1 stands for all of them."""
+    return None if value == "-1" else _list(value)
+
+
+def _list(value: str) -> str | None:
+    return "".join(value.split()) or None
+
+
+def _one_of(names: dict[str, str | None]) -> Callable[[str], str | None]:
+    def of_names(value: str) -> str | None:
+        if value not in names:
+            raise ValueError(f"is unknown: give {', '.join(names)}")
+        return names[value]
+
+    return of_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A field of `Wanted`: the option of `cputrain launch` that has it, or in words what does, and the value that
+    follows; how the text of another launcher's option is read. `must_be_known`: it cannot be a variable of the shell.
+    """
+
+    option: str
+    value: str = ""
+    read: Callable[[str], Any] = _text
+    must_be_known: bool = False
+
+    @property
+    def shown(self) -> str:
+        """How `cputrain launch` has it."""
+        return f"{self.option} {self.value}".rstrip()
+
+
+READ: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("ppn", "threads"), _number),
+    "comm_cores": _cores,
+    "cores": _list,
+    "smt": _true,
+    "openmp": _one_of({"intel": "libiomp5", "default": "libgomp", "libgomp": "libgomp", "auto": None}),
+    "allocator": _one_of(
+        {"default": "glibc", "glibc": "glibc", "tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "auto": None}
+    ),
+}
+"""How the values of planning options are read."""
+LAUNCH_OPTIONS = {
+    "output": Field(option="--output", value="DIR"),
+    "instances": Field(option="--instances", read=_instances, must_be_known=True),
+    "instance": Field(option="--instance", value="LIST", read=_instance),
+    "hosts": Field(option="--hosts", value="LIST", must_be_known=True),
+    "hostfile": Field(option="--hostfile", value="FILE"),
+    "nodes": Field(option="--nodes", value="N", read=_nodes, must_be_known=True),
+    **{
+        option.name: Field(
+            option=option.flag,
+            value={NUMBER: "N", CPUS: "CPUS", SWITCH: "on"}.get(option.kind, ""),
+            read=READ.get(option.name, _text),
+            must_be_known=option.name in ("ppn", "threads", "comm_cores", "cores"),
+        )
+        for option in OPTIONS
+    },
+    "restarts": Field(option="--restarts", value="N", read=_number, must_be_known=True),
+}
+"""In the order of the help."""
+FIELDS = {
+    **LAUNCH_OPTIONS,
+    "ranks": Field(option="--ppn", value="N", read=_number, must_be_known=True),
+    "distributed": Field(option="the default: without --instances", read=_true),
+    "environment": Field(option="env NAME=VALUE before the command"),
+    "folder": Field(option="cd DIR first"),
+    "dry_run": Field(option="--dry-run", read=_true),
+    "module": Field(option="-m", read=_true),
+    "no_python": Field(option="the command after --", read=_true),
+}
+
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")
@@ -365,23 +728,14 @@ def _with_slots(options: Wanted) -> Wanted:
 
 def _words_of(options: Wanted) -> tuple[str, ...]:
     """The options of `cputrain launch`, in the order of its help."""
-    pairs = (
-        ("--output", options.output),
-        ("--instances", options.instances),
-        ("--instance", options.instance),
-        ("--hosts", options.hosts),
-        ("--hostfile", options.hostfile),
-        ("--nodes", options.nodes),
-        *((option.flag, _value(options, option)) for option in OPTIONS),
-        ("--restarts", options.restarts),
+    values = ((field, getattr(options, name, None)) for name, field in LAUNCH_OPTIONS.items())
+    given = tuple(
+        word
+        for field, value in values
+        if value is not None and value is not False
+        for word in (field.option, "on" if value is True else str(value))
     )
-    given = tuple(word for option, value in pairs if value is not None for word in (option, str(value)))
     return (*given, "--dry-run") if options.dry_run else given
-
-
-def _value(options: Wanted, option: PlanningOption) -> Any:
-    value = getattr(options, option.name, None)
-    return value if option.kind != SWITCH else "on" if value else None
 
 
 def _command(options: Wanted, *, starts_python: bool) -> tuple[str, ...]:
