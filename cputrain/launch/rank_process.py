@@ -22,6 +22,7 @@ from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraw
 from cputrain.files import LOGS
 from cputrain.launch.local import local_job, request_of
 from cputrain.mpi.supervise.run import run_local
+from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.recipe.schema import Recipe
 
@@ -66,10 +67,7 @@ def run_rank(rank: Rank, work: Callable[[], object]) -> None:
         with convert_lost_peer_errors(rank.rank):
             work()
     except KeyboardInterrupt:  # a rank of its own session: somebody has sent it to this one
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
+        end_by(signal.SIGINT)
     except Exception as error:  # noqa: BLE001  every error is printed and ends the rank
         if one_line(error) is None:
             sys.excepthook(type(error), error, error.__traceback__)

@@ -24,6 +24,7 @@ from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_t
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.measurements import keep_bf16_gain
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
+from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
 from cputrain.optim.optimizers import build_optimizer
@@ -44,7 +45,7 @@ from cputrain.training.log import (
 from cputrain.training.loop import TrainingLoop
 from cputrain.training.saving import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
-from cputrain.training.signals import Preemption, end_by, ignore_preemption
+from cputrain.training.signals import Preemption, ignore_preemption
 from cputrain.training.step import OwnTask, TrainResult, TrainState, make_train_state, sum_of
 from cputrain.variables import is_restarted, lock_name_in
 

@@ -149,14 +149,6 @@ def ignore_preemption() -> None:
     signal.signal(PREEMPTION_SIGNAL, signal.SIG_IGN)
 
 
-def end_by(number: int) -> None:
-    """End this process by a signal, for its launcher to see; its output is written before."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-
-
 @contextmanager
 def handlers_restored() -> Iterator[None]:
     """Afterwards the signals that a training handles have the handlers that they have now."""

@@ -179,7 +179,8 @@ class MonitorLink:
             elif isinstance(message, Preempt) and not self._stop:
                 self._supervisor.preempt()
             elif isinstance(message, ShowStack):
-                lines = self._supervisor.stack(self._supervisor.ranks[0].rank)
+                (rank,) = self._supervisor.ranks
+                lines = self._supervisor.stacks([rank.rank]).get(rank.rank, ())
                 self._connection.send(Stack(lines=tuple(line[:MAX_LINE] for line in lines)))
 
     def send_heartbeat(self) -> None:

@@ -6,7 +6,7 @@ The time for which a process waits for a core counts as computing: a shared host
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -331,6 +331,7 @@ class StallWatch:
 
 SILENCE_CHECK_S = 0.25  # between two looks for silent ranks
 ALONE_S = 10.0  # a scheduler that ends a job signals the agents of all hosts within this time
+STACK_S, STACK_POLL_S = 1.5, 0.1  # for the agents' answers
 GATHER_S = 1e-5  # for each rank: the reports of many ranks are taken together
 
 
@@ -455,11 +456,6 @@ class Monitor:
             Standing(rank=one.rank, host=one.host, activity=one.activity, exit=one.exit) for one in self.ranks.values()
         )
 
-    def first_exit(self) -> RankExit | None:
-        """The failed rank's exit from which the others followed; None where ranks are only silent."""
-        exits = [status.exit for status in self.failed() if status.exit is not None]
-        return first_cause(exits) if exits else None
-
     def cause(self, stall: Stall | None = None, stacks: Stacks = MappingProxyType({})) -> str:
         """The failure that the others followed from, in one line and the last lines of output. `stall` is the one just
         before it, `stacks` are those of its ranks."""
@@ -468,8 +464,8 @@ class Monitor:
             end = "" if alone.exit is None else f"; {describe_exit(alone.exit)}"
             stopped = f"the agent of rank {alone.rank} on {alone.host} was stopped by {signal_name(alone.signal)}"
             return f"{stopped}, while other ranks ran on{end}"
-        if (cause := self.first_exit()) is not None:
-            return describe_failure(cause, self.standings(), stall, stacks)
+        if exits := [status.exit for status in self.failed() if status.exit is not None]:
+            return describe_failure(first_cause(exits), self.standings(), stall, stacks)
         lost = self._server.lost
         first = min(self.failed(), key=lambda one: (one.rank not in lost, one.heartbeat, one.rank))
         rank = f"rank {first.rank} on {first.host}"
@@ -477,11 +473,17 @@ class Monitor:
             return f"{rank} has lost its agent, which was killed or cut off: see its host's log"
         return f"{rank} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
 
-    def show_stacks(self, ranks: Iterable[int]) -> None:
-        """Ask these ranks, which run, for their Python stacks."""
-        for rank in ranks:
-            self.ranks[rank].stack = None
+    def stacks(self, ranks: Sequence[int]) -> Stacks:
+        """The Python stacks of those of these ranks that run, as their agents answer within STACK_S, or else before."""
+        running = {rank: status for rank in ranks if (status := self.ranks[rank]).exit is None}
+        before = {rank: status.stack for rank, status in running.items()}
+        for rank, status in running.items():
+            status.stack = None
             self._server.connections[rank].send(ShowStack())
+        deadline = time.monotonic() + STACK_S
+        while any(status.stack is None for status in running.values()) and time.monotonic() < deadline:
+            self.poll(STACK_POLL_S)
+        return {rank: status.stack or before[rank] or () for rank, status in running.items()}
 
     def stop(self, grace_s: float) -> None:
         """Make every agent end its rank, which has so many seconds to end by itself."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import IO, BinaryIO, TextIO
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.process_stat import outlives
 from cputrain.affinity.terminal import SafeOutput, clip, discard, printed_text, safe_output
-from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, Standing, tree
+from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, Stacks, Standing, tree
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     KillCounter,
@@ -359,10 +359,10 @@ class RankSupervisor:
         """What the ranks do, or did when they exited."""
         return tuple(rank.standing() for rank in self.ranks)
 
-    def stack(self, number: int) -> tuple[str, ...]:
-        """The Python stack of a rank that runs, innermost first; empty where it offers none."""
-        rank = next(rank for rank in self.ranks if rank.rank == number)
-        return read_stack(tree(rank.process.pid), rank.stack_file)
+    def stacks(self, numbers: Sequence[int]) -> Stacks:
+        """The Python stacks of those of these ranks that run; an empty one where a rank offers none."""
+        shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
+        return {rank.rank: read_stack(tree(rank.process.pid), rank.stack_file) for rank in shown}
 
     def preempt(self) -> None:
         """Make `poll` send the preemption signal to every rank, not to the processes below it: to each once it can take

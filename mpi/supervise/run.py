@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +26,7 @@ from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, a
 from cputrain.mpi.supervise.processes import (
     SETTLE_S,
     JobFailedError,
+    RankExit,
     describe_exit,
     describe_status,
     end_descendants,
@@ -146,39 +148,44 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
         was_read = supervisor.poll(LOCAL_POLL_S)
         signals.check()  # before failures are judged: a scheduler's signal reaches launcher and ranks together
         if was_read and together:
-            stalls.check(
-                supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks_of_local(supervisor, stall)
-            )
+            stalls.check(supervisor.standings(), supervisor.clock.now(), partial(_stacks, supervisor))
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(LOCAL_POLL_S)
     signals.check()
     failed = _failed(supervisor, stop)
-    if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):  # they have printed it
-        if not job.names_errors:
-            supervisor.drain()
-            logger.warning("cputrain: %s", describe_exit(failed[0].exit()))
-        return ExitStatus.WRONG_INPUT
+    if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):
+        supervisor.drain()
+        return _refused(job, failed[0].exit())
     standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
-    stacks = _stacks_of_local(supervisor, stall)
+    stacks = _stacks(supervisor, stall)
     supervisor.stop(grace_s, lambda: signals.again)
     supervisor.drain()
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
     cause = first_cause(rank.exit() for rank in failed)
-    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage, tail=cause.tail)
+    raise _failure(cause, describe_failure(cause, standings, stall, stacks))
 
 
-def _stacks_of_local(supervisor: RankSupervisor, stall: Stall | None) -> Stacks:
+def _refused(job: Job, first: RankExit) -> int:
+    """The exit status where all ranks that failed have refused their input, which they have printed."""
+    if not job.names_errors:
+        logger.warning("cputrain: %s", describe_exit(first))
+    return ExitStatus.WRONG_INPUT
+
+
+def _failure(cause: RankExit, text: str) -> JobFailedError:
+    return JobFailedError(text, shortage=cause.shortage, tail=cause.tail)
+
+
+def _stacks(ranks: RankSupervisor | Monitor, stall: Stall | None) -> Stacks:
     """The Python stacks of the awaited ranks that can show one."""
-    running = {rank.rank for rank in supervisor.ranks if rank.exited_at is None}
-    return {rank: supervisor.stack(rank) for rank in (able_to_show(stall) if stall else ()) if rank in running}
+    return ranks.stacks(able_to_show(stall)) if stall else {}
 
 
 REMOTE_POLL_S = 0.1
 STALL_CHECK_S = 1.0  # between two looks at what the ranks do
 LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
-STACK_S = 1.5  # for the agents' answers
 AGENT_EXIT_S = 1.0  # of the agents, after their ranks
 RELAY_S = 1.0  # for the rest of the launcher's output
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
@@ -259,15 +266,15 @@ def _watch_remote(
             while time.monotonic() < settled:
                 monitor.poll(REMOTE_POLL_S)
             signals.check()
-        failed = monitor.failed()
-        if failed:
+        if failed := monitor.failed():
             exits = [rank.exit for rank in failed if rank.exit is not None]
-            refused = all(one.status == ExitStatus.WRONG_INPUT for one in exits)  # by the ranks, which have printed it
-            if refused and len(exits) == len(failed):
-                if not job.names_errors:
-                    logger.warning("cputrain: %s", describe_exit(exits[0]))
-                return ExitStatus.WRONG_INPUT
-            raise _failure(job, monitor, stalls.before(monitor.clock.now()))
+            if len(exits) == len(failed) and all(one.status == ExitStatus.WRONG_INPUT for one in exits):
+                return _refused(job, exits[0])
+            if not exits:
+                hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in failed))
+                raise JobFailedError(monitor.cause(), hosts=hosts)
+            stall = stalls.before(monitor.clock.now())
+            raise _failure(first_cause(exits), monitor.cause(stall, _stacks(monitor, stall)))
         if ended:
             return _after_launcher(job, installed, process.returncode, monitor)
         now = monitor.clock.now()
@@ -284,29 +291,7 @@ def _watch_remote(
             )
         if now - checked_at >= STALL_CHECK_S:
             checked_at = now
-            stalls.check(monitor.standings(), now, lambda stall: _stacks_of_remote(monitor, stall))
-
-
-def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
-    """What failed first: a rank that has exited; a silent one where none has. `stall` is the one just before."""
-    cause = monitor.first_exit()
-    if cause is None:
-        hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in monitor.failed()))
-        return JobFailedError(monitor.cause(), hosts=hosts)
-    return JobFailedError(
-        monitor.cause(stall, _stacks_of_remote(monitor, stall)), shortage=cause.shortage, tail=cause.tail
-    )
-
-
-def _stacks_of_remote(monitor: Monitor, stall: Stall | None) -> Stacks:
-    """The Python stacks of the awaited ranks that can show one."""
-    ranks = [rank for rank in (able_to_show(stall) if stall else ()) if monitor.ranks[rank].exit is None]
-    before = {rank: monitor.ranks[rank].stack for rank in ranks}
-    monitor.show_stacks(ranks)
-    deadline = time.monotonic() + STACK_S
-    while any(monitor.ranks[rank].stack is None for rank in ranks) and time.monotonic() < deadline:
-        monitor.poll(REMOTE_POLL_S)
-    return {rank: monitor.ranks[rank].stack or before[rank] or () for rank in ranks}
+            stalls.check(monitor.standings(), now, partial(_stacks, monitor))
 
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:

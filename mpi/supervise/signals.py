@@ -1,6 +1,7 @@
-"""The signals that stop a job, and a clock that stands still while the process does."""
+"""The signals that stop a job in the process that supervises it, and a clock that stands still while that does."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -40,6 +41,14 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that end a job: those of Ctrl-C, of batch systems, and, but under nohup, of a terminal's end."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal, for its launcher to see; its output is written before."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 class InterruptedBySignalError(Exception):
