@@ -48,7 +48,7 @@ from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
 from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, fit_alpha_beta, rate_record, transport_records
 from cputrain.models.networks import build_model
-from cputrain.optim.optimizers import build_optimizer, set_lr_and_decay
+from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
 from cputrain.simulate.step import optimizer_passes
 

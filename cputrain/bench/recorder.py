@@ -24,8 +24,8 @@ from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
-from cputrain.optim.optimizers import build_optimizer
-from cputrain.optim.schedules import lr_at
+from cputrain.optim import build_optimizer
+from cputrain.recipe.derivation import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import optimize_training, prepare_model
 from cputrain.training.session import Session, choose_winograd, endless_batches, start_session, with_measured_engine

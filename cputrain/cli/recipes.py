@@ -18,8 +18,7 @@ from cputrain.cli.output import curve, format_option, print_json, sampled
 from cputrain.cli.words import catalog_group, command_or_list, complete_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.measurements import BF16_GAIN, bf16_line
-from cputrain.optim.schedules import lr_at
-from cputrain.recipe.derivation import derive, explain, rate_warning
+from cputrain.recipe.derivation import derive, explain, lr_at, rate_warning
 from cputrain.recipe.keys import OTHER_NAMES, KeyReference, SectionReference, reference
 from cputrain.recipe.loading import ShippedRecipe, recipe_names, shipped_recipe, shipped_recipes
 from cputrain.recipe.schema import Recipe

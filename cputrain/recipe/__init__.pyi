@@ -4,8 +4,10 @@ from .derivation import derive as derive
 from .derivation import explain as explain
 from .derivation import images_per_step as images_per_step
 from .derivation import largest_local_batch as largest_local_batch
+from .derivation import lr_at as lr_at
 from .derivation import passes_per_step as passes_per_step
 from .derivation import rate_warning as rate_warning
+from .derivation import scheduled_lr as scheduled_lr
 from .derivation import settings_at as settings_at
 from .keys import OTHER_NAMES as OTHER_NAMES
 from .keys import KeyReference as KeyReference

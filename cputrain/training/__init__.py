@@ -4,7 +4,7 @@ entry.py is what `train` runs, evaluation.py what `eval` runs, own.py `cputrain.
 is what a rank opens first: threads, data and its batches, process group, engine. entry.py then builds a training, and
 loop.py repeats step.py, whose steps watchers.py and log.py hear of, evaluation.py and saving.py, which also puts back
 what it has written; signals.py stops all ranks together. The learning rate with its warm-up is in
-cputrain/optim/schedules.py.
+cputrain/recipe/derivation.py.
 """
 
 from cputrain.affinity.lazy import front

@@ -27,7 +27,7 @@ from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
-from cputrain.optim.optimizers import build_optimizer
+from cputrain.optim import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent

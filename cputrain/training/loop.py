@@ -13,8 +13,7 @@ from cputrain.affinity.wording import counted
 from cputrain.comm.group import all_gather, all_reduce_sum
 from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
-from cputrain.optim.schedules import lr_at
-from cputrain.recipe.derivation import rate_warning, settings_at
+from cputrain.recipe.derivation import lr_at, rate_warning, settings_at
 from cputrain.runs.events import moment
 from cputrain.training.engine import bf16_speedups
 from cputrain.training.evaluation import evaluate

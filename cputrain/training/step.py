@@ -26,7 +26,7 @@ from cputrain.data.loader import Batch, own_batch
 from cputrain.measurements import bucket_bytes
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
-from cputrain.optim.optimizers import layer_ratios, set_lr_and_decay
+from cputrain.optim import layer_ratios, set_lr_and_decay
 from cputrain.recipe.schema import CommSection, Recipe
 from cputrain.training.engine import DTYPES, autocast, network_input
 

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.data import rank_share
-from cputrain.optim import scheduled_lr
 from cputrain.recipe import (
     BatchSection,
     DataSection,
@@ -16,6 +15,7 @@ from cputrain.recipe import (
     explain,
     load_recipe,
     rate_warning,
+    scheduled_lr,
 )
 
 

@@ -243,8 +243,6 @@ def test_the_public_optimizers_keep_their_names() -> None:
     for optimizer in (Lars([weight], lr=0.1), Lamb([weight], lr=0.1), AdagradDA([weight], lr=0.1)):
         optimizer.step()
         copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
-    with pytest.raises(AttributeError, match="Adam"):
-        _ = cputrain.optim.Adam
 
 
 def test_lamb_and_adagrad_da_carry_their_options_in_their_state() -> None:
@@ -266,8 +264,6 @@ def test_lamb_and_adagrad_da_carry_their_options_in_their_state() -> None:
 def test_importing_an_optimizer_loads_torch_and_no_recipe() -> None:
     code = """
 import sys
-import cputrain.optim
-assert "torch" not in sys.modules
 from cputrain.optim import Lars
 assert "torch" in sys.modules and "cputrain.recipe" not in sys.modules and "pydantic" not in sys.modules
 """

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from cputrain.comm import AllReduceHook, Bf16AllReduceHook
 from cputrain.data import Batch
-from cputrain.optim import build_optimizer, lr_at, scheduled_lr
+from cputrain.optim import build_optimizer
 from cputrain.recipe import (
     DataSection,
     EpochSettings,
@@ -16,6 +16,8 @@ from cputrain.recipe import (
     Recipe,
     ScheduleSection,
     TrainingSizes,
+    lr_at,
+    scheduled_lr,
     settings_at,
 )
 from cputrain.training import (

@@ -1,5 +1,9 @@
 """LARS (You et al. 2017), LAMB (You et al. 2020), AdaGrad by dual averaging (Duchi et al. 2011); the optimizer of a
-recipe, of these and torch's; and each layer's norms and trust ratio."""
+recipe, of these and torch's; and each layer's norms and trust ratio.
+
+Lars, Lamb and AdagradDA are usable with any model: `from cputrain.optim import Lars`. The first two are for large
+batches.
+"""
 
 import math
 from abc import abstractmethod
@@ -13,6 +17,17 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import OptimSection  # Lars alone needs no recipe
+
+__all__ = [
+    "OPTIMIZERS",
+    "AdagradDA",
+    "Lamb",
+    "Lars",
+    "LarsVariant",
+    "build_optimizer",
+    "layer_ratios",
+    "set_lr_and_decay",
+]
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
 # Norms of float32 outside these may have lost squares to underflow or overflow.
