@@ -74,7 +74,7 @@ def error(name: str, found: str, remedy: str) -> Check:
 
 
 def checks_text(checks: Sequence[Check]) -> str:
-    """A line for each check, and below it the remedy where there is one; a summary at the end."""
+    """A line for each check, and below it the remedy where there is one; a summary and the next step at the end."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -82,7 +82,10 @@ def checks_text(checks: Sequence[Check]) -> str:
         if check.remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
     counts = [sum(check.status == status for check in checks) for status in (OK, WARNING, ERROR)]
-    return "\n".join([*lines, f"\n{counts[0]} ok, {counted(counts[1], 'warning')}, {counted(counts[2], 'error')}"])
+    lines.append(f"\n{counts[0]} ok, {counted(counts[1], 'warning')}, {counted(counts[2], 'error')}")
+    broken = next((check for check in checks if check.status == ERROR), None)
+    lines.append(f"next: {broken.name}: {broken.remedy}" if broken else "next: cputrain plan")
+    return "\n".join(lines)
 
 
 SHM_BYTES = GIB  # DataLoader processes and MPI's shared memory; Docker gives 64 MiB

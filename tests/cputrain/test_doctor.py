@@ -200,7 +200,8 @@ def test_an_import_that_takes_too_long_is_given_up() -> None:
 def test_the_lines_and_the_summary() -> None:
     text = checks_text((ok("a", "fine"), warning("long name", "slow", "do this"), error("b", "broken", "do that")))
     assert "ok       a          fine" in text and "-> do this" in text
-    assert text.endswith("1 ok, 1 warning, 1 error")
+    assert text.endswith("1 ok, 1 warning, 1 error\nnext: b: do that")
+    assert checks_text((ok("a", "fine"), warning("b", "slow", "do this"))).endswith("\nnext: cputrain plan")
 
 
 def test_doctor_as_json_has_every_check_once_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
