@@ -119,7 +119,8 @@ def fold(hosts: Iterable[str]) -> str:
 
 # Names reach shells, ssh and files: nothing else is let through. No label is empty, an absolute name ends with a dot.
 NAME = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-DOTTED = re.compile(r"[0-9]+(?:\.[0-9]+){3}\.?")  # never a name: RFC 1123, 2.1
+# Never a name: sockets take up to four numbers for an address, 28 for 0.0.0.28 (inet_aton(3)).
+NUMERIC = re.compile(r"(?:0[xX][0-9A-Fa-f]+|[0-9]+)(?:\.(?:0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
 MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
 MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
@@ -360,9 +361,10 @@ def check_name(name: str, source: str) -> str:
         raise InputError(f"{source}: the host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
     if not NAME.fullmatch(name) and not is_address(name):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
-    if DOTTED.fullmatch(network_name(name)) and not is_address(name):
+    if NUMERIC.fullmatch(network_name(name)) and not is_address(name):
         raise InputError(
-            f"{source}: {name[:60]!r} is not an address: write four numbers from 0 to 255, without zeros before them"
+            f"{source}: {name[:60]!r} is not an address, for which programs take it: write four numbers from 0 to 255, "
+            "without zeros before them, or the host's name"
         )
     return name
 

@@ -101,7 +101,12 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h1 slots=4\nh2 boards=1", "f:2: 'boards=1' is not slots=N.*; the line is in Open MPI's format"),
         ("h1 slots=2\nana@h2 port=2222", "f:2: port=2222 is of Open MPI's format .* 'Host h2' into ~/.ssh/config"),
         ("rank 0=h1 slot=1", "f:1: '0=h1' is not slots=N"),
-        ("10.0.0.1\n10.0.0.01", "f:2: '10.0.0.01' is not an address: write four numbers"),  # 10.0.0.1 for some programs
+        (
+            "10.0.0.1\n10.0.0.01",
+            "f:2: '10.0.0.01' is not an address, .*: write four numbers",
+        ),  # 10.0.0.1 for some programs
+        ("28\n29", "f:1: '28' is not an address, for which programs take it: .* or the host's name"),  # for nid00028
+        ("n1\n0x1c slots=2", "f:2: '0x1c' is not an address"),
         ("ana@10.0.0.256:2", "f:1: 'ana@10.0.0.256' is not an address"),
         ("h1\n[group]\nh2", r"f:2: hosts '\[group\]': '\[group\]' is neither a name nor a range"),
     ],
