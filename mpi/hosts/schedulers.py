@@ -414,7 +414,7 @@ SCHEDULERS = (
             *("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
         )
     ),
-    # Volcano, SkyPilot, SageMaker and Azure ML may run the same command on every host.
+    # Volcano, SkyPilot, dstack, Kubeflow Trainer, SageMaker and Azure ML may run the same command on every host.
     Scheduler(
         name="Volcano",
         variables=("VC_TASK_INDEX",),
@@ -427,6 +427,20 @@ SCHEDULERS = (
         variables=("SKYPILOT_TASK_ID", "SKYPILOT_NODE_IPS"),
         give='--hosts "$SKYPILOT_NODE_IPS", on one of them only',
         hosts_in="SKYPILOT_NODE_IPS",
+    ),
+    Scheduler(
+        name="dstack",
+        variables=("DSTACK_RUN_NAME", "DSTACK_NODES_IPS"),
+        give='--hosts "$DSTACK_NODES_IPS", on one of them only',
+        hosts_in="DSTACK_NODES_IPS",
+    ),
+    # The variables of torchrun, as its pods have them.
+    Scheduler(
+        name="Kubeflow Trainer",
+        variables=("PET_NODE_RANK",),
+        job_id="HOSTNAME",
+        give="--hosts, on one of them only",
+        hosts_in="PET_NNODES",
     ),
     Scheduler(
         name="SageMaker",
