@@ -354,7 +354,7 @@ def _os_name(path: Path) -> str:
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
 CACHE_BYTES = 4 * MIB  # compiled, the backend of oneCCL has 1 MiB, and while that is done as much again
-WITHOUT_CACHE = "no oneCCL, no native kernels, no fast decoder"
+NATIVE_PARTS = (ONECCL := "oneCCL", "native kernels", "fast decoder")
 Probed = Mapping[str, Mapping[str, Any]]
 
 
@@ -370,7 +370,7 @@ def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
         yield from runtime_checks(runtime)
     yield decoder_check(probe["decoder"])
     yield compiler_check(compiler(env))
-    cache = cache_check(env)
+    cache = cache_check(env, {**probe["native"], ONECCL: probe["oneccl"].get("compiled")})
     yield cache
     yield temporary_check()
     yield oneccl_check(probe["oneccl"], cache)
@@ -461,18 +461,22 @@ def compiler_check(found: str | None) -> Check:
     return ok("C++ compiler", found)
 
 
-def cache_check(env: Mapping[str, str]) -> Check:
-    """The folder of compiled code, tried out."""
+def cache_check(env: Mapping[str, str], compiled: Mapping[str, object]) -> Check:
+    """The folder of compiled code, tried out; `compiled` tells which NATIVE_PARTS can be loaded from there."""
+    lacking = ", ".join(f"no {name}" for name in NATIVE_PARTS if not compiled.get(name))
     try:
         folder = cache_folder(env)
     except RunError as refused:
         found, _, remedy = str(refused).partition(": ")
-        return warning("cache", f"{found}: {WITHOUT_CACHE}", remedy)
+        return warning("cache", f"{found}: {lacking}", remedy)
     try:
         try_cache(folder, CACHE_BYTES)
     except OSError as refused:
-        found = f"{folder}: {cause(refused, folder)}: {WITHOUT_CACHE}"
-        return warning("cache", found, "set CPUTRAIN_CACHE to a folder that can be written to, and execute code")
+        found = f"{folder}: {cause(refused, folder)}: "
+        if not lacking:
+            return ok("cache", f"{found}all native parts lie there; what is measured is not kept")
+        remedy = "set CPUTRAIN_CACHE to a folder that can be written to, and execute code"
+        return warning("cache", found + lacking, remedy)
     return ok("cache", str(folder))
 
 
@@ -605,7 +609,7 @@ def _oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
     from cputrain.affinity.errors import RunError
     from cputrain.comm.ccl.environment import built_path, find_libraries
-    from cputrain.native_build import is_intact
+    from cputrain.native_build import is_usable
 
     found = find_libraries(env)
     built = None
@@ -616,8 +620,22 @@ def _oneccl(env: Env) -> Found:
         "library": str(found.ccl),
         "mpi": str(found.mpi),
         "fabric": str(found.fabric),
-        "compiled": str(built) if built and is_intact(built) else None,
+        "compiled": str(built) if built and is_usable(built) else None,
     }
+
+
+def _native(env: Env) -> Found:
+    """The other native parts, by whether they lie compiled in the cache and can be loaded from there."""
+    from cputrain.affinity.errors import RunError
+    from cputrain.data import pixels
+    from cputrain.models import batchnorm_relu
+    from cputrain.native_build import is_usable
+
+    found: Found = {}
+    with suppress(RunError):  # no cache folder
+        found["native kernels"] = is_usable(batchnorm_relu.built_path(env))
+        found["fast decoder"] = is_usable(pixels.built_path(env))
+    return found
 
 
 def _torchvision(_env: Env) -> Found:
@@ -632,6 +650,7 @@ PARTS: dict[str, Callable[[Env], Found]] = {
     "decoder": _decoder,
     "torch": _torch,
     "oneccl": _oneccl,
+    "native": _native,
     "torchvision": _torchvision,
 }
 

@@ -81,6 +81,17 @@ def is_intact(path: Path) -> bool:
         return False
 
 
+def is_usable(path: Path) -> bool:
+    """Whether a compiled file is there as the compiler wrote it, and may be loaded."""
+    try:
+        if not is_intact(path):
+            return False
+        check_execution(path)
+    except OSError:
+        return False
+    return True
+
+
 def checksum_file(path: Path) -> Path:
     """Where the checksum of a compiled file lies."""
     return path.with_suffix(".sha256")

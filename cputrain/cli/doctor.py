@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cputrain.affinity.errors import RunError
 from cputrain.affinity.kernel.bound_plan import Running, comparison, running_processes
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries
@@ -103,8 +104,11 @@ def ccl(output_format: str) -> None:
             click.echo(f"all-reduce    {figures}")
         for problem in problems:
             click.echo(f"warning: {problem}", err=True)
-        for record in records_of(found, command="cputrain doctor ccl"):
-            click.echo(f"kept in       {keep(record, env)}")
+        try:
+            for record in records_of(found, command="cputrain doctor ccl"):
+                click.echo(f"kept in       {keep(record, env)}")
+        except RunError as error:  # a cache that somebody else has filled
+            click.echo(f"warning: {error}", err=True)
     if output_format == "json":
         paths = {"oneccl": libraries.ccl, "mpi": libraries.mpi, "fabric": libraries.fabric, "backend": backend}
         print_json(

@@ -200,7 +200,7 @@ def test_an_empty_variable_of_the_cache_counts_as_unset_and_a_tilde_as_home(env:
 
 
 def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
-    check = "from cputrain.doctor import cache_check; import os, sys; c = cache_check(os.environ)"
+    check = "import os, sys; from cputrain.doctor import cache_check; c = cache_check(os.environ, {})"
     code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
     command = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} -c {shlex.quote(code)}"
     for options, start in {
@@ -219,6 +219,39 @@ def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
         )
         assert found.stderr.startswith("warning user 54321 has no home folder for the cache: no oneCCL"), found.stderr
         assert found.stderr.endswith(" set CPUTRAIN_CACHE to a folder\n")
+
+
+FILLED = """
+import os, subprocess, sys
+from cputrain.data import pixels
+from cputrain.doctor import cache_check
+from cputrain.doctor import native
+from cputrain.native_build import _checksum, checksum_file
+place = pixels.built_path(os.environ)
+place.parent.mkdir(parents=True)
+place.write_bytes(bytes(99))
+checksum_file(place).write_text(_checksum(place))
+for options, oneccl in (("ro", True), ("ro", False), ("ro,noexec", True)):
+    subprocess.run(["mount", "-o", f"remount,{options}", "out"], check=True)
+    check = cache_check(os.environ, {**native(os.environ), "oneCCL": oneccl, "native kernels": True})
+    print(check.status, check.found, file=sys.stderr)
+"""
+
+
+def test_a_cache_that_may_only_be_read_serves_what_lies_compiled_there(place: Path) -> None:
+    """Doctor's line names what is not there; on a mount that executes nothing, a compiled file counts as absent."""
+    (place / "filled.py").write_text(FILLED)
+    words = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} filled.py"
+    ((status, err),) = in_tmpfs(place, "size=8m", words)
+    found = f"{place}/out/cache: Read-only file system (mount {place}/out)"
+    assert (status, err.splitlines()) == (
+        0,
+        [
+            f"ok {found}: all native parts lie there; what is measured is not kept",
+            f"warning {found}: no oneCCL",
+            f"warning {found}: no fast decoder",
+        ],
+    )
 
 
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
