@@ -242,6 +242,12 @@ def test_isolated_cpus_are_left_out_or_bound_singly(
     assert plan_from_dict(json.loads(plan_to_json(plan))) == plan
 
 
+def test_a_kernel_without_a_set_of_isolated_cpus_isolates_none(tmp_path: Path) -> None:
+    """As in github.com/prometheus/node_exporter/issues/3152."""
+    machine = isolated_tree(tmp_path, f"{'(null)':>250}")
+    assert machine.isolated_pus == () and plan_machine(machine, Request()).warnings == ()
+
+
 def test_requested_isolated_cpus_are_planned_each_thread_on_its_own(tmp_path: Path) -> None:
     machine = isolated_tree(tmp_path, "2-7")
     (worker,) = plan_machine(machine, Request(cores=(2, 3, 4, 5), ppn=1, pin_threads=False)).workers
