@@ -130,6 +130,18 @@ def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) ->
         assert os.fsencode(opened.val.name(0)).split(b"/")[-2] == val
 
 
+def test_several_classes_in_two_unicode_forms_are_counted(tmp_path: Path) -> None:
+    """Hangul as syllables and as the parts that HFS+ writes; Angstrom's sign, which is a letter of Swedish."""
+    names = (NFC, NFD), ("\ud55c", "\u1112\u1161\u11ab"), ("\u212b", "\u00c5")
+    splits = (("train", 0), ("val", 1))
+    given = {f"{split}{number}": pair[side].encode() for number, pair in enumerate(names) for split, side in splits}
+    root = named(write_images(tmp_path / "images", classes=3, train=4, val=3), **given)
+    opened = open_dataset(str(root))
+    assert len(opened.classes) == 3 and len(opened.val) == 9
+    (note,) = opened.notes
+    assert note.endswith(": it is the same class, and so for 2 more names"), note
+
+
 def test_a_message_quotes_a_name_by_its_bytes() -> None:
     name = os.fsdecode(b"caf\xe9")
     for command in (("recipes", name), ("machines", name), (name,), ("prepare", name, "in", "out")):

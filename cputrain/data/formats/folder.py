@@ -251,10 +251,12 @@ def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> list[str]:
     """A line about classes whose names have another Unicode form in another split, as macOS writes them; or none."""
     for split, folder in folders.items():
         there = class_folders(folder)
-        for name in classes:
-            own = text_of(there.get(one_form(name), name))
-            if own != name:
-                return [f"{split}/ has {name} in another Unicode form, {own!a} for {name!a}: it is the same class"]
+        forms = [(text_of(there.get(one_form(name), name)), name) for name in classes]
+        differing = [(own, name) for own, name in forms if own != name]
+        if differing:
+            (own, name), *more = differing
+            others = f", and so for {counted(len(more), 'more name')}" if more else ""
+            return [f"{split}/ has {name} in another Unicode form, {own!a} for {name!a}: it is the same class{others}"]
     return []
 
 
