@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -180,7 +181,12 @@ def test_records_that_are_no_labeled_images_are_named(tmp_path: Path) -> None:
     path = tmp_path / "train-00000-of-00001"
     for data, told in (
         (example(audio=b"x", label=1), "it has no image/encoded or image, but audio, label"),
-        (example(image=jpeg(1), text=b"a dog"), "no image .* has a label in image/class/label or label or class"),
+        (
+            example(image=jpeg(1), target=1, text=b"a dog"),
+            "no image .* has a label in image/class/label or label or class, the first record has image, target, text: "
+            "write the number of its class under one of these keys",
+        ),
+        (example(image=jpeg(1), label=-1), "the first record has image, label: write"),
         (example(image=jpeg(1), label=b"dog"), "its label is no integer"),
     ):
         path.write_bytes(record(data))
@@ -439,6 +445,12 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
         ("train.riegeli", "tfds convert_format .*--out_file_format=tfrecord"),
         ("images.zip", "unpack the archive"),
         ("images.tar.xz", "unpack the archive, .*; tar files whose samples are KEY.jpg"),
+        ("data.mdb", "it is an LMDB, .*: write their images with the Python package lmdb"),
+        ("ilsvrc12_train_lmdb", "it is an LMDB"),
+        ("train.lmdb-lock", "it is an LMDB"),
+        ("shard.00000.mds.zstd", "of MosaicML's streaming or of LitData: with that package, convert its images"),
+        ("chunk-0-12.bin", "or of LitData: with that package, convert its images"),
+        ("train_data_batch_10", "convert its images to files in folders of their classes"),
         ("train.rec", "convert its images to files in folders of their classes"),
         ("train.h5", "convert its images to files in folders of their classes"),
     ],
@@ -461,6 +473,93 @@ def test_a_file_in_place_of_the_folder_is_answered_by_its_kind(tmp_path: Path, n
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(InputError, match=f"{name} is a file: {told}"):
         survey(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "shard.00000.mds", "chunk-0-0.bin"])
+def test_a_folder_of_a_split_is_answered_by_its_files(tmp_path: Path, name: str) -> None:
+    """As LMDBs of each split lie, and data sets of MosaicML and LitData, which begin with an index.json."""
+    write_files(tmp_path, {f"{split}/{file}": b"x" for split in ("train", "val") for file in ("index.json", name)})
+    told = rf"train has no class folders, but (index.json, {name}|{name}, index.json): it is (an LMDB|of MosaicML's)"
+    with pytest.raises(InputError, match=told):
+        survey(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "told"),
+    [
+        (
+            "cifar-10-batches-py",
+            ("batches.meta", "data_batch_1", "test_batch"),
+            "images of CIFAR10 as pickled arrays: pack them with cputrain prepare torchvision:CIFAR10 {} OUT,",
+        ),
+        (
+            "cifar",
+            ("data_batch_1", "test_batch"),
+            "CIFAR10 as pickled arrays: rename it to {}/cifar-10-batches-py, and pack them with .*:CIFAR10 {} OUT,",
+        ),
+        ("cifar-100-python", ("meta", "train", "test"), "CIFAR100 as pickled arrays: pack them .*:CIFAR100 {} OUT,"),
+        (
+            "cifar-10-batches-bin",
+            ("data_batch_1.bin", "test_batch.bin"),
+            "fetch and pack these .*:CIFAR10 DIR OUT",
+        ),
+        ("stl10_binary", ("train_X.bin", "train_y.bin"), "pack them with cputrain prepare torchvision:STL10 {} OUT,"),
+        ("svhn", ("train_32x32.mat", "test_32x32.mat"), "pack them with .* torchvision:SVHN {}/svhn OUT, and name OUT"),
+    ],
+)
+def test_arrays_that_torchvision_reads_are_named_with_the_command_that_packs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, files: tuple[str, ...], told: str
+) -> None:
+    """The folder itself, also as the working folder, or the one above it."""
+    write_files(tmp_path, {f"{folder}/{name}": b"x" for name in files})
+    monkeypatch.chdir(tmp_path / folder)
+    for path in (tmp_path, tmp_path / folder, Path()):
+        with pytest.raises(InputError, match=told.replace("{}", str(tmp_path))):
+            survey(str(path))
+
+
+@pytest.mark.parametrize("folder", ["photos", "101_ObjectCategories"])
+def test_images_in_the_only_folder_of_a_folder_are_named(tmp_path: Path, folder: str) -> None:
+    images = write_images(tmp_path / folder, train=3, val=2)
+    (tmp_path / "readme.txt").touch()
+    if folder != "photos":
+        (images / "train").rename(tmp_path / "classes")
+        shutil.rmtree(images)
+        (tmp_path / "classes").rename(images)
+    with pytest.raises(InputError, match=f"has no train/ folder, but {folder}, readme.txt: give {images}$"):
+        survey(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("{split}/{part}", "train has images, labels, which are the parts of a data set of boxes or masks"),
+        ("{part}/{split}", "has images, labels, which are the parts of a data set of boxes or masks and no classes"),
+    ],
+)
+def test_a_data_set_of_boxes_is_no_set_of_classes(tmp_path: Path, folder: str, told: str) -> None:
+    """As Ultralytics and Roboflow have them."""
+    for split in ("train", "val"):
+        for part, data in (("images/0.jpg", jpeg(0)), ("labels/0.txt", b"0 .5 .5 .1 .1")):
+            name, _, file = part.partition("/")
+            write_files(tmp_path, {f"{folder.format(split=split, part=name)}/{file}": data})
+    with pytest.raises(InputError, match=told):
+        survey(str(tmp_path))
+
+
+def test_a_table_of_labels_beside_the_images_of_a_split_is_named(tmp_path: Path) -> None:
+    """An imagefolder of the Hugging Face Hub with metadata."""
+    for split in ("train", "test"):
+        write_files(tmp_path, {f"{split}/{i}.jpg": jpeg(i) for i in range(3)} | {f"{split}/metadata.csv": b""})
+    with pytest.raises(InputError, match=r"no classes: .*, as test/metadata\.csv, train/metadata\.csv may tell them"):
+        survey(str(tmp_path))
+
+
+def test_tables_deep_below_the_folder_are_found(tmp_path: Path) -> None:
+    """As `datasets` keeps them: NAME/CONFIGURATION/VERSION/HASH/*.arrow."""
+    folder = two_splits(tmp_path / "cache/user___beans/default/0.0.0/3f2a", table(image=[png(0)], label=[0]))
+    with pytest.raises(InputError, match=f"Parquet or Arrow files only in folders below it: give {folder}$"):
+        survey(str(tmp_path / "cache"))
 
 
 def test_an_archive_of_class_folders_is_no_tar_of_samples(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def test_what_other_systems_leave_in_folders_is_no_image(tmp_path: Path) -> None
         (image.parent / f"._{image.name}").write_bytes(APPLE_DOUBLE)
     for name in (".DS_Store", "train/class0/Thumbs.db", "train/class1/.hidden.jpg", "train/class1/desktop.ini"):
         (folder / name).write_bytes(APPLE_DOUBLE)
-    for name in ("__MACOSX", "train/__MACOSX", "train/class0/@eaDir", "train/.ipynb_checkpoints", "train/lost+found"):
+    for image in list((folder / "train").rglob("0*.jpg")):
+        (image.parent / f"{image.name}:Zone.Identifier").write_text("[ZoneTransfer]\nZoneId=3\n")  # copied to WSL
+    kept_by_systems = (
+        *("__MACOSX", "train/__MACOSX", "train/class0/@eaDir", "train/.ipynb_checkpoints", "train/lost+found"),
+        *("train/#recycle", "val/@Recycle", "train/#snapshot", "train/@tmp"),
+    )
+    for name in kept_by_systems:
         (folder / name).mkdir()
         (folder / name / "._001.jpg").write_bytes(APPLE_DOUBLE)
         (folder / name / "001.jpg").write_bytes(APPLE_DOUBLE)

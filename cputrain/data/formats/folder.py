@@ -113,6 +113,8 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
 KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
 TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
 WORD = re.compile("[a-z]+")  # train2017, test1
+PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection's data sets
+MOST_INNER = 100  # folders that are looked into: a folder may have thousands of classes
 LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
 
 
@@ -170,6 +172,8 @@ def split_folders(root: Path) -> dict[str, Path]:
     if not any(folders_in(folder) for folder in found.values()) and (with_images := _folders_with_images(root)):
         _check_are_classes(root, with_images)
         return {TRAIN: root}
+    if TRAIN not in found:
+        _check_are_no_arrays(root)
     if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
         raise InputError(
             f"{root} has MNIST's own files: pack them with cputrain prepare mnist {root} OUT, and name OUT"
@@ -177,9 +181,51 @@ def split_folders(root: Path) -> dict[str, Path]:
     if TRAIN not in found:
         names = [path.name for path in visible(root)]
         usual = "an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
-        cure = next(filter(None, map(cure_of, names)), usual)
-        raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {cure}")
+        cure = _cure_of_any(names) or _inner(root)
+        if not cure:
+            _check_are_no_parts(root, folders_in(root))
+        raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {cure or usual}")
     return found
+
+
+def _cure_of_any(names: Sequence[str]) -> str | None:
+    return next(filter(None, map(cure_of, names)), None)
+
+
+def _inner(root: Path) -> str | None:
+    """What to name where the images are in the only folder of a folder that has them, as archives unpack."""
+    inner = [path for path in visible(root) if path.is_dir()]
+    found = [path for path in inner[:MOST_INNER] if _split_folder(path, TRAIN) or _folders_with_images(path)]
+    return f"give {found[0]}" if len(found) == 1 else None
+
+
+# Data sets whose images are no files, as their authors publish them: files in a folder, what they are, torchvision's
+# name, and that of the folder as torchvision unpacks it ("" for any, None where torchvision does not read them).
+ARRAYS = (
+    (("data_batch_1", "test_batch"), "pickled arrays", "CIFAR10", "cifar-10-batches-py"),
+    (("meta", "train", "test"), "pickled arrays", "CIFAR100", "cifar-100-python"),
+    (("train_X.bin", "train_y.bin"), "binary arrays", "STL10", "stl10_binary"),
+    (("train_32x32.mat", "test_32x32.mat"), "MATLAB's arrays", "SVHN", ""),
+    (("data_batch_1.bin", "test_batch.bin"), "binary arrays, not the pickled ones", "CIFAR10", None),
+    (("train.bin", "test.bin", "fine_label_names.txt"), "binary arrays, not the pickled ones", "CIFAR100", None),
+)
+
+
+def _check_are_no_arrays(root: Path) -> None:
+    """Raise InputError where a folder, or one in it, has a data set that torchvision knows as arrays."""
+    for folder in (root, *(path for path in visible(root)[:MOST_INNER] if path.is_dir())):
+        for files, kind, name, unpacked in ARRAYS:
+            if all((folder / file).is_file() for file in files):
+                place, pack = folder.absolute(), "pack them"
+                source = str(place.parent if unpacked else place)
+                if unpacked is None:
+                    source, pack = "DIR", "fetch and pack these"
+                elif unpacked and place.name != unpacked:
+                    pack = f"rename it to {place.with_name(unpacked)}, and pack them"
+                raise InputError(
+                    f"{folder} has the images of {name} as {kind}: {pack} with cputrain prepare torchvision:{name} "
+                    f"{source} OUT, and name OUT"
+                )
 
 
 def _split_folder(root: Path, split: str) -> Path | None:
@@ -205,7 +251,8 @@ def _check_are_classes(root: Path, names: Sequence[str]) -> None:
     """Raise InputError where the folders of images are the splits of a competition (train/, test1/; train_images/,
     test_images/), whose classes a table tells. One of several may be a class called train."""
     if all(SPLIT_OF.keys() & WORD.findall(name.lower()) for name in names):
-        tables = [path.name for path in visible(root) if path.suffix.lower() in TABLES_OF_LABELS]
+        places = [path for folder in (root, *(root / name for name in names)) for path in visible(folder)]
+        tables = [str(path.relative_to(root)) for path in places if path.suffix.lower() in TABLES_OF_LABELS]
         told = f", as {first_named(tables)} may tell them" if tables else ""
         raise InputError(
             f"{root} has images in {first_named(names)}, which are splits and no classes: sort the images into folders "
@@ -220,13 +267,25 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
     """
     names = sorted(map(text_of, class_folders(folders[TRAIN]).values()))
     if not names:
-        raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
+        found = [path.name for path in visible(folders[TRAIN])]
+        cure = _cure_of_any(found) or "put images into train/CLASS/"
+        raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(found) or 'nothing'}: {cure}")
+    _check_are_no_parts(folders[TRAIN], names)
     for split, folder in folders.items():
         if not _has_any(folder, names) and (split == TEST or has_labels(_label_places(folder))):
             continue
         if extra := sorted(class_folders(folder).keys() - set(map(one_form, names))):
             raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
     return tuple(names)
+
+
+def _check_are_no_parts(folder: Path, names: Sequence[str]) -> None:
+    """Raise InputError where the folders in a folder are those of images and of what was drawn in them."""
+    if names and all(name.lower() in PARTS for name in names):
+        raise InputError(
+            f"{folder} has {first_named(names)}, which are the parts of a data set of boxes or masks and no classes: "
+            f"sort its images into folders of their classes, {TRAIN}/CLASS/*"
+        )
 
 
 def class_folders(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import either
-from cputrain.data.formats.folder import read_folder
+from cputrain.data.formats.folder import folders_in, read_folder
 from cputrain.data.formats.source import (
     MANIFEST,
     SPLIT_OF,
@@ -35,8 +35,7 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
-TFDS_VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
-MOST_FOLDERS = 100  # an image folder may have thousands of classes
+MOST_FOLDERS = 100  # that are searched: an image folder may have thousands of classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +127,10 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
     for each in FORMATS:
         if each.find(root):
             return each.source(root, label_column)
+    below = _folders_below(root)
     for each in FORMATS:
-        if below := _folders_below(root, each.find):
-            raise InputError(f"{root} has {each.title} only in folders below it: give {either(below)}")
+        if folders := [str(path) for path in below if each.find(path)]:
+            raise InputError(f"{root} has {each.title} only in folders below it: give {either(folders)}")
     return read_folder(root)
 
 
@@ -157,11 +157,14 @@ def _prepared(root: Path) -> Source:
     return Source(place=str(root), classes=tuple(manifest["classes"]), splits=splits, prepared=True)
 
 
-def _folders_below(root: Path, contains: Callable[[Path], object]) -> list[str]:
-    """The folders of a folder of which `contains` is true, as the configurations of a data set on the Hub; [] where it
-    is an image folder itself."""
-    if (root / TRAIN).is_dir():
-        return []
-    folders = [path for path in visible(root) if path.is_dir()][:MOST_FOLDERS]
-    versions = [path for folder in folders for path in visible(folder) if TFDS_VERSION.fullmatch(path.name)]
-    return [str(path) for path in (*folders, *versions) if contains(path)]
+def _folders_below(root: Path) -> list[Path]:
+    """The nearest folders below a folder that have files of one of FORMATS, as configurations of a data set on the Hub
+    and the folders in which tensorflow_datasets and `datasets` keep one; [] where it is an image folder itself."""
+    found: list[Path] = []
+    waiting = [root] if root.is_dir() and not (root / TRAIN).is_dir() else []
+    for path in waiting:  # which grows
+        if path != root and any(each.find(path) for each in FORMATS):
+            found.append(path)
+        else:
+            waiting += [path / name for name in folders_in(path)][: MOST_FOLDERS - len(waiting)]
+    return found

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
@@ -94,7 +94,8 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
         if split == "train":
             names = names or own_names
     classes = {label: names[label] for label in sorted(names)}
-    labels_are_in = b" or ".join(LABELS).decode()
+    keys = f"{b' or '.join(LABELS).decode()}, the first record has {_keys_of(files['train'])}"
+    labels_are_in = f"{keys}: write the number of its class under one of these keys"
     return labeled_source(root, found, classes, labels_are_in=labels_are_in, notes=notes)
 
 
@@ -216,17 +217,35 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
             yield (start, length), image, label, name
 
 
-def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, str]:
-    """Where the image lies, the label and the class name of the Example in [start, end)."""
+def _keys_of(paths: Sequence[Path]) -> str:
+    """The keys of the first record in these files, sorted, for messages."""
+    path = next((path for path in paths if path.stat().st_size), None)
+    if path is None:
+        return "nothing"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _named(_features(data, HEAD, HEAD + int.from_bytes(data[:8], "little")))
+
+
+def _named(keys: Iterable[bytes]) -> str:
+    return b", ".join(sorted(keys)).decode(errors="replace") or "nothing"
+
+
+def _features(data: mmap.mmap, start: int, end: int) -> dict[bytes, Span]:
+    """Where the Feature of each key of the Example in [start, end) lies."""
     features: dict[bytes, Span] = {}
     for _, (begin, stop) in _fields(data, start, end, 1):
         for _, entry in _fields(data, begin, stop, 1):
             fields = dict(_fields(data, *entry))
             features[data[slice(*fields[1])]] = fields[2]
+    return features
+
+
+def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, str]:
+    """Where the image lies, the label and the class name of the Example in [start, end)."""
+    features = _features(data, start, end)
     encoded = next((features[key] for key in IMAGES if key in features), None)
     if encoded is None:
-        has = b", ".join(sorted(features)).decode(errors="replace")
-        raise ValueError(f"it has no {b' or '.join(IMAGES).decode()}, but {has or 'nothing'}")
+        raise ValueError(f"it has no {b' or '.join(IMAGES).decode()}, but {_named(features)}")
     image = dict(_fields(data, *dict(_fields(data, *encoded))[1]))[1]
     label = None
     if label_key := next((key for key in LABELS if key in features), None):

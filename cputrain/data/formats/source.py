@@ -106,13 +106,16 @@ IMAGE_SUFFIXES = frozenset(
         *(".webp", ".xbm", ".xpm"),
     )
 )
-# What systems put beside a user's files: Windows' and macOS's caches, a Synology's thumbnails, a file system's own.
+# What systems put beside a user's files: Windows' and macOS's caches, those of Synology's and QNAP's file servers, a
+# file system's own.
 NOT_OF_USER = frozenset(
     (
         *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
-        *("icon\r", "__macosx", "@eadir", "lost+found", "__pycache__"),
+        *("icon\r", "__macosx", "network trash folder", "temporary items"),
+        *("@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "lost+found", "__pycache__"),
     )
 )
+ORIGIN = "Zone.Identifier"  # ends the name of what Windows notes of a download, which is a file of its own in Linux
 SYNSET = re.compile(r"n\d{8}")  # the name of a class of ImageNet
 TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
 # The names of splits that the Hugging Face Hub understands.
@@ -126,7 +129,7 @@ SPLIT_OF = {name: split for split, names in NAMES.items() for name in names}
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of that name is not the user's own: .DS_Store, ._photo.jpg, Thumbs.db, __MACOSX."""
-    return name.startswith(".") or name.lower() in NOT_OF_USER
+    return name.startswith(".") or name.endswith(ORIGIN) or name.lower() in NOT_OF_USER
 
 
 def is_image(name: str) -> bool:
@@ -141,17 +144,22 @@ def suffix_of(name: str) -> str:
     return f".{last.lower()}" if dot else ""
 
 
-# Files that are not read, by the ends of their names, and what to do with them.
+CONVERT = "convert its images to files in folders of their classes, or to Parquet, TFRecords or tar files"
+# Files and folders that are not read, by the ends of their names, and what to do with them.
 FOREIGN = {
-    re.compile(rf"\.({names})(-\d+-of-\d+)?$", re.IGNORECASE): cure
+    re.compile(rf"({names})(-\d+-of-\d+)?$", re.IGNORECASE): cure
     for names, cure in {
-        "zip|7z|rar": "unpack the archive, and name the folder that has the folders of the classes",
-        "tar|tgz": "unpack the archive, and name the folder that has the folders of the classes; tar files whose "
+        r"\.(zip|7z|rar)": "unpack the archive, and name the folder that has the folders of the classes",
+        r"\.(tar|tgz)": "unpack the archive, and name the folder that has the folders of the classes; tar files whose "
         "samples are KEY.jpg and KEY.cls are read as they are: name the folder that they are in",
-        "array_?records?|riegeli": "convert it with tfds convert_format --dataset_version_dir=DIR "
+        r"\.(array_?records?|riegeli)": "convert it with tfds convert_format --dataset_version_dir=DIR "
         "--out_file_format=tfrecord --out_dir=OUT, or its images to files",
-        "rec|mdb|h5|hdf5|npz|npy|mat|pkl|pickle|beton|mds": "convert its images to files in folders of their classes, "
-        "or to Parquet, TFRecords or tar files",
+        r"[._]lmdb(-lock)?|\.mdb": "it is an LMDB, whose records are as the program that wrote it made them (Caffe's "
+        "Datum, a pickle, an image): write their images with the Python package lmdb and that program as files in "
+        "folders of their classes, or as Parquet, TFRecords or tar files",
+        r"\.mds(\.\w+)?|(^|/)chunk-\d+-\d+(\.\w+)?\.bin": "it is of MosaicML's streaming or of LitData: with that "
+        f"package, {CONVERT}",
+        r"\.(rec|h5|hdf5|npz|npy|mat|pkl|pickle|beton)|(train_data_batch|val_data)(_\d+)?": CONVERT,
     }.items()
 }
 
