@@ -162,10 +162,56 @@ def test_splits_are_known_by_names(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = {split: [path.name for path in paths] for split, paths in table_files(tmp_path).items()}
     assert found == {
-        "train": ["constraint.parquet", "train-0.parquet"],
+        "train": ["train-0.parquet"],
         "val": ["dev.parquet", "0.parquet"],
         "test": ["my_test.parquet"],
+        "none": ["constraint.parquet"],
     }
+
+
+def test_files_of_other_splits_and_absent_parts_are_said(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00003", "train-00002-of-00003", "extra-00000-of-00001", "test-00001-of-00001"):
+        parquet.write_table(table_of(0, 6), tmp_path / f"{name}.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert (len(dataset.train), len(dataset.val)) == (12, 6)
+    assert dataset.notes == (
+        "1 file of 3 of the split train absent, first train-00001-of-00003: is the download complete?",
+        f"{tmp_path}: extra-00000-of-00001.parquet: not used: the name has no split, as others have it",
+    )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"),
+        ("train-00000-of-00001.parquet", "train-00000-of-00001 (1).parquet"),
+        ("train.parquet", "train.arrow"),
+        ("train/0000.parquet", "train/0000 - Copy.parquet"),
+    ],
+)
+def test_a_part_that_is_there_twice_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        parquet.write_table(table_of(0, 6), tmp_path / name)
+    with pytest.raises(InputError, match=r"is the same part of the split train as .*: remove one of the two"):
+        survey(str(tmp_path))
+
+
+def test_parts_of_several_folders_and_configurations_are_no_copies(tmp_path: Path) -> None:
+    for name in ("train/0000", "training/0000", "a-train-00000-of-00001", "b-train-00000-of-00001", "test/0000"):
+        (tmp_path / f"{name}.parquet").parent.mkdir(exist_ok=True)
+        parquet.write_table(table_of(0, 6), tmp_path / f"{name}.parquet")
+    assert survey(str(tmp_path)).train == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"), [("/9j/4AAQSkZJRgABAQ", "a text in base64"), ("https://a.org/0.jpg", "a URL")]
+)
+def test_texts_that_are_no_paths_of_images_are_named(tmp_path: Path, text: str, cause: str) -> None:
+    parquet.write_table(pyarrow.table({"image": [text] * 6, "label": [0, 1] * 3}), tmp_path / "train.parquet")
+    dataset = open_dataset(str(tmp_path))
+    with pytest.raises(OSError, match=f"the image is {cause}, '{text[:12]}"):
+        dataset.train.read(0)
 
 
 def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:

@@ -1,17 +1,19 @@
 """The formats of data folders: adding one is a line here and its module."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import counted, either, first_named
 from cputrain.data.formats.folder import folders_in, read_folder
 from cputrain.data.formats.source import (
     MANIFEST,
+    NO_SPLIT,
     SPLIT_OF,
     TEST,
     TRAIN,
@@ -21,6 +23,7 @@ from cputrain.data.formats.source import (
     cure_of,
     files_by_split,
     read_manifest,
+    split_of,
     visible,
 )
 
@@ -33,6 +36,8 @@ Files = dict[str, list[Path]]
 TABLE_NAME = re.compile(r"\.(parquet|arrow|feather)(-\d+-of-\d+)?$", re.IGNORECASE)  # numbered by tfds
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
+SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
+COPY = re.compile(r" \(\d+\)$| - copy$")  # of a browser, of Windows
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
 MOST_FOLDERS = 100  # that are searched: an image folder may have thousands of classes
@@ -56,10 +61,46 @@ class Format:
         if TRAIN not in files:
             found_in = f"only of {', '.join(files)}" if files else "nor of another one"
             raise InputError(f"{root} has no {self.title} of the training split, {found_in}: give their folder")
+        others = files.pop(NO_SPLIT, [])
+        notes = [note for split, paths in files.items() for note in _check_shards(split, paths)]
+        if others:
+            names = first_named([path.name for path in others])
+            has = "names have" if len(others) > 1 else "name has"
+            notes.append(f"{root}: {names}: not used: the {has} no split, as others have it")
         found = self.read(root, files, label_column)
+        found = replace(found, notes=(*notes, *found.notes))
         if VAL in found.splits or TEST not in found.splits:
             return found
         return replace(found, splits={TRAIN: found.splits[TRAIN], VAL: found.splits[TEST]})
+
+
+def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
+    """A line about the files that a split lacks by the numbers in the names of the others, for each set of them.
+
+    Raises InputError where two files are one shard: its copy in another folder, in another format or by a browser.
+    """
+    seen: dict[tuple[Path | None, str], Path] = {}
+    numbers: dict[tuple[Path, str, str], dict[int, str]] = {}
+    for path in paths:
+        shard = SHARD.match(path.name)
+        name = COPY.sub("", (shard[0] if shard else path.name.partition(".")[0]).lower())
+        first = seen.setdefault((None if split_of((name,)) == split else path.parent, name), path)
+        if first != path:
+            raise InputError(f"{path} is the same part of the split {split} as {first}: remove one of the two")
+        if shard:
+            numbers.setdefault((path.parent, shard[1], shard[3]), {})[int(shard[2])] = path.name
+    lines = []
+    for (_, prefix, total), present in numbers.items():
+        start = 1 if int(total) in present else 0
+        if absent := int(total) - len(present):
+            number = next(number for number in count(start) if number not in present)
+            name = next(iter(present.values()))
+            width = len(SHARD.match(name)[2])  # type: ignore[index]  # it has matched before
+            lines.append(
+                f"{counted(absent, 'file')} of {int(total):,} of the split {split} absent, first "
+                f"{prefix}-{number:0{width}}-of-{total}: is the download complete?"
+            )
+    return lines
 
 
 def table_files(root: Path) -> Files:

@@ -112,12 +112,13 @@ NOT_OF_USER = frozenset(
     (
         *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
         *("icon\r", "__macosx", "network trash folder", "temporary items"),
-        *("@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "lost+found", "__pycache__"),
+        *("@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "lost+found", "found.000", "recycler", "__pycache__"),
     )
 )
 ORIGIN = "Zone.Identifier"  # ends the name of what Windows notes of a download, which is a file of its own in Linux
 SYNSET = re.compile(r"n\d{8}")  # the name of a class of ImageNet
 TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
+NO_SPLIT = "none"
 # The names of splits that the Hugging Face Hub understands.
 NAMES = {
     TRAIN: ("train", "training"),
@@ -180,21 +181,23 @@ def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, li
     """The wanted files of each split, in the order of their names: those in the folder itself, in data/, or in a folder
     that has a split's name.
 
-    No others are looked for, as an image folder may have a million files. The words in a name tell the split; a file
-    without any of them is of the training split.
+    No others are looked for, as an image folder may have a million files. The words in a name tell the split; files
+    without any of them are the training split, or NO_SPLIT where others have its name (extra-00000-of-00002.parquet).
     """
     found: dict[str, list[Path]] = {}
     folders = [root, *(path for path in visible(root) if path.name.lower() in ("data", *SPLIT_OF))]
     for path in sorted(path for folder in folders for path in visible(folder) if is_wanted(path.name)):
         if path.is_file():
             found.setdefault(split_of(path.relative_to(root).parts), []).append(path)
+    if NO_SPLIT in found and TRAIN not in found:
+        found[TRAIN] = found.pop(NO_SPLIT)
     return found
 
 
 def split_of(parts: Sequence[str]) -> str:
-    """The split that the words of a path name; the last one counts, as data sets have names themselves."""
+    """The split that the words of a path name, or NO_SPLIT; the last one counts, as data sets have names themselves."""
     words = [word for part in parts for word in re.split(r"[^a-z0-9]+", part.lower())]
-    return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), TRAIN)
+    return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), NO_SPLIT)
 
 
 def visible(folder: Path) -> list[Path]:

@@ -122,6 +122,7 @@ def labels_of(columns: Sequence[Any], classes: Mapping[Any, str]) -> list[Any]:
 CACHE_BYTES = 64 << 20  # of decompressed row groups of a split
 PIECE_BYTES = 16 << 20  # of neighboring images that are kept for one place in a batch
 FILE_MAGIC = b"ARROW1"
+IN_BASE64 = ("/9j/", "iVBORw0KGg", "R0lGOD", "UklGR", "data:")  # how JPEG, PNG, GIF and WebP begin there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +216,9 @@ class TableImages(LabeledImages, PiecewiseImages):
             value = {"path": value}
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if data is None and path:
+            if path.startswith(IN_BASE64) or "://" in path:
+                kind = "a text in base64" if path.startswith(IN_BASE64) else "a URL"
+                raise OSError(f"the image is {kind}, {path[:30]!r}, not its bytes or the path of a file")
             file = (self._folder / path).resolve()
             if not file.is_relative_to(self._folder.resolve()):
                 raise OSError(f"the image is a file outside {self._folder}: {path}")
