@@ -1,8 +1,10 @@
 """Weights of files: ours, of other trainers, pretrained ones of torchvision."""
 
 import hashlib
+import json
 import re
 import urllib.error
+import warnings
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ from cputrain.recipe.schema import TORCHVISION
 # which are what these programs evaluate, and what timm's load_checkpoint takes.
 KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "model_state", "module")
 AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg|averaged?)(?:[^a-z]|$)", re.IGNORECASE)
-NO_WEIGHTS = re.compile("optim|grad", re.IGNORECASE)  # moments and gradients have a network's names and shapes, too
+NO_WEIGHTS = re.compile(
+    "optim|grad|exp_avg|momentum", re.IGNORECASE
+)  # moments and gradients have a network's names and shapes, too
 MOST_KEYS = 3  # on the way to the weights: checkpoint.model.state_dict
 # Layers whose losses are added in a training, and which no evaluation has: torchvision's GoogLeNet and Inception v3.
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
@@ -33,6 +37,8 @@ AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # DataParallel, FSDP, activation checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint
+# Hugging Face's weights in several files: model-00001-of-00002.safetensors, and which of them has which weight.
+INDEX, PART = ".index.json", re.compile(r"-\d+-of-\d+\.\w+$")
 STEPS = "num_batches_tracked"  # of batch-norm: without effect here, and old files lack it
 # Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code. Releases of
 # Python and numpy have names of their own for some.
@@ -62,7 +68,8 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
         if (path / DISTRIBUTED).is_file():
             convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
             raise InputError(f"{path} is a checkpoint of torch.distributed: convert it with {convert} {path} FILE")
-        if not is_checkpoint(path) and (inside := sorted(filter(_may_be_weights, path.iterdir()))):
+        indices = sorted(path.glob(f"*{INDEX}"))
+        if not is_checkpoint(path) and (inside := indices or sorted(filter(_may_be_weights, path.iterdir()))):
             raise InputError(
                 f"{path} is a folder and no checkpoint of cputrain: name the file of its weights: "
                 f"{first_named(list(map(str, inside)))}"
@@ -75,6 +82,8 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
         check_fetched(path)
     if path.suffix == SUFFIX:
         return (Weights(tensors=read_tensors(path)[0]),)
+    if path.name.endswith(INDEX):
+        return (Weights(tensors=_read_parts(path)),)
     state = read_state(path)
     swapped = _is_swapped(state)
     found = [
@@ -86,6 +95,22 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
             f"{path} has no weights, only {first_named(list(map(str, state))) or 'an empty dict'}: save a state dict"
         )
     return tuple(sorted(found, key=_order))
+
+
+def _read_parts(index: Path) -> dict[str, Tensor]:
+    """The weights of all files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / Path(name).name for name in names]
+    except OSError as error:
+        raise InputError(f"cannot read {index}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise InputError(f"{index} names no files of weights in its weight_map: download it again") from None
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for weights in read_weights(file):
+            tensors |= weights.tensors
+    return tensors
 
 
 def _may_be_weights(path: Path) -> bool:
@@ -119,7 +144,8 @@ def _order(weights: Weights) -> tuple[int, int]:
 def read_state(path: Path) -> dict[str, Any]:
     """Read a dict that torch.save wrote, without running code in it. Raises InputError."""
     try:
-        with torch.serialization.safe_globals(PLAIN_VALUES):
+        with torch.serialization.safe_globals(PLAIN_VALUES), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of TorchScript, which is refused in a line
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  the unpickler may raise anything on a file of another format
         raise InputError(_unreadable(path, error)) from None
@@ -157,6 +183,8 @@ def load_initial_weights(model: nn.Module, path: Path) -> str:
     fitting = [fit for fit in tried if not fit.problem]
     if not fitting:
         nearest = min(tried, key=lambda fit: fit.differing)
+        if PART.search(path.name):
+            raise InputError(f"model.weights={path} is a part of the weights: name the {INDEX[1:]} file beside it")
         raise InputError(f"model.weights={path}{_place(nearest.weights)}: {nearest.problem}")
     taken, *others = fitting
     if unknown := [fit.weights.key for fit in others if _order(fit.weights) == _order(taken.weights)]:
@@ -272,6 +300,8 @@ def _odd_kind(value: Tensor) -> str | None:
     """What a tensor is that cannot be copied into a weight."""
     if value.is_nested:
         return "nested"
+    if hasattr(value, "placements"):
+        return "a DTensor, of which each rank has a part (save full_tensor())"
     if value.is_meta:
         return "without values (on the meta device)"
     if value.is_complex() or value.is_quantized:

@@ -1,5 +1,6 @@
 """Networks and their variants: built as requested, or refused with a remedy."""
 
+import json
 import math
 from argparse import Namespace
 from collections import OrderedDict
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
@@ -447,6 +451,50 @@ def test_files_of_weights_that_are_something_else_are_called_so(tmp_path: Path) 
     ):
         with pytest.raises(InputError, match=told):
             load_initial_weights(small(), tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_weights_in_several_files_are_loaded_by_their_index(suffix: str, tmp_path: Path) -> None:
+    """As Hugging Face's save_pretrained writes them."""
+    state = small(1.0).state_dict()
+    names = [f"model-{part:05d}-of-00002{suffix}" for part in (1, 2)]
+    weight_map = {name: names[place % 2] for place, name in enumerate(state)}
+    for file in names:
+        part = {name: state[name] for name in state if weight_map[name] == file}
+        (save_file if suffix == ".safetensors" else torch.save)(part, tmp_path / file)
+    index = tmp_path / f"model{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    loaded = small()
+    assert load_initial_weights(loaded, index) == f"weights of {index}"
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    for path, told in (
+        (tmp_path, rf"is a folder .*: name the file of its weights: {index}$"),
+        (tmp_path / names[0], "is a part of the weights: name the index.json file beside it"),
+    ):
+        with pytest.raises(InputError, match=told):
+            load_initial_weights(small(), path)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(InputError, match=f"cannot read .*{names[1]}"):
+        load_initial_weights(small(), index)
+    for text in ("{", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        with pytest.raises(InputError, match="names no files of weights in its weight_map"):
+            load_initial_weights(small(), index)
+
+
+def test_weights_of_which_ranks_have_parts_are_refused(tmp_path: Path) -> None:
+    """What torch.save writes of a network under FSDP2."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        part = distribute_tensor(small().fc.weight, mesh, [Shard(0)])
+        torch.save({**small().state_dict(), "fc.weight": part}, tmp_path / "w.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(
+        InputError, match=r"fc.weight is a DTensor, of which each rank has a part \(save full_tensor\(\)\)"
+    ):
+        load_initial_weights(small(), tmp_path / "w.pt")
 
 
 def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp_path: Path) -> None:
