@@ -14,6 +14,7 @@ from cputrain.affinity.topology.machine import parse_list, parse_mask
 
 MOST_BYTES = 1 << 24  # /proc/cpuinfo of 4,096 CPUs has 6 MB; everything else is far smaller
 NUMBER = re.compile(r"-?[0-9]{1,20}")
+NO_SET = "(null)"  # what kernels print for a set that they have not allocated (prometheus/node_exporter#3152)
 
 
 def first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -44,6 +45,8 @@ def text(path: Path, around: str = " \t\r\n\0") -> str:
 
 def ids(path: Path) -> tuple[int, ...]:
     """The ids in a list file (...list, online, cpus) or a mask file. Raises InputError when it contains neither."""
+    if text(path) == NO_SET:
+        return ()
     is_list = path.name.endswith("list") or path.name in ("online", "cpus", "isolated")
     try:
         return parse_list(text(path)) if is_list else parse_mask(text(path))

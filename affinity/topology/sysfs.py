@@ -221,8 +221,7 @@ def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
     """The PUs between which the scheduler moves no thread: those of isolcpus on the kernel's command line, and of this
     process's isolated cpuset partition."""
     path = root / "sys/devices/system/cpu/isolated"
-    # Kernels that have no such set print it as "(null)" (prometheus/node_exporter#3152).
-    at_boot = ids(path) if path.is_file() and text(path) != "(null)" else ()
+    at_boot = ids(path) if path.is_file() else ()
     return frozenset((*at_boot, *((limits.pus or ()) if limits.isolated else ())))
 
 

@@ -172,8 +172,19 @@ def _run(words: list[str]) -> int:
             return ExitStatus.FAILED
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _usage_error(f"{str(error.filename)[:60]}... is too long for a file's name: give a shorter one")
+        if isinstance(error, FileNotFoundError) and not _has_working_folder():
+            return _usage_error("the working folder is not there any more: change to one that is")
         return exit_status(error, "cputrain", wording_of(words))
     return status if isinstance(status, int) else 0
+
+
+def _has_working_folder() -> bool:
+    """Whether the folder of this process is still there, as relative paths need it."""
+    try:
+        os.getcwd()  # noqa: PTH109  Path.cwd is the same call
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class _Lines(logging.Formatter):
