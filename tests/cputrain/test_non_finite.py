@@ -8,11 +8,10 @@ import torch
 from cputrain.affinity.topology import this_machine
 from cputrain.runs import read_events
 from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
-from tests.cputrain.test_training import SMALL
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain
 from tests.support.images import write_images
-from tests.support.trainings import trained
+from tests.support.trainings import SMALL, trained
 
 pytestmark = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
 WHERE = "rank 1: loss nan at step 2, first NaN or Inf in the output of relu.1, learning rate "
@@ -68,7 +67,7 @@ def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
         "schedule.peak_rate=3",
         "epochs=4",
     )
-    result = cputrain("train", "imagefolder", *SMALL, *diverging, cwd=place)
+    result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", *diverging, cwd=place)
     assert result.returncode == 0, result.stderr
     (warned,) = warnings(place / "run")
     assert warned.startswith("the loss is ")

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.sweep import clock, parse_clock
-from tests.cputrain.test_training import SMALL as TRAINING
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
 from tests.support.images import write_images
+from tests.support.trainings import RESNET18, SMALL
 
-SMALL = (*TRAINING, "plan.ppn=1")
-
-SWEPT = tuple(setting for setting in SMALL if not setting.startswith("output="))
+SWEPT = (*(setting for setting in SMALL if not setting.startswith("output=")), "plan.ppn=1")
 
 
 @pytest.fixture
@@ -152,7 +150,7 @@ def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path)
         assert 0.5 < float(row["peak RSS GiB"]) <= LARGE_GIB
     assert len(rows) > 1
     known = ("batch.local=20", "data.crop=256", "--find-batch", "--memory", "1.4", "--output", "refused")
-    ran = cputrain("sweep", "imagefolder", *SWEPT, *known, cwd=place)
+    ran = cputrain("sweep", "imagefolder", *SWEPT, *RESNET18, *known, cwd=place)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.7" in ran.stdout
     none = here("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
@@ -191,7 +189,7 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
         "output=run",
         "data.last_batch=drop",
     )
-    trained = cputrain("train", "imagefolder", *SMALL, *lars, cwd=place)
+    trained = cputrain("train", "imagefolder", *SMALL, *RESNET18, "plan.ppn=1", *lars, cwd=place)
     assert trained.returncode == 0, trained.stderr
     shown = here("bench", "optimizer", "run", cwd=place)
     assert shown.returncode == 0, shown.stderr

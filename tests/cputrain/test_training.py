@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cputrain.recipe import load_recipe, recipe_names
 from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL, trained
 
@@ -93,8 +94,8 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     events = read_events(run)
     records_every_step(events, run)
 
-    assert "add --resume or --overwrite" in refused(cputrain("train", "imagefolder", *SMALL, cwd=place))
-    expected = refused(cputrain("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
+    assert "add --resume or --overwrite" in refused(here("train", "imagefolder", *SMALL, cwd=place))
+    expected = refused(here("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
     assert "a run of another recipe (epochs: 2 -> 3)" in expected
     named = ("--checkpoint", "run/checkpoints/best", "--report", "mistakes.html")
     evaluated = cputrain("eval", "run/recipe.yaml", *named, cwd=place)
@@ -125,14 +126,37 @@ def test_ranks_train_on_the_batches_that_their_plan_balances(place: Path) -> Non
     assert all("local batches (8, 5) are not 6 on average" in rank.stderr.splitlines()[-1] for rank in ranks)
 
 
-def test_a_damaged_image_is_named_counted_and_skipped(place: Path) -> None:
-    (place / "images/train/class1/002.jpg").write_bytes(b"\xff\xd8 not a jpeg")
-    (place / "images/val/class0/001.jpg").write_bytes(b"")
-    result = cputrain("train", "imagefolder", *SMALL, "batch.local=9", cwd=place)  # so that every image is used
-    assert result.returncode == 0, result.stderr
+InTurn = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> InTurn:
+    """Trainings by the same ranks: with accumulation, on damaged images, and at a rate that ends it."""
+    place = tmp_path_factory.mktemp("in_turn")
+    write_images(place / "images", train=9, val=7)
+    write_images(place / "damaged", train=9, val=7)
+    (place / "damaged/train/class1/002.jpg").write_bytes(b"\xff\xd8 not a jpeg")
+    (place / "damaged/val/class0/001.jpg").write_bytes(b"")
+    settings = (
+        ("batch.local=3", "batch.accumulation=2", "output=accumulated"),
+        ("data.path=damaged", "batch.local=9", "output=skipped"),  # so that every image is used
+        ("schedule.peak_rate=1e30", "schedule.start_rate=1e30", "output=nan"),
+    )
+    return place, trained(place, PPN, *(("imagefolder", *SMALL, *each) for each in settings))
+
+
+def test_accumulation_trains_on_the_same_images(in_turn: InTurn) -> None:
+    place, _ = in_turn
+    end = read_events(place / "accumulated")[-1]
+    assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
+
+
+def test_a_damaged_image_is_named_counted_and_skipped(in_turn: InTurn) -> None:
+    place, result = in_turn
     assert "class0/001.jpg" in result.stdout and "(20 images, each once)" in result.stdout
-    warned = [event for event in read_events(place / "run") if event["event"] == "warning"]
-    named = {name.split(": ")[0].split("images/")[1] for event in warned for name in event["images"]}
+    assert read_events(place / "skipped")[-1]["status"] == "done"
+    warned = [event for event in read_events(place / "skipped") if event["event"] == "warning"]
+    named = {name.split(": ")[0].split("damaged/")[1] for event in warned for name in event["images"]}
     assert {"val/class0/001.jpg"} <= named <= {"val/class0/001.jpg", "train/class1/002.jpg"}
     if PPN * 9 == 27 or PPN == 1:
         assert "train/class1/002.jpg" in named
@@ -140,27 +164,20 @@ def test_a_damaged_image_is_named_counted_and_skipped(place: Path) -> None:
 
 def test_a_damaged_image_can_end_the_training(place: Path) -> None:
     (place / "images/train/class1/003.jpg").write_bytes(b"junk")
-    every_image = ("data.on_error=raise", "data.last_batch=spread")
+    every_image = ("data.on_error=raise", "data.last_batch=spread", "comm.backend=gloo")
     result = cputrain("train", "imagefolder", *SMALL, *every_image, cwd=place)
     assert result.returncode == 1
     assert "class1/" in result.stderr and "exited with status 1" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_loss_of_nan_ends_the_training(place: Path) -> None:
-    result = cputrain("train", "imagefolder", *SMALL, "schedule.peak_rate=1e30", "schedule.start_rate=1e30", cwd=place)
+def test_a_loss_of_nan_ends_the_training(in_turn: InTurn) -> None:
+    _, result = in_turn
     assert result.returncode == 1
     where = r"first NaN or Inf in the output of \S+"
     message = rf"rank \d: loss nan at step 1, {where}, learning rate 1e\+30: lower schedule.peak_rate"
     assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_accumulation_trains_on_the_same_images(place: Path) -> None:
-    result = cputrain("train", "imagefolder", *SMALL, "batch.local=3", "batch.accumulation=2", cwd=place)
-    assert result.returncode == 0, result.stderr
-    end = read_events(place / "run")[-1]
-    assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
 @pytest.mark.long
@@ -208,11 +225,10 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_compiled_network_trains_as_an_eager_one_does(place: Path) -> None:
-    lenet = ("imagefolder", *SMALL, "model.name=lenet", "model.zero_gamma=none", "data.crop=28")
-    result = trained(place, 1, *((*lenet, f"engine={engine}", f"output={engine}") for engine in ("native", "compile")))
+    engines = ("native", "compile")
+    result = trained(place, 1, *(("imagefolder", *SMALL, f"engine={each}", f"output={each}") for each in engines))
     assert result.returncode == 0, result.stderr
     eager, compiled = (
-        [event["loss"] for event in read_events(place / engine) if event["event"] == "step"]
-        for engine in ("native", "compile")
+        [event["loss"] for event in read_events(place / engine) if event["event"] == "step"] for engine in engines
     )
     assert compiled == pytest.approx(eager, rel=1e-4) and len(eager) > 2

@@ -9,9 +9,9 @@ import pytest
 from cputrain.runs import read_events
 from tests.support.commands import cputrain
 from tests.support.images import write_images
-from tests.support.trainings import SMALL
+from tests.support.trainings import LENET, RESNET18, SMALL
 
-OURS = (*SMALL, "plan.ppn=2", "plan.oversubscribe=true")
+OURS = (*SMALL, *RESNET18, "plan.ppn=2", "plan.oversubscribe=true")
 
 
 def losses(folder: Path) -> list[float]:
@@ -35,7 +35,7 @@ def test_its_checkpoints_are_every_engine_s(tmp_path: Path) -> None:
     """A network without batch-norm: statistics of 6 images make the engines' different rounding large in a step, and a
     lost momentum would look the same."""
     write_images(tmp_path / "images", train=9, val=7)
-    lenet = ("imagefolder", *OURS, "model.name=lenet", "model.zero_gamma=none", "data.crop=28")
+    lenet = ("imagefolder", *OURS, *LENET)
     whole, cut = ("engine=ipex", "output=whole"), ("engine=ipex", "output=cut")
     for settings in (whole, (*cut, "max_steps=2")):
         result = cputrain("train", *lenet, *settings, cwd=tmp_path)

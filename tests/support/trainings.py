@@ -23,17 +23,17 @@ from cputrain.recipe import load_recipe
 from tests.support.commands import cputrain
 
 PPN = min(2, len(this_machine().allowed_cores))
+LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # a hundredth of resnet18's parameters and time
+RESNET18 = ("model.name=resnet18", "model.zero_gamma=last_of_block", "data.crop=32")
 SMALL = (
     "data.path=images",
-    "model.name=resnet18",
-    "data.crop=32",
+    *LENET,
     "batch.local=6",
     "epochs=2",
     "schedule.warmup_epochs=1",
     f"plan.ppn={PPN}",
     "output=run",
 )
-LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # a hundredth of resnet18's parameters and time
 
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
