@@ -26,8 +26,9 @@ from cputrain.comm import ccl
 
 Case = Callable[[int], object]
 TIMEOUT = timedelta(seconds=60)
-AT_ONCE = 4
-BUSY_S = 20
+AT_ONCE = 6
+BUSY_S = 20  # longer than a rank may be silent
+ABSENT_S = 15  # longer than the timeout of those who wait
 PR_SET_PDEATHSIG = 1
 returned: list[str] = []  # the cases whose differing call has returned
 
@@ -202,7 +203,7 @@ def unanswered(_: str) -> None:
     elif dist.get_rank() == 1:
         dist.send(ones(1 << 22), 2)
     else:
-        time.sleep(30)
+        time.sleep(ABSENT_S)
 
 
 def full_memory(_: str) -> None:
@@ -224,7 +225,7 @@ def other_group(_: str) -> None:
         dist.all_reduce(ones(3), group=pair)
     dist.all_reduce(ones(3))
     if rank == 1:
-        time.sleep(30)
+        time.sleep(ABSENT_S)
     else:
         dist.all_reduce(ones(3), group=pair if rank else None)
 
