@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,10 +39,15 @@ def agent(monitor: Monitor, rank: int, token: str = "secret", host: str | None =
     return connection
 
 
-def await_hello(monitor: Monitor, ranks: int) -> None:
+def poll_until(monitor: Monitor, done: Callable[[], object]) -> None:
+    """Poll the monitor until this is so, or for 20 s."""
     deadline = time.monotonic() + 20
-    while len(monitor.ranks) < ranks and time.monotonic() < deadline:
-        monitor.poll(0.1)
+    while not done() and time.monotonic() < deadline:
+        monitor.poll(0.05)
+
+
+def await_hello(monitor: Monitor, ranks: int) -> None:
+    poll_until(monitor, lambda: len(monitor.ranks) >= ranks)
     assert len(monitor.ranks) == ranks
 
 
@@ -53,41 +58,48 @@ def monitor(request: pytest.FixtureRequest) -> Iterator[Monitor]:
     monitor.close()
 
 
+Agents = Callable[[int], list[Connection]]
+
+
+@pytest.fixture
+def agents(monitor: Monitor) -> Iterator[Agents]:
+    """Connects the agents of so many ranks, and closes them at the end."""
+    connections: list[Connection] = []
+
+    def joined(ranks: int) -> list[Connection]:
+        connections.extend(agent(monitor, rank) for rank in range(ranks))
+        await_hello(monitor, ranks)
+        return connections
+
+    yield joined
+    for connection in connections:
+        connection.close()
+
+
 @pytest.mark.parametrize("monitor", [{"timeout_s": 1.5}], indirect=True)
-def test_silence_is_a_failure(monitor: Monitor) -> None:
-    connections = [agent(monitor, rank) for rank in range(2)]
-    await_hello(monitor, 2)
+def test_silence_is_a_failure(monitor: Monitor, agents: Agents) -> None:
+    connections = agents(2)
     deadline = time.monotonic() + 20
     while not (failed := monitor.failed()) and time.monotonic() < deadline:
         connections[0].send(Heartbeat())
         monitor.poll(0.05)
     assert [status.rank for status in failed] == [1]
     assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
-    for connection in connections:
-        connection.close()
 
 
-def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor) -> None:
-    connections = [agent(monitor, rank) for rank in range(2)]
-    await_hello(monitor, 2)
+def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor, agents: Agents) -> None:
+    connections = agents(2)
     connections[1].send(Heartbeat(stopped_s=11.0))
-    deadline = time.monotonic() + 20
-    while not (found := stopped_rank(monitor.standings())) and time.monotonic() < deadline:
-        monitor.poll(0.05)
+    poll_until(monitor, lambda: stopped_rank(monitor.standings()))
+    found = stopped_rank(monitor.standings())
     assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
-    for connection in connections:
-        connection.close()
 
 
-def test_an_agent_that_is_gone_is_a_failure_at_once(monitor: Monitor) -> None:
-    connections = [agent(monitor, rank) for rank in range(2)]
-    await_hello(monitor, 2)
+def test_an_agent_that_is_gone_is_a_failure_at_once(monitor: Monitor, agents: Agents) -> None:
+    connections = agents(2)
     connections[1].close()
-    deadline = time.monotonic() + 20
-    while not monitor.failed() and time.monotonic() < deadline:
-        monitor.poll(0.05)
+    poll_until(monitor, monitor.failed)
     assert "rank 1 on h1 has lost its agent" in monitor.cause()
-    connections[0].close()
 
 
 @pytest.mark.parametrize("monitor", [{"timeout_s": 10.0}], indirect=True)
@@ -158,19 +170,14 @@ def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
         connection.close()
 
 
-def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
-    connections = [agent(monitor, rank) for rank in range(3)]
-    await_hello(monitor, 3)
+def test_the_first_cause_is_the_signal(monitor: Monitor, agents: Agents) -> None:
+    connections = agents(3)
     connections[1].send(Exit(status=1, tail=("lost a peer",), log="l", by_job=False))
     connections[2].send(Exit(status=-9, tail=(), log="l", by_job=False))
     connections[0].send(Exit(status=1, tail=(), log="l", by_job=True))
-    deadline = time.monotonic() + 10
-    while len(monitor.failed()) < 2 and time.monotonic() < deadline:
-        monitor.poll(0.05)
+    poll_until(monitor, lambda: len(monitor.failed()) >= 2)
     assert sorted(status.rank for status in monitor.failed()) == [1, 2]
     assert "rank 2 on h2 was ended by SIGKILL" in monitor.cause()
-    for connection in connections:
-        connection.close()
 
 
 def test_many_ranks(monitor: Monitor) -> None:
@@ -199,9 +206,7 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
     command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "sh", "-c", "exit 3")
     with subprocess.Popen(command, env={**os.environ, **world}) as process:
         await_hello(monitor, 1)
-        deadline = time.monotonic() + 20
-        while not monitor.failed() and time.monotonic() < deadline:
-            monitor.poll(0.05)
+        poll_until(monitor, monitor.failed)
         assert "rank 0 on " in monitor.cause()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
@@ -209,11 +214,12 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
         assert process.wait(20) == 3
 
 
-def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_that_a_signal_stops_alone_are_a_failure(
+    monitor: Monitor, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where one host is preempted; a scheduler that ends the job signals all of them."""
     monkeypatch.setattr("cputrain.mpi.supervise.monitor.ALONE_S", 0.6)
-    connections = [agent(monitor, rank) for rank in range(3)]
-    await_hello(monitor, 3)
+    connections = agents(3)
     for rank in (1, 2):
         connections[rank].send(Signaled(number=15))
         connections[rank].send(Exit(status=-15, tail=("half way",), log="l", by_job=True))
@@ -221,18 +227,12 @@ def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkey
     while time.monotonic() < deadline:
         monitor.poll(0.05)
         assert monitor.failed() == []
-    deadline = time.monotonic() + 20
-    while not monitor.failed() and time.monotonic() < deadline:
-        monitor.poll(0.05)
+    poll_until(monitor, monitor.failed)
     expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks ran on; rank 1 on h1 was ended by "
     assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
     connections[0].send(Signaled(number=15))
-    deadline = time.monotonic() + 20
-    while monitor.failed() and time.monotonic() < deadline:
-        monitor.poll(0.05)
+    poll_until(monitor, lambda: not monitor.failed())
     assert monitor.failed() == [], "all of them: the job was ended"
-    for connection in connections:
-        connection.close()
 
 
 def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path: Path) -> None:
@@ -243,9 +243,7 @@ def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path
     command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "true")
     with subprocess.Popen(command, env={**os.environ, **world}, stderr=subprocess.PIPE, text=True) as process:
         await_hello(monitor, 1)
-        deadline = time.monotonic() + 20
-        while not monitor.failed() and time.monotonic() < deadline:
-            monitor.poll(0.05)
+        poll_until(monitor, monitor.failed)
         assert "exited with status 1" in monitor.cause() and "file/logs: Not a directory" in monitor.cause()
         monitor.stop(3.0)
         assert (
