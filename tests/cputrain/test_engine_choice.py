@@ -22,7 +22,7 @@ from cputrain.launch import request_of
 from cputrain.measurements import keep_bf16_gain, new_record, rate_record
 from cputrain.recipe import load_recipe
 from cputrain.training import check_pair, engine, measured_engine
-from tests.support.commands import cputrain, refused
+from tests.support.commands import here, refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def test_the_extension_goes_with_the_torch_of_its_own_number_only() -> None:
 
 
 def test_engine_ipex_is_refused_in_a_line_before_anything_starts(tmp_path: Path) -> None:
-    line = refused(cputrain("train", "imagefolder", "engine=ipex", "data.path=none", cwd=tmp_path))
+    line = refused(here("train", "imagefolder", "engine=ipex", "data.path=none", cwd=tmp_path))
     assert line.startswith("cputrain: engine=ipex: intel-extension-for-pytorch ") and "cputrain[ipex]" in line
 
 
@@ -87,7 +87,7 @@ def test_what_a_training_measures_at_its_start_is_what_plan_says_from_then_on(tm
     cache = tmp_path / "cache"
     keep_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(cache)})
     recipe = ("imagefolder", "data.path=synthetic")
-    kept = cputrain("plan", *recipe, cwd=tmp_path, CPUTRAIN_CACHE=str(cache))
+    kept = here("plan", *recipe, cwd=tmp_path, CPUTRAIN_CACHE=str(cache))
     has_bf16 = any("bf16" in flag for flag in this_machine().isa)
     assert kept.returncode == 0, kept.stderr
     assert ("a convolution is 3.0 times as fast on this CPU" in kept.stdout) == has_bf16

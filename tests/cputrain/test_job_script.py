@@ -18,7 +18,7 @@ from cputrain.cli import main
 from cputrain.jobs import BatchJob, Command, Container, Preparation, Resources, Training, job_script, parse_array
 from cputrain.mpi import first_host
 from cputrain.mpi.fabric import FABRICS
-from tests.support.commands import cputrain, need, refused
+from tests.support.commands import here, need, refused
 
 PLAIN = BatchJob(
     resources=Resources(name="resnet50", nodes=256, time="02:00:00", cpus=96),
@@ -340,8 +340,8 @@ def test_options_that_a_job_cannot_follow_are_rejected(
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:
     arguments = ("job", "pbs", "imagefolder", "--nodes", "2", "--machine", "skx-8160-2s", "--time", "1:00:00")
-    assert "--submit needs qsub" in refused_after_script(cputrain(*arguments, "--submit", cwd=tmp_path, PATH="/none"))
-    assert "--time" in refused(cputrain(*arguments[:-1], "soon", cwd=tmp_path))
+    assert "--submit needs qsub" in refused_after_script(here(*arguments, "--submit", cwd=tmp_path, PATH="/none"))
+    assert "--time" in refused(here(*arguments[:-1], "soon", cwd=tmp_path))
 
 
 def test_a_command_s_job_has_a_short_name_and_a_missing_output_folder_is_noted(

@@ -13,7 +13,7 @@ from cputrain.checkpoints import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
-from tests.support.commands import cputrain
+from tests.support.commands import here
 
 SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 HOLDER = """
@@ -39,7 +39,7 @@ def test_a_second_training_is_refused_until_the_first_has_ended_however_it_ended
         for resume in (False, True):
             with pytest.raises(InputError, match=in_use):
                 check_folder(recipe, SCALE, resume=resume, overwrite=not resume)
-        result = cputrain("train", "linear-regression", f"output={folder}", "--overwrite")
+        result = here("train", "linear-regression", f"output={folder}", "--overwrite")
         assert result.returncode == 2 and in_use in result.stderr
         for env in ({"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "new"}):
             requeued = {**env, "SLURM_JOB_ID": "123"}

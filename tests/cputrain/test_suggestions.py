@@ -217,12 +217,12 @@ def test_instances_know_nothing_of_each_other_and_have_cores_of_their_own(tmp_pa
     assert printed("--instances", "latency", "--cores", cpu, "x.py", cwd=tmp_path) == [
         [[], sys.executable, None, None, None, None, 1]
     ]
-    cores = len(json.loads(cputrain("plan", "--ppn", "1", "--format", "json").stdout)["machine"]["core_list"])
+    cores = len(json.loads(here("plan", "--ppn", "1", "--format", "json").stdout)["machine"]["core_list"])
     if cores < 2:
         pytest.skip(reason="needs two cores")
     both = printed("--instances", "2", "x.py", cwd=tmp_path)
     assert [line[2:6] for line in both] == [[None] * 4] * 2
-    shown = cputrain("launch", "--instances", "2", "--instance", "1", "--dry-run", "x.py", cwd=tmp_path)
+    shown = here("launch", "--instances", "2", "--instance", "1", "--dry-run", "x.py", cwd=tmp_path)
     assert shown.returncode == 0 and "--local-rank 1" in shown.stdout and "--local-rank 0" not in shown.stdout
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import SCHEDULERS, allocation
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import here, refused
 
 Slots = list[tuple[str, int | None]]
 SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
@@ -346,9 +346,9 @@ def test_torque_s_slots_may_be_the_cores_of_a_host(tmp_path: Path) -> None:
     assert hosts_of(env) == [("a", cores), ("b", cores)]
     found = allocation(env)
     assert found is not None and found.title == "Torque job 7.torque, 2 hosts"
-    assert cputrain("plan", "--ppn", "1", cwd=tmp_path, **env).stderr == ""
+    assert here("plan", "--ppn", "1", cwd=tmp_path, **env).stderr == ""
     (tmp_path / "nodes").write_text("a\n" * (cores + 7) + "b\n" * (cores + 7))
-    (note,) = cputrain("plan", "--ppn", "1", cwd=tmp_path, **env).stderr.splitlines()
+    (note,) = here("plan", "--ppn", "1", cwd=tmp_path, **env).stderr.splitlines()
     assert note.startswith(f"note: Torque gives {cores + 7} slots on a,b, the plan has 1 worker on ")
 
 
@@ -366,9 +366,9 @@ def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:
     env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "c101 42 c102 42"}
     ran = here("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
     assert "note: LSF job 118210, 2 hosts: only this host is used: cputrain launch uses all of them" in ran.stderr
-    shown = json.loads(cputrain("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
+    shown = json.loads(here("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
     (job,) = [check for check in shown if check["name"] == "job"]
     assert (job["status"], job["found"]) == ("ok", "LSF job 118210, 2 hosts: c[101-102]")
-    shown = json.loads(cputrain("doctor", "--format", "json", cwd=tmp_path, OAR_JOB_ID="3").stdout)["checks"]
+    shown = json.loads(here("doctor", "--format", "json", cwd=tmp_path, OAR_JOB_ID="3").stdout)["checks"]
     (job,) = [check for check in shown if check["name"] == "job"]
     assert job["status"] == "warning" and job["remedy"] == 'name them with --hostfile "$OAR_NODEFILE"'
