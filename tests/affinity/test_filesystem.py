@@ -14,11 +14,12 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import cache_folder, check_writable, mount_of, refusal
-from tests.support.commands import cputrain, mpi_path, refused
+from tests.support.commands import here, mpi_path, refused
 from tests.support.images import write_images
 
 CPUTRAIN = f"{sys.executable} -m cputrain"
-TRAIN = "train imagefolder data.path=images data.crop=32 batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
+TRAIN = "train imagefolder data.path=images batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
+LENET = "model.name=lenet model.zero_gamma=none data.crop=28"
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> N
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(place: Path) -> None:
     """LeNet's weights have 1.7 MB, its momentum as much. One that is full at once has no room for the run's first
     files."""
-    small = f"{TRAIN} plan.ppn=1 model.name=lenet model.zero_gamma=none data.crop=28 engine=eager output=out/run"
+    small = f"{TRAIN} plan.ppn=1 {LENET} engine=eager output=out/run"
     show = "; echo $? $(cat out/run/events.jsonl) >&2"
     ((_, err),) = in_tmpfs(place, "size=2500k", f"sh -c {shlex.quote(f'{CPUTRAIN} {small}{show}')}")
     assert "MB free, a checkpoint needs 3.4 or more: " in err, err
@@ -70,11 +71,11 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(p
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(place: Path) -> None:
-    settings = "model.name=resnet18 comm.backend=gloo checkpoint.every_steps=1 output=out/run"
+    settings = f"{LENET} engine=eager comm.backend=gloo checkpoint.every_steps=1 output=out/run"
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip(reason="needs two cores")
     script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
-    ((_, err),) = in_tmpfs(place, "size=120m", f"sh -c {script}")  # a checkpoint has 90 MB
+    ((_, err),) = in_tmpfs(place, "size=5m", f"sh -c {script}")
     lines = err.splitlines()
     unfinished = "out/run/checkpoints/.step-0000002.partial"
     full = f"cputrain: {unfinished}/{{}}.safetensors: No space left on device: free some space, or name another folder"
@@ -85,8 +86,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
 def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -> None:
     """As on compute nodes that see homes read-only. Asked for by name it is refused."""
     cache = f"env CPUTRAIN_CACHE=out/cache {CPUTRAIN} {TRAIN}"
-    lenet = "model.name=lenet model.zero_gamma=none data.crop=28 max_steps=1"
-    commands = (f"{cache} {lenet} output=run", f"{cache} {lenet} output=other comm.backend=ccl")
+    commands = (f"{cache} {LENET} max_steps=1 output=run", f"{cache} {LENET} output=other comm.backend=ccl")
     (auto, err), (named, refusal_of_ccl) = in_tmpfs(place, "ro", *commands)
     assert auto == 0, err
     environment = json.loads((place / "run/environment.json").read_text())
@@ -273,7 +273,7 @@ def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(pl
     if os.geteuid() != 0:
         proc = top = "is not writable"
     for output, why in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
-        message = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
+        message = refused(here(*TRAIN.split(), f"output={output}", cwd=place))
         assert message.startswith(f"cputrain: output {output}: ") and why in message
     assert not Path("/cputrain-nowhere").exists()
     check_writable(place / "new/folders/inside", "output")
