@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
+from cputrain.doctor.checks import job_check
 from cputrain.mpi.hosts import SCHEDULERS, allocation
 from tests.support.commands import here, refused
 
@@ -369,6 +370,5 @@ def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:
     shown = json.loads(here("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
     (job,) = [check for check in shown if check["name"] == "job"]
     assert (job["status"], job["found"]) == ("ok", "LSF job 118210, 2 hosts: c[101-102]")
-    shown = json.loads(here("doctor", "--format", "json", cwd=tmp_path, OAR_JOB_ID="3").stdout)["checks"]
-    (job,) = [check for check in shown if check["name"] == "job"]
-    assert job["status"] == "warning" and job["remedy"] == 'name them with --hostfile "$OAR_NODEFILE"'
+    (job,) = job_check({"OAR_JOB_ID": "3"})
+    assert job.status == "warning" and job.remedy == 'name them with --hostfile "$OAR_NODEFILE"'
