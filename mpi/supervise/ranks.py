@@ -6,6 +6,7 @@ Output goes to the terminal and to logs in whole lines, on the terminal with lab
 import codecs
 import os
 import queue
+import re
 import resource
 import selectors
 import signal
@@ -47,17 +48,27 @@ MOST_OF_A_LINE = 1 << 20  # bytes: a longer line is shown and logged in parts
 PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one line this often
 
 
+OUR_LINE = re.compile(r"^(?:\r\x1b\[2K)?(\[[^\]\n]*\] )(cputrain: [^\n]*)\n", re.MULTILINE)
+MOST_REMEMBERED = 1000  # of our lines
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
     """A stream that people see. Where it is closed (`| head`) or full, that is said once on stderr, and the job goes on
-    with its logs, which are in a folder."""
+    with its logs, which are in a folder.
+
+    On stderr a line of ours (`cputrain: ...`) that several ranks print, as what they refuse, is shown for one of them.
+    """
 
     stream: TextIO
     name: str
     logs: Path
+    _labels: dict[str, str] = field(default_factory=dict)  # of the first ranks that printed our lines
 
     def write(self, text: str) -> None:
         """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as `?`."""
+        if self.name == "stderr":
+            text = OUR_LINE.sub(self._of_one_rank, text)
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
@@ -65,6 +76,12 @@ class Terminal:
             self.write(text.encode(encoding, errors="replace").decode(encoding))
         except OSError as error:
             self._lose(error)
+
+    def _of_one_rank(self, line: re.Match[str]) -> str:
+        label, said = line.groups()
+        if len(self._labels) < MOST_REMEMBERED:
+            self._labels.setdefault(said, label)
+        return line[0] if self._labels.get(said, label) == label else ""
 
     def flush(self) -> None:
         """Show what has been written."""
