@@ -173,7 +173,7 @@ def _run(words: list[str]) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _usage_error(f"{str(error.filename)[:60]}... is too long for a file's name: give a shorter one")
         if isinstance(error, FileNotFoundError) and not _has_working_folder():
-            return _usage_error("the working folder is not there any more: change to one that is")
+            return _usage_error("the working folder has been deleted: go to one that exists")
         return exit_status(error, "cputrain", wording_of(words))
     return status if isinstance(status, int) else 0
 

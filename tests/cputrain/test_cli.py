@@ -249,13 +249,14 @@ def test_an_exported_rendezvous_is_kept_or_rejected() -> None:
     assert "MASTER_PORT=0 is not a TCP port" in refused(here(*launch, **path, MASTER_PORT="0"))
 
 
-def test_a_working_folder_that_is_gone_is_said(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    script = f"cd gone && rmdir ../gone && exec {sys.executable} -m cputrain launch --ppn 1 -- true"
-    ran = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert "the working folder is not there any more: change to one that is" in refused(ran)
-
-
 def test_a_rank_cannot_share_the_host() -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     assert "--share, but this launch is rank 0 of 1" in refused(here("launch", "--share", "--", "true", **rank))
+
+
+@pytest.mark.parametrize("words", [("launch", "--", "true"), ("train", "imagefolder", "data.path=synthetic")])
+def test_a_working_folder_that_has_been_deleted_is_refused_in_a_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    argv = ("sh", "-c", script, "sh", sys.executable, "-I", "-m", "cputrain", *words)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert refused(done) == "cputrain: the working folder has been deleted: go to one that exists"

@@ -82,11 +82,11 @@ def test_a_relay_shows_no_more_than_a_stream() -> None:
 def test_a_refusal_of_all_ranks_is_shown_once_and_logged_by_each() -> None:
     refusal, other = b"cputrain: data.path=/none does not exist\n", b"cputrain: rank 1: no such file\n"
     shown, logs = io.StringIO(), [io.BytesIO(), io.BytesIO()]
-    terminal = output.Terminal(stream=shown, name="stderr", logs=Path("logs"))
-    ranks = [Stream(label=f"[{i}] ", terminal=terminal, log=log, live=i > 0) for i, log in enumerate(logs)]
-    for rank in (ranks[0], *ranks):
-        rank.feed(refusal)  # the first one prints it twice
-    ranks[1].feed(other)
+    terminal = ranks.Terminal(stream=shown, name="stderr", logs=Path("logs"))
+    first, second = (Stream(label=f"[{i}] ", terminal=terminal, log=log, live=i > 0) for i, log in enumerate(logs))
+    for rank in (first, first, second):
+        rank.feed(refusal)
+    second.feed(other)
     assert shown.getvalue() == 2 * f"[0] {refusal.decode()}" + f"{CLEAR_LINE}[1] {other.decode()}"
     assert [log.getvalue() for log in logs] == [refusal * 2, refusal + other]
 
@@ -95,9 +95,9 @@ def test_a_refusal_of_all_ranks_is_shown_once_and_logged_by_each() -> None:
 def test_a_relay_shows_a_refusal_of_ranks_of_other_hosts_once(name: str, times: int) -> None:
     (theirs, ours), shown = os.pipe(), io.StringIO()
     with os.fdopen(theirs, "rb") as pipe:
-        relay = output.Relay(pipe, output.Terminal(stream=shown, name=name, logs=Path("run/logs")))
-        with os.fdopen(ours, "wb", buffering=0) as ranks:
-            ranks.write(b"[n1:0] cputrain: no\n[n1:0] print\n[n2:1] print\n[n2:1] cputrain: no\n")
+        relay = ranks.Relay(pipe, ranks.Terminal(stream=shown, name=name, logs=Path("run/logs")))
+        with os.fdopen(ours, "wb", buffering=0) as pipe_of_ranks:
+            pipe_of_ranks.write(b"[n1:0] cputrain: no\n[n1:0] print\n[n2:1] print\n[n2:1] cputrain: no\n")
         relay.finish(10)
     assert shown.getvalue().count("cputrain: no\n") == times and shown.getvalue().count("print\n") == 2
 

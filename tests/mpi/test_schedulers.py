@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
-from cputrain.doctor.checks import job_check
+from cputrain.doctor import job_check
 from cputrain.mpi.hosts import SCHEDULERS, allocation
 from tests.support.commands import here, refused
 
