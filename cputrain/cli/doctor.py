@@ -30,6 +30,7 @@ def doctor_command(context: click.Context, output_format: str) -> int:
     from cputrain.doctor import host_checks, own_limits, probed, shm_size, software_checks, start_probe
 
     env = os.environ
+    Path.cwd()  # raises where it has been deleted: torch, whole as it is, cannot be loaded then
     probe = start_probe(env)
     of_host = tuple(host_checks(Path("/"), own_limits(), shm_size()))
     checks = (*of_host, *software_checks(probed(probe, DOCTOR_PATIENCE_S), env))

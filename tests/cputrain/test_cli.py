@@ -254,7 +254,9 @@ def test_a_rank_cannot_share_the_host() -> None:
     assert "--share, but this launch is rank 0 of 1" in refused(here("launch", "--share", "--", "true", **rank))
 
 
-@pytest.mark.parametrize("words", [("launch", "--", "true"), ("train", "imagefolder", "data.path=synthetic")])
+@pytest.mark.parametrize(
+    "words", [("launch", "--", "true"), ("train", "imagefolder", "data.path=synthetic"), ("doctor",)]
+)
 def test_a_working_folder_that_has_been_deleted_is_refused_in_a_line(words: tuple[str, ...], tmp_path: Path) -> None:
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
     argv = ("sh", "-c", script, "sh", sys.executable, "-I", "-m", "cputrain", *words)
