@@ -45,9 +45,10 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if ":" not in name and not name.replace(".", "").isdecimal():
         return None  # most names, in a tenth of the time
     try:
-        return ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address  # ::ffff:10.0.0.1
 
 
 def is_loopback(host: str) -> bool:

@@ -37,6 +37,7 @@ WORKERS = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")  # as Docker,
         ("n1.cluster", ("n1.cluster.",), 0),
         ("n1.cluster.", ("n1.cluster",), 0),
         ("FE80::1", ("[fe80:0::2]", "[fe80:0::1]"), 1),
+        ("::ffff:10.0.0.2", ("10.0.0.1", "10.0.0.2"), 1),
         ("n1.local", ("n1.hpc.example.org", "n2.hpc.example.org"), 0),  # as a scheduler in another domain names it
         ("n1.local", ("n1.hpc.example.org", "n1"), 1),
         ("x", ("n1",), None),
@@ -93,6 +94,7 @@ def test_spellings_of_one_host() -> None:
     assert repeated_host(["localhost", "n1", "127.0.0.1"]) == ("localhost", "127.0.0.1")
     assert repeated_host(["::1", "ana@Localhost"]) == ("::1", "ana@Localhost")
     assert repeated_host(["127.0.0.1", "127.0.0.2"]) is None
+    assert repeated_host(["localhost", "[::ffff:127.0.0.1]"]) == ("localhost", "[::ffff:127.0.0.1]")
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.1", "n1")] == [1, 1, 1, 0, 0]
 
 
