@@ -254,24 +254,29 @@ class Match:
 def match_names(saved: Collection[str], wanted: Sequence[str]) -> Match:
     """Which of a file's names is which of the network's.
 
-    Left out of a name are a prefix that all of the network has, as Lightning's `model.`, and the names of wrappers
-    within it. Auxiliary classifiers are left out where the network has none.
+    Left out of a name are a prefix that all of the network has, as Lightning's `model.`, or one of its last layer and
+    one of all others, as MMPretrain's `head.` and `backbone.`, and the names of wrappers within it. Auxiliary
+    classifiers are left out where the network has none.
     """
     alone = not any(name.startswith(AUXILIARY) for name in wanted)
     unwrapped = {_unwrapped(name): name for name in saved}
     views = [{name: name for name in saved}, *([unwrapped] if len(unwrapped) == len(saved) else [])]
     for names in views:
-        prefixes = _prefixes(names, wanted)
-        if len(prefixes) > 1:
-            return Match(names={}, places=tuple(f"{prefix}*" for prefix in prefixes))
-        if prefixes:
-            (prefix,) = prefixes
+        placements = _placements(names, wanted)
+        if len(placements) > 1:
+            return Match(names={}, places=tuple(f"{prefix}*" for prefix, _ in placements))
+        if placements:
+            prefixes = sorted(set(placements[0]), key=len, reverse=True)  # model.backbone. before model.
             words = {word for short, name in names.items() if short != name for word in name.split(".")}
-            of_it = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}
+            of_it = {
+                name.removeprefix(prefix): own
+                for name, own in names.items()
+                if (prefix := next(filter(name.startswith, prefixes), None)) is not None
+            }
             taken = {name: own for name, own in of_it.items() if not (alone and name.startswith(AUXILIARY))}
             return Match(
                 names=taken,
-                removed=tuple(filter(None, (*(f"{word}." for word in WRAPPERS if word in words), prefix))),
+                removed=tuple(filter(None, (*(f"{word}." for word in WRAPPERS if word in words), *prefixes))),
                 left_out=tuple(name for name in names.values() if name not in set(taken.values())),
             )
     return Match(names=views[-1])
@@ -279,6 +284,16 @@ def match_names(saved: Collection[str], wanted: Sequence[str]) -> Match:
 
 def _unwrapped(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+
+
+def _placements(names: Collection[str], wanted: Sequence[str]) -> list[tuple[str, str]]:
+    """The prefixes of the network and of its last layer, mostly the same ones: each way to find all wanted names."""
+    if whole := _prefixes(names, wanted):
+        return [(prefix, prefix) for prefix in whole]
+    head = wanted[-1].rpartition(".")[0]
+    last = [name for name in wanted if name.rpartition(".")[0] == head]
+    others = [name for name in wanted if name.rpartition(".")[0] != head]
+    return [(prefix, own) for prefix in _prefixes(names, others) for own in _prefixes(names, last)] if others else []
 
 
 def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
@@ -292,8 +307,14 @@ def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
 def _odd_tensor(tensors: Mapping[str, Tensor]) -> str:
     """Which tensor is not one real number after another: copied into a weight it would fail, or be other values.
     Integers and 8-bit floats are mostly quantized weights, whose scales are elsewhere."""
-    odd = ((name, _odd_kind(value)) for name, value in tensors.items() if not name.endswith(STEPS))
-    return next((f"{name} is {kind}: save it as a dense tensor of real numbers" for name, kind in odd if kind), "")
+    values = {name: value for name, value in tensors.items() if not name.endswith(STEPS)}
+    odd = ((name, _odd_kind(value)) for name, value in values.items())
+    if cause := next(
+        (f"{name} is {kind}: save it as a dense tensor of real numbers" for name, kind in odd if kind), ""
+    ):
+        return cause
+    diverged = (name for name, value in values.items() if not value.float().isfinite().all())
+    return next((f"{name} is NaN or infinite in places: take the weights of an earlier step" for name in diverged), "")
 
 
 def _odd_kind(value: Tensor) -> str | None:
@@ -310,7 +331,7 @@ def _odd_kind(value: Tensor) -> str | None:
         return str(value.layout).removeprefix("torch.").replace("sparse_coo", "sparse")
     if not value.is_floating_point() or value.itemsize < 2:
         return f"of {str(value.dtype).removeprefix('torch.')}"
-    return None if value.float().isfinite().all() else "NaN or infinite in places"
+    return None
 
 
 def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:

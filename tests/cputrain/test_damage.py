@@ -146,7 +146,11 @@ def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowe
 
 @pytest.mark.parametrize(
     ("path", "cause"),
-    [("/data/{}.jpg", "the image is a file outside "), ("{}.jpg", r"No such file or directory \(19, first ")],
+    [
+        ("/data/{}.jpg", "the image is a file outside "),
+        ("{}.jpg", r"No such file or directory \(19, first "),
+        ("https://example.org/{}.jpg", r"the image is an address on the web: .* \(19, first "),
+    ],
 )
 def test_a_table_of_paths_that_are_not_there_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, cause: str

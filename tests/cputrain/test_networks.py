@@ -235,6 +235,12 @@ def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in state.items()}
 
 
+def in_parts(others: str, last: str) -> dict[str, Tensor]:
+    """The state of a network whose last layer has a prefix of its own."""
+    state = small(1.0).state_dict()
+    return {f"{last if name.startswith('fc.') else others}{name}": value for name, value in state.items()}
+
+
 def averaged_model() -> dict[str, Tensor]:
     return AveragedModel(small(2.0)).state_dict()  # n_averaged and module.*, as torchvision's references have them
 
@@ -362,6 +368,21 @@ FOREIGN = {
         },
         f"its state_dict, a moving average, not its current_model_state{ALONE}",
         2.0,
+    ),
+    "MMPretrain, whose last layer is in another module": (
+        lambda: {"meta": {"epoch": 3}, "state_dict": in_parts("backbone.", "head.")},
+        "its state_dict, no moving average, names without backbone. and head.",
+        1.0,
+    ),
+    "a network of a backbone, in DDP": (
+        lambda: {"model": in_parts("module.model.backbone.", "module.model.")},
+        "its model, no moving average, names without module.model.backbone. and module.model.",
+        1.0,
+    ),
+    "a backbone by itself, and its head": (
+        lambda: in_parts("", "head."),
+        "names without head.",
+        1.0,
     ),
     "net": (lambda: {**RUN, "net": small(1.0).state_dict()}, "its net, no moving average", 1.0),
     "a state dict in a dict": (
@@ -514,8 +535,8 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
         ({**state, kernel: (state[kernel] * 100).to(torch.int8)}, "features.0.weight is of int8: save it as a dense"),
         ({**state, row: state[row].to(torch.float8_e4m3fn)}, "fc.weight is of float8_e4m3fn: save it as a dense"),
         ({**state, row: state[row].bool()}, "fc.weight is of bool: save it as a dense tensor"),
-        ({**state, row: state[row] * math.inf}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),
-        ({**state, row: state[row] * math.nan}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),
+        ({**state, row: state[row] * math.inf}, "fc.weight is NaN or infinite in places: take the weights of an"),
+        ({**state, row: state[row] * math.nan}, "fc.weight is NaN or infinite in places: take the weights of an"),
         ({**state, row: state[row].to("meta")}, r"fc.weight is without values \(on the meta device\): save it as"),
         ({**state, row: torch.nested.as_nested_tensor([state[row]])}, "fc.weight is nested: save it as a dense tensor"),
         ({0: state[row]}, "has no weights, only 0: save a state dict"),

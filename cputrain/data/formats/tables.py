@@ -6,6 +6,7 @@ classes. Parquet is read a row group at a time; Arrow files are mapped into memo
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from cputrain.files import check_fetched
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 PATH_NAMES = (*IMAGE_NAMES, "path", "image_path", "img_path", "file", "filename", "file_name", "filepath", "file_path")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "cls", "y")
+URL = re.compile(r"[a-z][a-z0-9+]+://", re.IGNORECASE)  # https://, s3://
 WANTED = {
     "image": "images (bytes, structs with bytes, or paths of files)",
     "label": "labels (whole numbers or texts, one for each image)",
@@ -215,6 +217,8 @@ class TableImages(LabeledImages, PiecewiseImages):
         if isinstance(value, str):
             value = {"path": value}
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+        if data is None and path and URL.match(path):
+            raise OSError("the image is an address on the web: download the images, and write their files' paths")
         if data is None and path:
             if path.startswith(IN_BASE64) or "://" in path:
                 kind = "a text in base64" if path.startswith(IN_BASE64) else "a URL"
