@@ -38,7 +38,7 @@ from cputrain.mpi.usage import (
 )
 from cputrain.report import mean_of, read_usage, running_time, worker_table, write_report
 from tests.mpi.test_local import job
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import cputrain, here, mpi_path
 
 MIB = 1 << 20
 WORKER = WorkerUse(time=0.0, seconds=1.0, host="n1", cpu_s=0.5, rss_bytes=MIB, processes=1)
@@ -193,7 +193,7 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     assert sum(r.network["lo"][0] for r in whole if "lo" in r.network) >= 64 * MIB
     assert sum(r.cpu_s for r in whole) >= 0.9 * sum(r.cpu_s for r in busy)
     assert [cells[4] for cells in worker_table(usage).cells[1:]] == ["1", "1"]
-    reported = cputrain("report", "out", cwd=tmp_path)
+    reported = here("report", "out", cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     html = (tmp_path / "out/report.html").read_text()
     assert "Resource use" in html and "CPU per worker" in html and "lo (loopback)" in html and "Epochs" not in html
