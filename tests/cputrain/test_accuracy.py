@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy import CHANGES, Result, Study, trained
-from tests.support.commands import cputrain
+from tests.support.commands import here
 
 SMALL = ["model.name=resnet18", "data.crop=32", "data.resize=32", "epochs=6"]
 LEARNED, DIFFERS = 80.0, 4.0  # percent; points, as two seeds' range says little
@@ -24,7 +24,7 @@ def test_a_change_passes_within_the_range_of_seeds_and_not_outside() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_digits_are_learned_as_well(change: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'cputrain[demo]'")
-    prepared = cputrain("prepare", "digits", "folder", "digits", cwd=tmp_path)
+    prepared = here("prepare", "digits", "folder", "digits", cwd=tmp_path)
     assert prepared.returncode == 0, prepared.stderr
     study = Study(name="digits", recipe="demo-digits", data=tmp_path / "digits")
     result = trained(study, tmp_path, 2, CHANGES[change], SMALL)

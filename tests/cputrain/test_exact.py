@@ -10,7 +10,7 @@ from cputrain.affinity.topology import this_machine
 from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, here
 from tests.support.images import write_images, write_mnist
 from tests.support.trainings import trained
 
@@ -81,7 +81,7 @@ def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_pa
 @pytest.mark.long
 def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) -> None:
     write_mnist(tmp_path / "raw", train=600, val=IMAGES, zipped=False)
-    assert cputrain("prepare", "mnist", "raw", "mnist", cwd=tmp_path).returncode == 0
+    assert here("prepare", "mnist", "raw", "mnist", cwd=tmp_path).returncode == 0
     recipe = ("mnist-sgd", "data.path=mnist")
     trained = cputrain("train", *recipe, "epochs=1", "plan.ppn=1", "output=run", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr

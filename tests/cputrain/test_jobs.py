@@ -27,6 +27,7 @@ from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import here, mpi_path
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
+from tests.support.trainings import LENET, until_logged
 
 CORES = len(this_machine().allowed_cores)
 
@@ -81,7 +82,8 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
-SMALL = ("imagefolder", "data.path=my images", "model.name=resnet18", "data.crop=32", "batch.local=6")
+SMALL = ("imagefolder", "data.path=my images", *LENET, "batch.local=6", "comm.backend=gloo")
+LASTING = ("epochs=150", "evaluate.every_epochs=null", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
 HERE = ("--nodes", "1", "--ppn", str(CORES))
 
 
@@ -149,13 +151,8 @@ def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, p
 
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
-    steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
-    job = submitted(slurm, place, *SMALL, *steps, *HERE)
-    events = place / "run/events.jsonl"
-    deadline = time.monotonic() + 300
-    while not (events.is_file() and '"checkpoint"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    job = submitted(slurm, place, *SMALL, *LASTING, *HERE)
+    until_logged(place / "run", "checkpoint")
     assert slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=place).returncode == 0
     wait_for(slurm, job, place, {"COMPLETED"}, limit_s=400)
     expected = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
@@ -170,20 +167,14 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
 @pytest.mark.long
 def test_a_canceled_slurm_job_saves_and_the_next_one_goes_on(slurm: Slurm, place: Path) -> None:
     """A plain scancel: SIGTERM, and SIGKILL after KillWait; the same script submitted again does the other steps."""
-    steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
-    job = submitted(slurm, place, *SMALL, *steps, *HERE)
-    events = place / "run/events.jsonl"
-    deadline = time.monotonic() + 300
-    while not (events.is_file() and '"step"' in events.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    job = submitted(slurm, place, *SMALL, *LASTING, *HERE)
+    until_logged(place / "run", "step")
     assert slurm.run("scancel", job, cwd=place).returncode == 0
     wait_for(slurm, job, place, {"CANCELLED"})  # at once, while its ranks save
-    while (logged := read_events(place / "run"))[-1]["event"] != "end":
-        assert time.monotonic() < deadline, logged[-1]
-        time.sleep(0.2)
+    until_logged(place / "run", "end")
+    logged = read_events(place / "run")
     assert logged[-1]["status"] == "stopped" and len(list((place / "run/checkpoints").iterdir())) > 0
-    again = submitted(slurm, place, *SMALL, *steps, *HERE)
+    again = submitted(slurm, place, *SMALL, *LASTING, *HERE)
     wait_for(slurm, again, place, {"COMPLETED"})
     logged = read_events(place / "run")
     steps_done = [event["step"] for event in logged if event["event"] == "step"]
@@ -193,7 +184,7 @@ def test_a_canceled_slurm_job_saves_and_the_next_one_goes_on(slurm: Slurm, place
 @pytest.mark.long
 def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
     """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
-    arguments = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
+    arguments = (*LASTING, "--venv", str(venv(place)))
     made = here("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
     assert made.returncode == 0, made.stderr
     (place / "nodes").write_text("localhost\n" * CORES)
@@ -201,11 +192,7 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
     env = {**path, **dict(find_launcher("intelmpi", path).variables)}
     env |= {"PBS_JOBID": "71.pbs", "PBS_O_WORKDIR": str(place), "PBS_NODEFILE": str(place / "nodes")}
     job = subprocess.Popen(["bash", "-c", made.stdout], cwd=place, env=env, stdout=subprocess.PIPE, text=True)
-    events = place / "run/events.jsonl"
-    deadline = time.monotonic() + 300
-    while not (events.is_file() and '"step"' in events.read_text()):
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.1)
+    until_logged(place / "run", "step", job)
     job.send_signal(signal.SIGTERM)
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == 143 and "stopped by a signal" in printed

@@ -10,17 +10,10 @@ from cputrain.runs import read_events
 from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain
-from tests.support.images import write_images
 from tests.support.trainings import SMALL, trained
 
 pytestmark = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
 WHERE = "rank 1: loss nan at step 2, first NaN or Inf in the output of relu.1, learning rate "
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", train=9, val=7)
-    return tmp_path
 
 
 def lossy(on_nan: str) -> tuple[str, ...]:

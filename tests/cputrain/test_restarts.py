@@ -26,7 +26,7 @@ from tests.support.fake_hosts import fake_hosts
 from tests.support.hangs import children_of
 from tests.support.images import write_images
 from tests.support.machines import build_machine
-from tests.support.trainings import PPN
+from tests.support.trainings import PPN, until_logged
 
 LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "schedule.warmup_epochs=0")
 TRIES = """
@@ -72,12 +72,8 @@ def test_a_killed_training_restarts_from_its_last_checkpoint(tmp_path: Path) -> 
     often = ("checkpoint.every_steps=2", "evaluate.every_epochs=null", "epochs=40")
     sizes = ("data.path=images", *LENET, *often, f"plan.ppn={PPN}", "comm.backend=gloo", "output=run")
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *sizes, "--restarts", "2"]
-    events = tmp_path / "run/events.jsonl"
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 200
-        while not (events.is_file() and '"checkpoint"' in events.read_text()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.005)
+        until_logged(tmp_path / "run", "checkpoint", process)
         ranks = [pid for pid in children_of(process.pid) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
         os.kill(ranks[-1], signal.SIGKILL)
         out, err = process.communicate(timeout=200)
@@ -147,9 +143,7 @@ def test_a_training_goes_on_over_the_hosts_that_are_left(tmp_path: Path) -> None
         pipe = subprocess.PIPE
         with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as process:
             events = tmp_path / "run/events.jsonl"
-            while not (events.is_file() and '"checkpoint"' in events.read_text()):
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.01)
+            until_logged(tmp_path / "run", "checkpoint", process)
             hosts.cut("h3")
             while events.read_text().count('{"event": "start"') < 2:
                 assert process.poll() is None, process.communicate()

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from cputrain.checkpoints import ScaleRecord, name_of, step_of
 from cputrain.models import read_weights
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import changes_training, check_folder, differences, read_events, reason_not_to_resume
-from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 from tests.support.images import write_images
+from tests.support.trainings import PPN, until_logged
 
 LENET = (
     *("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "epochs=900"),
@@ -41,11 +40,7 @@ def killed(place: Path, *arguments: str) -> int:
     """Train until a checkpoint is written, then kill a rank; the newest checkpoint's step."""
     argv = [sys.executable, "-m", "cputrain", "train", *arguments]
     with subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        events = place / "run/events.jsonl"
-        deadline = time.monotonic() + 300
-        while not (events.is_file() and '"checkpoint"' in events.read_text()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        until_logged(place / "run", "checkpoint", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
         ranks = [pid for pid in children if b"--prepared" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(int(ranks[0]), signal.SIGKILL)
@@ -117,7 +112,7 @@ def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: 
 
 def test_a_finished_run_is_not_trained_again(place: Path) -> None:
     before = contents(place / "run")
-    again = cputrain("train", "run", "--resume", cwd=place)
+    again = here("train", "run", "--resume", cwd=place)
     assert again.returncode == 0 and "run is finished: " in again.stdout and again.stdout.count("\n") == 1
     plan = plan_of(place, "run/recipe.yaml", "output=run")
     ranks = ranks_by_hand(place, plan, "train", "run", "--resume")
@@ -147,7 +142,7 @@ def test_what_would_change_the_training_is_refused_and_nothing_is_written(
         (tmp_path / images).symlink_to(place / images)
     before = contents(tmp_path / "run")
     same = ("data.path=images", "output=run", "--resume")
-    printed = refused(cputrain("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
+    printed = refused(here("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
     assert message in printed and contents(tmp_path / "run") == before
 
 
@@ -186,13 +181,13 @@ def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp
     (result,) = json.loads(shown.stdout)["results"]
     assert result["top1"] == best and result["images"] == 21
     for file in ("w.safetensors", "w.pt"):
-        assert f"{file}: " in cputrain("export", "alone", file, cwd=tmp_path).stdout
+        assert f"{file}: " in here("export", "alone", file, cwd=tmp_path).stdout
     torch_weights = torch.load(tmp_path / "w.pt", weights_only=True)
     weights = read_weights(tmp_path / "w.safetensors")[0].tensors
     assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
     with safe_open(tmp_path / "w.safetensors", "pt") as opened:
         assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
-    assert "the suffix decides the format" in refused(cputrain("export", "alone", "w.bin", cwd=tmp_path))
+    assert "the suffix decides the format" in refused(here("export", "alone", "w.bin", cwd=tmp_path))
 
 
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
@@ -214,7 +209,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model: ",
     }
     for arguments, message in requested.items():
-        assert message in refused(cputrain("eval", *arguments, cwd=place))
+        assert message in refused(here("eval", *arguments, cwd=place))
 
 
 def recipe(*settings: str) -> Recipe:

@@ -13,7 +13,6 @@ from cputrain.recipe import ModelSection, load_recipe, recipe_names
 from cputrain.runs import read_events
 from tests.cputrain.test_training import CROPS
 from tests.support.checkpoints import content, differing, newest
-from tests.support.images import write_images
 from tests.support.trainings import PPN, trained
 
 SMALL = (
@@ -46,12 +45,6 @@ CASES: dict[str, tuple[int, str]] = {
 }
 
 LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam", "mnist-workers")  # trained by the same processes
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", train=9, val=7)
-    return tmp_path
 
 
 def reduced(name: str, further: str, *more: str) -> tuple[str, ...]:

@@ -13,16 +13,9 @@ import pytest
 from cputrain.sweep import clock, parse_clock
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
-from tests.support.images import write_images
 from tests.support.trainings import RESNET18, SMALL
 
 SWEPT = (*(setting for setting in SMALL if not setting.startswith("output=")), "plan.ppn=1")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", train=9, val=7)
-    return tmp_path
 
 
 @pytest.mark.long

@@ -19,12 +19,6 @@ from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL, trained
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", train=9, val=7)
-    return tmp_path
-
-
 def names_what_it_uses(printed: str, run: Path) -> None:
     """Backend, engine, decoder and allocator, before the first epoch, as environment.json has them."""
     expected = [line for line in printed.splitlines() if line.startswith(("backend ", "faster: "))]
@@ -182,7 +176,7 @@ def test_a_loss_of_nan_ends_the_training(in_turn: InTurn) -> None:
 
 @pytest.mark.long
 def test_shards_are_read_in_blocks(place: Path) -> None:
-    assert cputrain("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
+    assert here("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
     blocks = (*SMALL, "data.path=packed", "data.block_mib=0.01", "data.on_error=raise")
     result = cputrain("train", "imagefolder", *blocks, cwd=place)
     assert result.returncode == 0, result.stderr

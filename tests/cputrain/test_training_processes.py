@@ -18,8 +18,7 @@ from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import cputrain
-from tests.support.images import write_images
-from tests.support.trainings import PPN, SMALL
+from tests.support.trainings import PPN, SMALL, until_logged
 
 # torch 2.13 aborts at exit now and then where this import comes after the group's start (see comm/group.py).
 THEIRS = """
@@ -36,12 +35,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", train=9, val=7)
-    return tmp_path
-
-
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
 @pytest.mark.parametrize(
     ("backend", "by", "expected"),
@@ -55,10 +48,7 @@ def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
 ) -> None:
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *SMALL, "epochs=500", f"comm.backend={backend}"]
     process = subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    events = place / "run/events.jsonl"
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not (events.is_file() and '"step"' in events.read_text()):
-        time.sleep(0.1)
+    until_logged(place / "run", "step", process)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8")
     ranks = {
         int(pid): dict(
@@ -206,12 +196,8 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
     alone = cputrain(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
     command = [sys.executable, "-m", "cputrain", *arguments]
-    events = place / "run/events.jsonl"
     process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while not (events.is_file() and '"step"' in events.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    until_logged(place / "run", "step", process)
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == status and "stopped by a signal" in out, err

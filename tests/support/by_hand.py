@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.mpi.supervise import free_port
-from tests.support.commands import cputrain
+from tests.support.commands import here
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def plan_of(place: Path, *arguments: str) -> dict:
     """The plan that `cputrain plan ARGUMENTS` makes for this machine."""
-    planned = cputrain("plan", *arguments, "--format", "json", cwd=place)
+    planned = here("plan", *arguments, "--format", "json", cwd=place)
     assert planned.returncode == 0, planned.stderr
     return json.loads(planned.stdout)
 

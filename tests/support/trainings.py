@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ SMALL = (
     f"plan.ppn={PPN}",
     "output=run",
 )
+
+
+def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | None = None) -> None:
+    """Wait until a run has such an event; its process, where given, must not end before."""
+    events = run / "events.jsonl"
+    deadline = time.monotonic() + 300
+    while not (events.is_file() and f'"{event}"' in events.read_text(encoding="utf-8")):
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.01)
 
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
