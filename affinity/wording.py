@@ -1,7 +1,9 @@
-"""Words for numbers: plurals, lists, bytes, bandwidths."""
+"""Words for numbers: plurals, lists, bytes, bandwidths; texts that carry their numbers."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from string import Formatter
+from typing import Any
 
 NAMED = 5
 SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
@@ -17,6 +19,51 @@ def spread(numbers: Collection[int], noun: str = "") -> str:
     least, most = min(numbers), max(numbers)
     text = str(least) if least == most else f"{least}-{most}"
     return f"{text} {noun if most == 1 else f'{noun}s'}" if noun else text
+
+
+Number = float | tuple[float, ...]
+MIB = 1 << 20
+GIB = 1 << 30
+UNITS = {"GiB": GIB, "GB": 1e9, "ms": 1e-3}
+
+
+class Text(str):
+    """A text with the numbers that it names, in plain units (bytes, seconds), several as a tuple: see `formatted`."""
+
+    __slots__ = ("numbers",)
+    numbers: Mapping[str, Number]
+
+
+def formatted(template: str, **values: Number | str) -> Text:
+    """A template's text with its numbers: "{cores:core}" is "1 core" or "24 cores", of a tuple "4-5 cores",
+    "{room:GiB .1f}" an amount in that unit, and anything else a format of Python's. A text that is put in brings its
+    numbers along."""
+    text = Text(template.format_map({name: _Value(value) for name, value in values.items()}))
+    named = {name: values[name] for _, name, _, _ in Formatter().parse(template) if name}
+    own = {name: value for name, value in named.items() if not isinstance(value, str)}
+    text.numbers = own | numbers_of(*named.values())
+    return text
+
+
+def numbers_of(*texts: object) -> dict[str, Number]:
+    """The numbers that texts carry."""
+    return {name: number for text in texts if isinstance(text, Text) for name, number in text.numbers.items()}
+
+
+class _Value:
+    """A value in a template."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __format__(self, spec: str) -> str:
+        unit, _, rest = spec.partition(" ")
+        if isinstance(self._value, tuple):
+            return spread(self._value, spec)
+        if unit in UNITS:
+            return format(self._value / UNITS[unit], rest)
+        noun = len(spec) > 1 and spec[0].isalpha()
+        return counted(self._value, spec) if noun else format(self._value, spec)
 
 
 def either(words: Sequence[str]) -> str:
@@ -35,10 +82,6 @@ def first_named(items: Sequence[str]) -> str:
 def first_sentence(text: str) -> str:
     """A text up to its first full stop, without it; that of "et al." is none."""
     return SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]
-
-
-MIB = 1 << 20
-GIB = 1 << 30
 
 
 def memory_text(size_bytes: int) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.planner.request import SET, Reason, Request, Unused
 from cputrain.affinity.topology.machine import Core, Machine, format_list, narrowed
-from cputrain.affinity.wording import counted, spread
+from cputrain.affinity.wording import Text, counted, formatted, spread
 
 Cores = tuple[Core, ...]
 
@@ -40,13 +40,13 @@ class MemoryPlaces:
         """Nodes and packages."""
         return len(self.nodes) + len(self.packages)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> Text:
         """ "2 NUMA nodes", "1 NUMA node and 1 package without one"."""
-        nodes = counted(len(self.nodes), "NUMA node")
-        if not self.packages:
-            return nodes
-        packages = counted(len(self.packages), "package")
-        return f"{nodes} and {packages} without one" if self.nodes else f"{packages} without NUMA node"
+        words = "{packages:package} without NUMA node"
+        if self.nodes:
+            words = "{nodes:NUMA node} and {packages:package} without one" if self.packages else "{nodes:NUMA node}"
+        return formatted(words, nodes=len(self.nodes), packages=len(self.packages))
 
 
 def memory_places(cores: Cores) -> MemoryPlaces:
@@ -276,15 +276,15 @@ def choose_layout(
     why = _why(cores, suited)
     if most is not None and most < len(suited.parts):
         suited = best_layout(cores, most, headroom, proportional=proportional)
-        why = f"the batch and the images suffice for {counted(most, 'worker')} per host"
+        why = formatted("the batch and the images suffice for {most_workers:worker} per host", most_workers=most)
     if headroom(suited) >= 1:
         return ChosenLayout(layout=suited, why=why)
     fewer = [best_layout(cores, ppn, headroom, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
     fitting = [layout for layout in fewer if headroom(layout) >= 1]
-    wanted = counted(len(suited.parts), "worker")
     if fitting:
         chosen = max(fitting, key=lambda one: (one.pace(proportional=proportional), -one.across, -len(one.parts)))
-        return ChosenLayout(layout=chosen, why=f"the memory is too small for the {wanted} that would suit the cores")
+        why = "the memory is too small for the {suited:worker} that would suit the cores"
+        return ChosenLayout(layout=chosen, why=formatted(why, suited=len(suited.parts)))
     chosen = max([suited, *fewer], key=headroom)
     return ChosenLayout(layout=chosen, why="no worker count fits in the memory; this one comes nearest")
 
@@ -322,28 +322,38 @@ def _why(cores: Cores, layout: Layout) -> str:
     count, groups, places = len(layout.parts), uniform_groups(layout.used), memory_places(layout.used)
     nodes = len(places.nodes)
     if len(cores) == 1:
-        return "one for the only core"
-    if len(cores) <= SMALL_HOST_CORES:
-        which = "each core" if count == len(cores) else f"each of the {count} fastest of {len(cores)} cores"
-        return (
+        why = "one for the only core"
+    elif len(cores) <= SMALL_HOST_CORES:
+        which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
+        why = (
             f"one for {which}: with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
             "(measured on two cores: 1.2-1.35x over one worker of two threads)"
         )
-    if count == len(groups) == 1:
-        some = "" if len(layout.used) == len(cores) else f"{len(layout.used)} of "
-        return f"one for the host: {some}its {len(cores)} cores suit a single worker"
-    if count == len(groups) == nodes:
-        return f"one for each of {nodes} NUMA nodes: no worker spans two"
-    if count == len(groups) == places.count:
-        return f"one for each of {count} groups of cores ({places}): no worker spans two"
-    if count == len(groups):
-        return "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
-    sizes, each = spread([len(group) for group in groups], "core"), spread(layout.sizes, "core")
-    where = "its cores are divided" if places.count == 1 else "no worker spans two"
-    what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{counted(len(groups), 'group')} of equal cores"
-    return (
-        f"{what} of {sizes}: {where}, workers have {each} each, and "
-        f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
+    elif count == len(groups) == 1:
+        some = "" if len(layout.used) == len(cores) else "{used} of "
+        why = f"one for the host: {some}its {{cores}} cores suit a single worker"
+    elif count == len(groups) == nodes:
+        why = "one for each of {nodes} NUMA nodes: no worker spans two"
+    elif count == len(groups) == places.count:
+        why = "one for each of {groups} groups of cores ({places}): no worker spans two"
+    elif count == len(groups):
+        why = "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
+    else:
+        what = "{nodes:NUMA node}" if len(groups) == nodes else "{groups:group} of equal cores"
+        where = "its cores are divided" if places.count == 1 else "no worker spans two"
+        why = (
+            f"{what} of {{group_cores:core}}: {where}, workers have {{worker_cores:core}} each, and "
+            f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
+        )
+    return formatted(
+        why,
+        cores=len(cores),
+        used=len(layout.used),
+        groups=len(groups),
+        group_cores=tuple(map(len, groups)),
+        nodes=nodes,
+        places=places.text,
+        worker_cores=layout.sizes,
     )
 
 
@@ -416,7 +426,7 @@ def partition_host(
         domains=domains,
         unused=tuple(_left_out(cores, domains)),
         reasons=(
-            Reason(what="workers per host", value=str(len(domains)), why=ppn_why),
+            Reason(what="workers per host", value=formatted("{workers}", workers=len(domains)), why=ppn_why),
             *_core_type_reasons(cores, layout.used, proportional=proportional),
             *_cache_reasons(layout),
         ),
@@ -453,15 +463,15 @@ def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list
     counts = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
     if len({core.speed for core in used}) == 1:
         why = (
-            f"only those of speed {used[0].speed:.2f} compute: a worker has cores of one type, as its threads wait for "
-            "the slowest, and a step waits for the slowest worker; the others may load and communicate"
+            "only those of speed {speed:.2f} compute: a worker has cores of one type, as its threads wait for the "
+            "slowest, and a step waits for the slowest worker; the others may load and communicate"
         )
     else:
         how = (
             "each worker's batch is in proportion to its cores" if proportional else "the slowest worker sets the pace"
         )
         why = f"each worker has cores of one type; {how}"
-    return [Reason(what="core types", value=counts, why=why)]
+    return [Reason(what="core types", value=counts, why=formatted(why, speed=used[0].speed))]
 
 
 def _cache_reasons(layout: Layout) -> list[Reason]:
@@ -474,16 +484,21 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
     types = [{core.speed for core in layout.used if core.l3 == cache} for cache in every]
     workers = {cache: sum(cache in used for used in caches) for cache in every}
     shared = sum(count > 1 for count in workers.values())
-    value = spread([len(used) for used in caches])
     if not shared:
         why = "whole caches: workers do not evict each other's weights"
     elif len(set(workers.values())) == 1 and all(len(used) == 1 for used in caches):
-        why = f"{len(caches)} workers share {len(every)} caches, equally many each"
+        why = "{workers} workers share {caches} caches, equally many each"
     elif any(len(speeds) > 1 for speeds in types):
-        why = f"workers share {shared} of {len(every)} caches: each worker has cores of one type, a cache several"
+        why = "workers share {shared} of {caches} caches: each worker has cores of one type, a cache several"
     else:
-        why = f"workers share {shared} of {len(every)} caches, so that their numbers of cores are as equal as possible"
-    return [Reason(what="level-3 caches per worker", value=value, why=why)]
+        why = "workers share {shared} of {caches} caches, so that their numbers of cores are as equal as possible"
+    return [
+        Reason(
+            what="level-3 caches per worker",
+            value=formatted("{each}", each=tuple(map(len, caches))),
+            why=formatted(why, workers=len(caches), shared=shared, caches=len(every)),
+        )
+    ]
 
 
 def _faster(cores: Cores, layout: Layout, headroom: Callable[[Layout], float]) -> Layout | None:
@@ -508,10 +523,10 @@ def _warnings(layout: Layout, faster: Layout | None, *, proportional: bool) -> l
     if layout.across:
         places = memory_places(layout.used)
         if len(layout.parts) == 1:
-            found.append(f"the worker spans {places}: part of its memory is remote")
+            found.append(f"the worker spans {places.text}: part of its memory is remote")
         else:
             workers = f"{layout.across} of {len(layout.parts)} workers"
-            found.append(f"{workers} span several of the {places}: part of their memory is remote")
+            found.append(f"{workers} span several of the {places.text}: part of their memory is remote")
     one_type = len({core.speed for core in layout.used}) == 1
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(
@@ -635,7 +650,7 @@ def _within_quota(machine: Machine, request: Request) -> UsableCores:
     best = _kept(machine, cores, running // each)
     kept = tuple(replace(core, pus=core.pus[:each]) for core in best)
     effect = "with more threads, all would be throttled" if quota >= 1 else "even a single thread is throttled"
-    why = f"the control group's quota is the time of {quota:g} CPUs: {effect}"
+    why = formatted("the control group's quota is the time of {quota:g} CPUs: {effect}", quota=quota, effect=effect)
     step = _narrowed(machine, kept, why, unused_why="beyond the CPU quota")
     second = tuple(sorted(pu for core in best for pu in core.pus[each:]))
     beyond = Unused(pus=tuple(pu for pu in step.unused[0].pus if pu not in second), why=step.unused[0].why)
@@ -669,7 +684,13 @@ def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why:
     return UsableCores(
         machine=narrowed(machine, pus, None),
         unused=(Unused(pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=unused_why),),
-        reasons=(Reason(what="cores used", value=f"{len(kept)} of {len(machine.allowed_cores)}", why=why),),
+        reasons=(
+            Reason(
+                what="cores used",
+                value=formatted("{used} of {allowed}", used=len(kept), allowed=len(machine.allowed_cores)),
+                why=why,
+            ),
+        ),
     )
 
 
@@ -683,11 +704,11 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         for part in _parts(core, len(workers))
     )
     most = -(-ppn // len(cores))
-    why = f"{SET}, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
+    why = formatted("{set}, more than the {cores:core} ({{oversubscribe=true}})", set=SET, cores=len(cores))
     return Partition(
         domains=domains,
         unused=(),
-        reasons=(Reason(what="workers per host", value=str(ppn), why=why),),
+        reasons=(Reason(what="workers per host", value=formatted("{workers}", workers=ppn), why=why),),
         warnings=(
             f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
             "slow each other down: use this to test a number of workers, not to measure speed",

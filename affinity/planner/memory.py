@@ -9,7 +9,7 @@ from cputrain.affinity.errors import DoesNotFitError
 from cputrain.affinity.planner.domains import Domain
 from cputrain.affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
 from cputrain.affinity.topology.machine import Machine, NumaNode, format_list, one_of
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB, counted, formatted
 
 MemoryPolicy = Annotated[str, one_of("default", "bind", "preferred", "interleave")]
 USABLE = 0.95
@@ -115,11 +115,12 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     near_share, fast_share = memory.near_share(worker), memory.fast_share(worker)
 
     def chosen(policy: MemoryPolicy, nodes: tuple[int, ...], room: float, why: str) -> Memory:
-        reason = Reason(what="memory policy", value=policy, why=why)
+        text = formatted(why, need=need or 0, near=near_share, spare=format_list(memory.spare))
+        reason = Reason(what="memory policy", value=policy, why=text)
         return Memory(policy=policy, nodes=nodes, room_bytes=min(room, memory.limit), reason=reason)
 
     if fast and need is not None and need <= min(fast_share, memory.limit):
-        why = f"high-bandwidth memory next to the worker holds all of its {need / GIB:.1f} GiB"
+        why = "high-bandwidth memory next to the worker holds all of its {need:GiB .1f} GiB"
         return chosen("bind" if len(fast) == 1 else "interleave", fast, fast_share, why)
     if len(fast) == 1:
         why = "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
@@ -130,8 +131,8 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
         return chosen("default", (), near_share, _only_one(machine))
     if need is not None and near_share < need <= near_share + memory.spare_share:
         why = (
-            f"the memory next to the worker has {near_share / GIB:.1f} of the {need / GIB:.1f} GiB that it needs; the "
-            f"rest comes from NUMA nodes {format_list(memory.spare)}, next to no worker"
+            "the memory next to the worker has {near:GiB .1f} of the {need:GiB .1f} GiB that it needs; the rest comes "
+            "from NUMA nodes {spare}, next to no worker"
         )
         policy, nodes = ("preferred", local) if len(local) == 1 else ("interleave", tuple(sorted(local + memory.spare)))
         return chosen(policy, nodes, near_share + memory.spare_share, why)
@@ -166,12 +167,8 @@ def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tu
     for node in machine.numa_nodes:
         if node.memory_bytes and not node.pus and node.id in machine.allowed_nodes and node.id not in used:
             left_out.setdefault(_why_left_out(node, beside), []).append(node.id)
-    found = (
-        (why, f"NUMA node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}")
-        for why, nodes in left_out.items()
-        if why
-    )
-    return [Reason(what="memory left out", value=value, why=why) for why, value in found]
+    named = {why: f"NUMA node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}" for why, nodes in left_out.items()}
+    return [Reason(what="memory left out", value=value, why=why) for why, value in named.items() if why]
 
 
 def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:

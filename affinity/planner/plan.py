@@ -1,7 +1,7 @@
 """Machine and request -> plan: workers, threads, binding, environment, and the reason of each number."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Annotated
 
@@ -47,7 +47,7 @@ from cputrain.affinity.planner.rules import (
     worker_sizes,
 )
 from cputrain.affinity.topology.machine import Count, Ids, Machine, OneOrMore, format_list
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import formatted
 
 VariableName = Annotated[str, Meta(pattern="^[^=]+$")]
 
@@ -97,26 +97,35 @@ def batch_reasons(
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
     why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else SET
     if request.global_batch is not None:
-        why = (
-            f"equal parts of the global batch of {request.global_batch} images on "
-            f"{counted(request.nodes * len(workers), 'worker')}, in as few backward passes as possible"
+        why = formatted(
+            "equal parts of the global batch of {global_batch} images on {workers:worker}, in as few backward passes "
+            "as possible",
+            global_batch=request.global_batch,
+            workers=request.nodes * len(workers),
         )
     if request.balance == "batch":
-        why = f"in proportion to compute threads, {request.local_batch} on average: all workers take the same time"
-    value = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
-    reasons = [Reason(what="local batch", value=value, why=why)]
+        why = formatted(
+            "in proportion to compute threads, {average} on average: all workers take the same time",
+            average=request.local_batch or 0,
+        )
+    reasons = [Reason(what="local batch", value=formatted("{images}", images=tuple(batches)), why=why)]
     if request.workload is not None:
         parts = footprint(request.workload, batches[-1])
         room = min(memory.room_bytes for memory in memories)
-        name = f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}"
-        why = (
-            f"{name}, {counted(batches[-1], 'image')} per step: activations {parts.activations / GIB:.2f}, weights "
-            f"{parts.weights / GIB:.2f}, gradients {parts.gradients / GIB:.2f}, optimizer {parts.optimizer / GIB:.2f}, "
-            f"the process itself {parts.process / GIB:.2f} GiB"
-        )
-        of = "" if room == inf else f" of {room / GIB:.1f}"
         kinds = {memory_name(machine, w.memory_policy, w.memory_nodes, w.pus) for w in workers}
-        value = f"{parts.total / GIB:.1f}{of} GiB of {' or '.join(sorted(kinds))}"
+        value = formatted(
+            "{need:GiB .1f} GiB of {kinds}" if room == inf else "{need:GiB .1f} of {room:GiB .1f} GiB of {kinds}",
+            need=parts.total,
+            room=room,
+            kinds=" or ".join(sorted(kinds)),
+        )
+        why = formatted(
+            "{network}, {images:image} per step: activations {activations:GiB .2f}, weights {weights:GiB .2f}, "
+            "gradients {gradients:GiB .2f}, optimizer {optimizer:GiB .2f}, the process itself {process:GiB .2f} GiB",
+            network=f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}",
+            images=batches[-1],
+            **asdict(parts),
+        )
         reasons.append(Reason(what="memory per worker", value=value, why=why))
     return reasons
 
@@ -126,12 +135,13 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
     ranks, images = request.nodes * len(workers), [w.local_batch for w in workers if w.local_batch is not None]
     memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
     costs = [
-        f"{counted(ranks, 'rank')} in each all-reduce",
-        *([f"{request.nodes * sum(images):,} images in one backward pass of all workers"] if images else []),
-        *([f"{sum(memory) / GIB:.1f} GiB on a host"] if memory else []),
+        "{ranks:rank} in each all-reduce",
+        *(["{images:,} images in one backward pass of all workers"] if images else []),
+        *(["{memory:GiB .1f} GiB on a host"] if memory else []),
     ]
+    value = formatted(", ".join(costs), ranks=ranks, images=request.nodes * sum(images), memory=sum(memory))
     why = "each worker has its own process, weights and gradients, so fewer workers with more threads cost less"
-    return [Reason(what="cost of the workers", value=", ".join(costs), why=why)] if ranks > 1 else []
+    return [Reason(what="cost of the workers", value=value, why=why)] if ranks > 1 else []
 
 
 def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[Reason]:
@@ -139,7 +149,8 @@ def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[R
     reasons = []
     if "CCL_WORKER_COUNT" in variables:
         why = default_why or "one for each comm CPU; every worker lists the CPUs of all workers"
-        reasons.append(Reason(what="oneCCL threads per worker", value=variables["CCL_WORKER_COUNT"], why=why))
+        value = formatted("{threads}", threads=int(variables["CCL_WORKER_COUNT"]))
+        reasons.append(Reason(what="oneCCL threads per worker", value=value, why=why))
     if "CCL_YIELD" in variables:
         why = "workers share cores: a waiting rank yields its core to another, where MPI and oneCCL would spin"
         reasons.append(Reason(what="waiting of MPI and oneCCL", value="yields", why=why))

@@ -109,7 +109,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         oversubscribed=plan.oversubscribed,
         warnings=plan.warnings,
     )
-    data: dict[str, Any] = msgspec.to_builtins(written)
+    data: dict[str, Any] = msgspec.to_builtins(written, enc_hook=str)  # of the texts that carry their numbers
     return data
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import Number, either, numbers_of
 
 SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
 
@@ -29,6 +29,11 @@ class Reason:
     what: str
     value: str
     why: Annotated[str, Meta(min_length=1)]
+
+    @property
+    def numbers(self) -> dict[str, Number]:
+        """The numbers of its texts, by name, in plain units; none where it was read from a file."""
+        return numbers_of(self.value, self.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from cputrain.affinity.planner.request import (
     training_name,
 )
 from cputrain.affinity.topology.machine import Core, Machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import formatted
 
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step
 BF16_GFLOPS = {"avx512_bf16": 150.0}  # AMX's processors have these instructions, too; without them bf16 is emulated
@@ -247,51 +247,47 @@ RULE_FIGURES = (
 
 def comm_cores(
     domain: Domain, rates: CoreRates, workload: Workload, *, ppn: int, nodes: int, link_gbit: float, local_batch: int
-) -> tuple[int, Reason]:
-    """Cores of a domain reserved for communication: enough to keep a worker's share of the link busy."""
+) -> tuple[int, str]:
+    """Cores of a domain reserved for communication: enough to keep a worker's share of the link busy; and why."""
     if nodes == 1:
-        return _comm(0, "one host: an all-reduce over loopback costs a few percent of a step, less than a core would")
+        return 0, "one host: an all-reduce over loopback costs a few percent of a step, less than a core would"
     if not _to_spare(domain):
-        return _comm(0, f"a domain of {counted(len(domain.cores), 'core')} is too small to spare one")
+        return 0, formatted("a domain of {cores:core} is too small to spare one", cores=len(domain.cores))
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
     wire_s = 2 * workload.gradient_bytes / bytes_per_s  # a ring sends every byte twice (Patarasuk and Yuan 2009)
     step_s = local_batch / (domain.capacity * rates.gflops / workload.gflop)
     if wire_s < NEGLIGIBLE * step_s:
-        return _comm(0, f"{wire_s * 1e3:.1f} ms of communication in a step of {step_s:.1f} s is not worth a core")
-    per_core = rates.comm_bytes_per_s
-    return _comm(
-        min(ceil(bytes_per_s / per_core), MOST_COMM_CORES, _to_spare(domain)),
-        f"several hosts: the all-reduce overlaps the backward pass; {link_gbit:g} Gbit/s per host is "
-        f"{bytes_per_s / 1e9:.1f} GB/s per worker, and one core reduces about {per_core / 1e9:.3g} GB/s"
-        + rates.since(REDUCED),
+        why = "{wire_s:ms .1f} ms of communication in a step of {step_s:.1f} s is not worth a core"
+        return 0, formatted(why, wire_s=wire_s, step_s=step_s)
+    return min(ceil(bytes_per_s / rates.comm_bytes_per_s), MOST_COMM_CORES, _to_spare(domain)), formatted(
+        "several hosts: the all-reduce overlaps the backward pass; {link_gbit:g} Gbit/s per host is "
+        "{link_bytes_per_s:GB .1f} GB/s per worker, and one core reduces about {core_bytes_per_s:GB .3g} GB/s{since}",
+        link_gbit=link_gbit,
+        link_bytes_per_s=bytes_per_s,
+        core_bytes_per_s=rates.comm_bytes_per_s,
+        since=rates.since(REDUCED),
     )
 
 
-def _comm(count: int, why: str) -> tuple[int, Reason]:
-    return count, Reason(what="comm cores per worker", value=str(count), why=why)
-
-
-def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[int, Reason]:
-    """Cores of a domain reserved for loading images: enough to decode what the others train on."""
+def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[int, str]:
+    """Cores of a domain reserved for loading images: enough to decode what the others train on; and why."""
     cores = len(domain.cores)
+    if not _to_spare(domain):
+        why = "a domain of {cores:core} is too small to spare one; decoding shares the compute cores"
+        return 0, formatted(why, cores=cores)
     rate = domain.capacity * rates.gflops / workload.gflop
-    if _to_spare(domain):
-        count = min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain))
-        why = (
-            f"{workload.name} trains at most {rate:,.0f} images/s{_in(workload)} on {counted(cores, 'core')}"
-            f"{rates.since(TRAINING)}; "
-            f"one core decodes about {rates.decoded_per_s:,.0f} images/s by {workload.decoder}{rates.since(DECODED)}"
-        )
-    else:
-        count, why = (
-            0,
-            f"a domain of {counted(cores, 'core')} is too small to spare one; decoding shares the compute cores",
-        )
-    return count, Reason(what="loader cores per worker", value=str(count), why=why)
-
-
-def _in(workload: Workload) -> str:
-    return "" if workload.precision == "float32" else f" in {workload.precision}"
+    return min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain)), formatted(
+        "{network} trains at most {trained_per_s:,.0f} images/s{precision} on {cores:core}{trained_since}; one core "
+        "decodes about {decoded_per_s:,.0f} images/s by {decoder}{decoded_since}",
+        network=workload.name,
+        trained_per_s=rate,
+        precision="" if workload.precision == "float32" else f" in {workload.precision}",
+        cores=cores,
+        trained_since=rates.since(TRAINING),
+        decoded_per_s=rates.decoded_per_s,
+        decoder=workload.decoder,
+        decoded_since=rates.since(DECODED),
+    )
 
 
 def _to_spare(domain: Domain) -> int:
@@ -299,22 +295,13 @@ def _to_spare(domain: Domain) -> int:
     return len(domain.cores) // CORES_TO_SPARE_ONE + len(domain.spare)
 
 
-def intra_op_threads(room: int, *, smt: bool) -> tuple[int, Reason]:
-    """Compute threads of a worker that has room for so many."""
-    why = f"one for each {'hardware thread' if smt else 'core'} of the domain that is not reserved"
-    return room, Reason(what="intra-op threads", value=str(room), why=why)
-
-
-def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, Reason]:
-    """Threads across operators."""
-    if intra_op < CORES_TO_SPARE_ONE:
-        chain = workload is not None and not workload.assumed and workload.name.startswith("resnet")
-        known = "ResNet is a chain of operators: there is nothing to run in parallel"
-        few = "few cores compute: a second operator beside one would take cores from it"
-        count, why = 1, known if chain else few
-    else:
-        count, why = 2, "published practice on 24-core packages (intra-op 22, inter-op 2)"
-    return count, Reason(what="inter-op threads", value=str(count), why=why)
+def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, str]:
+    """Threads across operators, and why."""
+    if intra_op >= CORES_TO_SPARE_ONE:
+        return 2, "published practice on 24-core packages (intra-op 22, inter-op 2)"
+    if workload is not None and not workload.assumed and workload.name.startswith("resnet"):
+        return 1, "ResNet is a chain of operators: there is nothing to run in parallel"
+    return 1, "few cores compute: a second operator beside one would take cores from it"
 
 
 def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> int:
@@ -375,7 +362,7 @@ def worker_sizes(
     requested value that does not fit raises RequestError; one that was filled in is lowered to what the domain has.
     """
     rates = core_rates(machine, request.workload or RESNET50, measured)
-    comm, why_comm, loader, why_loader = _reserved_cores(rates, request, default_why, domain, ppn)
+    (comm, why_comm), (loader, why_loader) = _reserved_cores(rates, request, default_why, domain, ppn)
     if comm + loader - len(domain.spare) >= len(domain.cores):
         raise RequestError(
             f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores to "
@@ -388,27 +375,35 @@ def worker_sizes(
             f"{{threads={request.threads}}}: worker {local_rank} has compute cores for {len(candidates)}: set "
             f"{{threads}} to {len(candidates)} or fewer"
         )
-    intra, why_intra = _chosen(
-        intra_op_threads(len(candidates), smt=request.smt), request.threads, default_why.get("threads")
-    )
+    each = f"one for each {'hardware thread' if request.smt else 'core'} of the domain that is not reserved"
+    intra, why_intra = _chosen((len(candidates), each), request.threads, default_why.get("threads"))
     inter, why_inter = _chosen(inter_op_threads(intra, request.workload), request.inter_op, default_why.get("inter_op"))
     siblings = len(second_threads(compute, candidates[:intra], request.comm_siblings))
     if siblings:
-        why = default_why.get("comm_siblings", SET)
-        why_comm = replace(why_comm, value=f"{comm} and {siblings} second threads", why=why)
+        why_comm = default_why.get("comm_siblings", SET)
+    comm_value = "{comm_cores} and {comm_siblings} second threads" if siblings else "{comm_cores}"
+    found = (
+        ("comm cores per worker", comm_value, why_comm),
+        ("loader cores per worker", "{loader_cores}", why_loader),
+        ("intra-op threads", "{intra_op}", why_intra),
+        ("inter-op threads", "{inter_op}", why_inter),
+    )
+    sizes = {
+        "comm_cores": comm,
+        "loader_cores": loader,
+        "comm_siblings": siblings,
+        "intra_op": intra,
+        "inter_op": inter,
+    }
     return WorkerSizes(
-        comm_cores=comm,
-        loader_cores=loader,
-        comm_siblings=siblings,
-        intra_op=intra,
-        inter_op=inter,
-        reasons=(why_comm, why_loader, why_intra, why_inter),
+        **sizes,
+        reasons=tuple(Reason(what=what, value=formatted(value, **sizes), why=why) for what, value, why in found),
     )
 
 
 def _reserved_cores(
     rates: CoreRates, request: Request, default_why: Mapping[str, str], domain: Domain, ppn: int
-) -> tuple[int, Reason, int, Reason]:
+) -> tuple[tuple[int, str], tuple[int, str]]:
     """Comm cores and why, loader cores and why."""
     workload, batch = request.workload or RESNET50, request.local_batch or USUAL_BATCH
     comm_rule = comm_cores(
@@ -416,16 +411,15 @@ def _reserved_cores(
     )
     loader_rule = loader_cores(replace(domain, spare=domain.spare[comm_rule[0] :]), rates, workload)
     most = len(domain.cores) + len(domain.spare) - 1  # what a default may take of a small domain
-    loader, why_loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), most)
-    comm, why_comm = _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), most - loader)
-    return comm, why_comm, loader, why_loader
+    loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), most)
+    return _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), most - loader[0]), loader
 
 
 def _chosen(
-    rule: tuple[int, Reason], requested: int | None, default_why: str | None, most: int | None = None
-) -> tuple[int, Reason]:
+    rule: tuple[int, str], requested: int | None, default_why: str | None, most: int | None = None
+) -> tuple[int, str]:
     """The requested value, or the default, which is at most `most`, or the rule's; and why."""
     if requested is None:
         return rule
     value = requested if default_why is None or most is None else min(requested, most)
-    return value, replace(rule[1], value=str(value), why=default_why or SET)
+    return value, default_why or SET

@@ -11,6 +11,7 @@ from cputrain.affinity.planner import OTHER_TYPE, Domain, Plan, Request, Runtime
 from cputrain.affinity.topology import Machine, find_machine, read_synthetic
 from tests.affinity.test_core_types import hybrid
 from tests.support.machines import build_machine
+from tests.support.plan_facts import reason_of
 
 
 def synthetic(text: str) -> Machine:
@@ -58,8 +59,8 @@ def test_workers_share_caches_only_where_they_must(caches: int, cores: int, ppn:
 
 
 def test_a_shared_cache_is_reported() -> None:
-    reasons = {reason.what: reason for reason in plan(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2).reasons}
-    assert "workers share 1 of 3 caches" in reasons["level-3 caches per worker"].why
+    found = reason_of(plan(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2), "level-3 caches per worker")
+    assert found.numbers == {"each": (2, 2), "shared": 1, "caches": 3}
 
 
 def test_no_worker_computes_on_two_core_types() -> None:

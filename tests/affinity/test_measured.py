@@ -12,7 +12,6 @@ from cputrain.affinity.planner import (
     RESNET50,
     TUNED,
     Measured,
-    Plan,
     Rate,
     Record,
     Request,
@@ -32,6 +31,7 @@ from cputrain.affinity.planner import (
 from cputrain.affinity.topology import find_machine
 from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
+from tests.support.plan_facts import reason_of
 
 MACHINE = build_machine(2, 1, 24, 2)
 WORKLOAD = replace(RESNET50, name="resnet50 at 224 x 224", assumed=False)
@@ -48,10 +48,6 @@ TUNING = Tuned(
 
 def rate(name: str, value: float) -> Rate:
     return Rate(name=name, value=value, low=0.9 * value, high=1.1 * value, date="2026-01-02", command="cputrain bench")
-
-
-def reason(plan: Plan, what: str) -> str:
-    return next(f"{each.value}: {each.why}" for each in plan.reasons if each.what == what)
 
 
 def record(kind: str, name: str, **values: Any) -> Record:
@@ -80,28 +76,29 @@ def test_measured_rates_decide_the_cores_and_the_reasons_say_so() -> None:
     slow = Measured(rates=(rate("all-reduce ccl", 2.2e9), rate("decoding libjpeg-turbo", 1400.0)))
     measured = plan_machine(MACHINE, job, measured=slow)
     assert len(assumed.workers[0].comm_pus) < len(measured.workers[0].comm_pus)
-    assert "one core reduces about 2.2 GB/s (measured on 2026-01-02)" in reason(measured, "comm cores per worker")
-    assert reason(measured, "loader cores per worker").endswith(
-        "one core decodes about 4 images/s by libjpeg-turbo (measured on 2026-01-02)"
-    )
-    assert "measured" not in reason(assumed, "comm cores per worker")
+    comm, loader = (reason_of(measured, f"{role} cores per worker") for role in ("comm", "loader"))
+    assert comm.numbers["core_bytes_per_s"] == 2.2e9
+    assert loader.numbers["decoded_per_s"] == pytest.approx(1e9 / (1400 * 204_000))
+    assert all(reason.why.endswith("(measured on 2026-01-02)") for reason in (comm, loader))
+    assert "measured" not in reason_of(assumed, "comm cores per worker").why
     assert plan_from_dict(json.loads(plan_to_json(measured))) == measured
 
 
 @pytest.mark.parametrize(
     ("decoder", "pixels", "per_core", "loaders"),
     [
-        *(("libjpeg-turbo", 204_000, "700", 1), ("libjpeg-turbo", 60_000, "2,381", 1)),
-        *(("Pillow", 204_000, "272", 1), ("Pillow", 2_000_000, "28", 2)),
+        *(("libjpeg-turbo", 204_000, 700, 1), ("libjpeg-turbo", 60_000, 2381, 1)),
+        *(("Pillow", 204_000, 272, 1), ("Pillow", 2_000_000, 28, 2)),
     ],
 )
 def test_loader_cores_are_as_many_as_the_decoder_and_the_images_need(
-    decoder: str, pixels: int, per_core: str, loaders: int
+    decoder: str, pixels: int, per_core: int, loaders: int
 ) -> None:
     """24 cores train 49 images/s."""
     workload = replace(WORKLOAD, decoder=decoder, image_pixels=pixels)
     plan = plan_machine(MACHINE, replace(REQUEST, ppn=2, workload=workload))
-    assert f"one core decodes about {per_core} images/s by {decoder}" in reason(plan, "loader cores per worker")
+    reason = reason_of(plan, "loader cores per worker")
+    assert round(reason.numbers["decoded_per_s"]) == per_core and reason.why.endswith(f" by {decoder}")
     core_of = {pu: core for core in MACHINE.cores for pu in core.pus}
     assert [len({core_of[pu] for pu in worker.loader_pus}) for worker in plan.workers] == [loaders] * 2
 
@@ -129,8 +126,9 @@ def test_training_is_faster_in_bf16_where_there_are_instructions_for_it(name: st
     rates = core_rates(machine, workload, Measured())
     assert rates.gflops == expected
     plan = plan_machine(machine, replace(REQUEST, workload=workload))
-    text, cores = reason(plan, "loader cores per worker"), len(machine.cores) / len(plan.workers)
-    assert f"{cores * expected / workload.gflop:,.0f} images/s" in text and ("in bf16" in text) == (precision == "bf16")
+    reason, cores = reason_of(plan, "loader cores per worker"), len(machine.cores) / len(plan.workers)
+    assert reason.numbers["trained_per_s"] == pytest.approx(cores * expected / workload.gflop)
+    assert ("in bf16" in reason.why) == (precision == "bf16")
 
 
 def test_the_explanation_shows_what_was_measured_beside_what_is_cited() -> None:
@@ -144,10 +142,10 @@ def test_a_tuned_plan_fills_what_the_request_leaves_open() -> None:
     measured = Measured(tuned=TUNING)
     plan = plan_machine(MACHINE, REQUEST, measured=measured)
     assert [len(plan.workers), len(plan.workers[0].loader_pus)] == [4, 2]
-    assert reason(plan, "workers per host") == "4: measured: 4 x 11 is 1.31 times 2 x 23"
+    assert reason_of(plan, "workers per host").why == TUNING.why
     assert len(plan_machine(MACHINE, replace(REQUEST, loader_cores=1), measured=measured).workers) == 4
     many = plan_machine(MACHINE, replace(REQUEST, nodes=8), measured=measured)
-    assert len(many.workers) == 4 and "several hosts" in reason(many, "comm cores per worker")
+    assert len(many.workers) == 4 and reason_of(many, "comm cores per worker").numbers["link_gbit"] == 100
 
 
 @pytest.mark.parametrize(

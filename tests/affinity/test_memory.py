@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import (
     RESNET50,
+    USABLE,
     Domain,
     Plan,
     Request,
@@ -20,6 +21,7 @@ from cputrain.affinity.planner import (
 )
 from cputrain.affinity.topology import NumaNode, find_machine
 from tests.support.machines import build_machine
+from tests.support.plan_facts import reason_of
 
 KNOWN = replace(RESNET50, assumed=False)
 GIB = 1 << 30
@@ -87,14 +89,15 @@ def test_fewer_workers_are_advised_where_they_would_have_enough_memory(gib: floa
 def test_an_assumed_workload_is_never_refused() -> None:
     machine = build_machine(1, 1, 8, 1, memory_bytes=2 * GIB)
     made = plan_machine(machine, Request(ppn=1, local_batch=64, workload=RESNET50), Runtime())
-    assert {reason.what: reason.value for reason in made.reasons}["memory per worker"] == "9.3 of 1.9 GiB of DRAM"
+    numbers = reason_of(made, "memory per worker").numbers
+    assert numbers["need"] == footprint(RESNET50, 64).total > numbers["room"] == 2 * GIB * USABLE
     assert any("would not fit in memory" in text and "use fewer" not in text for text in made.warnings)
 
 
 def test_fewer_workers_are_planned_where_more_would_not_fit() -> None:
     """A plan refuses no batch for a number of workers that it chose itself."""
     made = plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32)
-    assert len(made.workers) == 2 and "memory is too small for the 4 workers" in why(made, "workers per host")
+    assert len(made.workers) == 2 and reason_of(made, "workers per host").numbers == {"workers": 2, "suited": 4}
     with pytest.raises(InputError, match=r"worker 0 has 3\.8 GiB"):
         plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32, ppn=4)
 
@@ -106,7 +109,7 @@ def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> 
         machine = replace(base, numa_nodes=(*base.numa_nodes, extra), allowed_nodes=(0, 1))
         made = plan(machine, 32)
         assert [(w.memory_policy, w.memory_nodes) for w in made.workers] == [("bind", (0,))]
-        assert words in why(made, "memory left out")
+        assert words in reason_of(made, "memory left out").why
 
 
 def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() -> None:
@@ -121,7 +124,7 @@ def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() ->
     part = find_machine("knl-7250-snc4-flat")
     first = tuple(pu for core in part.cores if core.numa_node == 0 for pu in core.pus)
     made = plan(replace(part, allowed_pus=first), 16)
-    assert "next to no worker" in why(made, "memory left out")
+    assert "next to no worker" in reason_of(made, "memory left out").why
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_memory_next_to_no_worker_helps_where_the_worker_s_own_is_too_small() ->
     machine = replace(build_machine(2, 1, 8, 1, memory_bytes=4 * GIB), allowed_pus=tuple(range(8)))
     made = plan(machine, 32)
     assert [(w.memory_policy, w.memory_nodes) for w in made.workers] == [("preferred", (0,))]
-    assert "comes from NUMA nodes 1" in why(made, "memory policy")
+    assert reason_of(made, "memory policy").numbers == {"need": footprint(RESNET50, 32).total, "near": 4 * GIB * USABLE}
 
 
 def test_the_room_of_all_workers_is_not_more_than_the_memory() -> None:
@@ -156,10 +159,6 @@ def test_the_room_of_all_workers_is_not_more_than_the_memory() -> None:
     domains = tuple(Domain(cores=tuple(c for c in machine.cores if c.numa_node == node)) for node in (0, 1))
     rooms = [memory.room_bytes for memory in place_memory(machine, domains, (None, None))]
     assert sum(rooms) <= 16 * GIB
-
-
-def why(made: Plan, what: str) -> str:
-    return next(reason.why for reason in made.reasons if reason.what == what)
 
 
 @given(room=st.integers(2 * GIB, 100 * GIB))

@@ -20,6 +20,7 @@ from cputrain.affinity.planner import (
 from cputrain.affinity.topology import Machine, find_machine
 from cputrain.affinity.views import plan_to_svg, plan_to_text
 from tests.support.machines import build_machine
+from tests.support.plan_facts import reason_of
 
 RUNTIME = Runtime()
 
@@ -200,8 +201,7 @@ def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
 def test_a_plan_names_the_memory_that_its_workers_use(machine: str, fields: dict, kind: str) -> None:
     plan = plan_machine(find_machine(machine), Request(**{"local_batch": 8, "workload": RESNET50, **fields}), RUNTIME)
     assert {plan.memory_kind(worker) for worker in plan.workers} == {kind}
-    reason = next(reason for reason in plan.reasons if reason.what == "memory per worker")
-    assert reason.value.endswith(f" GiB of {kind}")
+    assert reason_of(plan, "memory per worker").value.endswith(f" GiB of {kind}")
 
 
 def test_unequal_nodes_get_workers_in_proportion() -> None:
@@ -249,7 +249,7 @@ def test_a_cpu_quota_limits_the_cores() -> None:
     plan = plan_machine(machine, Request(), RUNTIME)
     assert [worker.compute_pus for worker in plan.workers] == [(0,), (1,)]
     assert {item.why: len(item.pus) for item in plan.unused}["beyond the CPU quota"] == 28
-    assert any("the time of 2.5 CPUs" in reason.why for reason in plan.reasons)
+    assert reason_of(plan, "cores used").numbers == {"used": 2, "allowed": 16, "quota": 2.5}
     with pytest.raises(InputError, match="ppn=3 needs 3 cores"):
         plan_machine(machine, Request(ppn=3), RUNTIME)
     assert len(plan_machine(replace(machine, cpu_quota=64.0), Request(ppn=16), RUNTIME).workers) == 16

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, WorkerPlan, footprint, plan_machine
+from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, Reason, WorkerPlan, footprint, plan_machine
 from cputrain.affinity.topology import Core, NumaNode
 
 GIB = 1 << 30
@@ -42,7 +42,13 @@ class Facts:
 
     @property
     def comm_cores(self) -> int:
-        return self.cores_of(self.worker.comm_pus)
+        return self.cores_of(self.worker.comm_pus) - self.comm_siblings
+
+    @property
+    def comm_siblings(self) -> int:
+        """Second threads of compute cores that communicate."""
+        computing = {pu for core in self.usable if {*core.pus} & {*self.worker.compute_pus} for pu in core.pus}
+        return len(computing & {*self.worker.comm_pus})
 
     @property
     def loader_cores(self) -> int:
@@ -143,6 +149,11 @@ class Facts:
             room += self.near_dram if bound[0].kind == "hbm" else sum(map(self.part, self.spare))
         limit = self.plan.machine.memory_limit_bytes
         return min(room, inf if limit is None else limit / self.ranks)
+
+
+def reason_of(plan: Plan, what: str) -> Reason:
+    """The first reason for a decision."""
+    return next(reason for reason in plan.reasons if reason.what == what)
 
 
 def every(plan: Plan) -> list[Facts]:
