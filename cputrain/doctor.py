@@ -282,7 +282,7 @@ def facts(probe: Mapping[str, Mapping[str, Any]], checks: tuple[Check, ...], env
         "python": {"version": platform.python_version(), "program": sys.executable, "prefix": sys.prefix},
         "system": {
             "host": platform.node(),
-            "os": _os_name(Path("/etc/os-release")),
+            "os": _os_name(),
             "kernel": platform.release(),
             "libc": " ".join(platform.libc_ver()),
             "architecture": platform.machine(),
@@ -346,10 +346,11 @@ def _runtime(env: Mapping[str, str]) -> dict[str, str]:
     return {"openmp": f"{found.openmp}: {found.origin}", "allocator": found.allocator}
 
 
-def _os_name(path: Path) -> str:
-    lines = text(path).splitlines() if path.is_file() else []
-    named = (line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME="))
-    return next(named, platform.system())
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:  # no os-release
+        return platform.system()
 
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds

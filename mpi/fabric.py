@@ -32,11 +32,7 @@ FABRICS = {
                 ("HFI_NO_CPUAFFINITY", "1", "keeps PSM2 from binding each rank against the plan"),
                 ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open endpoints of their own"),
                 *COMMON_MPI,
-                (
-                    "CCL_ALLREDUCE",
-                    "rabenseifner",
-                    "assumed, not measured: for large gradients bandwidth decides",
-                ),
+                ("CCL_ALLREDUCE", "rabenseifner", "assumed, not measured: for large gradients bandwidth decides"),
             ),
         ),
         Fabric(
@@ -64,11 +60,7 @@ FABRICS = {
             settings=(
                 ("FI_PROVIDER", "tcp", "plain sockets, on every network card"),
                 *COMMON_MPI,
-                (
-                    "CCL_ALLREDUCE",
-                    "ring",
-                    "assumed, not measured: the fewest bytes cross the slow link",
-                ),
+                ("CCL_ALLREDUCE", "ring", "assumed, not measured: the fewest bytes cross the slow link"),
             ),
         ),
         Fabric(

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, TypeVar
 
+import psutil
 from msgspec import Meta, structs
 
 from cputrain.affinity.filesystem import installed_version
@@ -33,7 +34,7 @@ from cputrain.affinity.terminal import ExitStatus, use_utf8
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, first_named
-from cputrain.mpi.hosts.groups import HostGroup, own_address
+from cputrain.mpi.hosts.groups import own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job
 from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
@@ -197,8 +198,6 @@ def inspect_host(
     provider: str | None,
 ) -> HostReport:
     """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
-    memory = Path("/proc/meminfo").read_text(encoding="utf-8")
-    free_kib = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("MemAvailable:"))
     space = os.statvfs(scratch)
     return HostReport(
         host=socket.gethostname(),
@@ -206,7 +205,7 @@ def inspect_host(
         packages=tuple((name, version) for name in packages if (version := installed_version(name))),
         files=tuple((path, _digest(Path(path))) for path in files),
         clock_s=round(time.time() - now_s, 3),
-        memory_bytes=free_kib * 1024,
+        memory_bytes=psutil.virtual_memory().available,
         scratch_bytes=space.f_bavail * space.f_frsize,
         allowed_pus=machine.allowed_pus,
         no_provider=missing_provider(provider),
@@ -240,14 +239,11 @@ def _next(connection: Connection, message_type: type[M]) -> M:
     """The next message of that type; ends this process when the launching host has closed the connection, or is silent
     for LONGEST_S."""
     deadline = time.monotonic() + LONGEST_S
-    while True:
-        messages = connection.receive()
-        if messages is None or time.monotonic() > deadline:
-            sys.exit(ExitStatus.FAILED)
+    while messages := connection.wait(deadline):
         found = next((message for message in messages if isinstance(message, message_type)), None)
         if found is not None:
             return found
-        time.sleep(0.01)
+    sys.exit(ExitStatus.FAILED)
 
 
 def _receive_all(server: socket.socket, token: str) -> None:
@@ -255,22 +251,12 @@ def _receive_all(server: socket.socket, token: str) -> None:
     for _ in range(STRANGERS + 1):
         accepted, _ = server.accept()
         connection = Connection(accepted, token, (Hello,), None)
-        if _says_hello(connection):
+        if connection.wait(time.monotonic() + HELLO_TIMEOUT_S):
             accepted.setblocking(True)
             while accepted.recv(1 << 20):
                 pass
             return
         connection.close()
-
-
-def _says_hello(connection: Connection) -> bool:
-    deadline = time.monotonic() + HELLO_TIMEOUT_S
-    while time.monotonic() < deadline:
-        messages = connection.receive()
-        if messages is None or messages:
-            return bool(messages)
-        time.sleep(0.01)
-    return False
 
 
 def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
@@ -325,7 +311,9 @@ def run_preflight(
     with StopSignals() as signals:
         one_a_host = replace(
             job,
-            groups=tuple(HostGroup(hosts=group.hosts, plan=_one_worker(group.plan)) for group in job.groups),
+            groups=tuple(
+                replace(group, plan=replace(group.plan, workers=group.plan.workers[:1])) for group in job.groups
+            ),
             binder="self",
             secrets=((TOKEN_VARIABLE, server.token),),
         )
@@ -358,10 +346,6 @@ def _await_exit(process: subprocess.Popen[bytes], signals: StopSignals) -> None:
         time.sleep(EXIT_POLL_S)
 
 
-def _one_worker(plan: Plan) -> Plan:
-    return replace(plan, workers=plan.workers[:1])
-
-
 def _collect(
     server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes], signals: StopSignals
 ) -> list[HostReport]:
@@ -385,13 +369,11 @@ def _collect(
             silent = unreachable(missing)  # one dead host keeps a launcher from all others
             waited_for = [hosts[i] for i in answers.missing if not sending or i in sending or ended]
             if silent or ended or now - answered > PATIENCE_S:
-                raise JobFailedError(_no_answer(silent or waited_for), hosts=tuple(silent or waited_for))
+                lacking = tuple(silent or waited_for)
+                text = f"pre-flight: no answer from {first_named(lacking)}: check these hosts, or remove them"
+                raise JobFailedError(text, hosts=lacking)
     server.send_all(Stop(grace_s=0.0))
     return [structs.replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
-
-
-def _no_answer(hosts: list[str]) -> str:
-    return f"pre-flight: no answer from {first_named(hosts)}: check these hosts, or remove them"
 
 
 def unreachable(hosts: list[str]) -> list[str]:

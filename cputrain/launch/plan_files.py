@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,19 +37,6 @@ from cputrain.mpi.supervise.run import remote_command
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFiles:
-    """The files that start a planned job, by name."""
-
-    texts: dict[str, str]
-
-    def write(self, folder: Path) -> None:
-        """Write them into a folder; launch.sh becomes executable."""
-        for name, text in self.texts.items():
-            write_atomic(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
-        (folder / "launch.sh").chmod(0o755)
 
 
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
@@ -106,18 +93,21 @@ def write_plan_files(
     for note in filter(None, (converted_hostfile(options, launcher), assumed(options, launcher))):
         report(note)
     files = plan_files(job, launcher, recipe)
-    files.write(folder)
+    for name, text in files.items():
+        write_atomic(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
+    (folder / "launch.sh").chmod(0o755)
     arguments = "" if recipe else " CMD..."
     shell = ""
     try:
         check_execution(folder / "launch.sh")
     except PermissionError:  # a mount with noexec: the shell reads the script
         shell = "sh "
-    return f"{folder}: {', '.join(sorted(files.texts))}; start with {shell}{folder}/launch.sh{arguments}"
+    return f"{folder}: {', '.join(sorted(files))}; start with {shell}{folder}/launch.sh{arguments}"
 
 
-def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> PlanFiles:
-    """plan.json, plan.svg, hostfile, rankfile where the launcher has one, recipe, and launch.sh, which starts it all.
+def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> dict[str, str]:
+    """By name: plan.json, plan.svg, hostfile, rankfile where the launcher has one, recipe, and launch.sh, which starts
+    it all.
 
     Without a recipe launch.sh takes the command to start as its arguments.
     """
@@ -136,7 +126,7 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
     texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, group in enumerate(job.groups):
         texts["plan.svg" if len(job.groups) == 1 else f"plan-{i}.svg"] = plan_to_svg(group.plan)
-    return PlanFiles(texts=texts)
+    return texts
 
 
 def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, live: bool) -> str:
@@ -171,14 +161,6 @@ def cluster_json(cluster: Cluster) -> str:
     return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
 
 
-def _yaml(cluster: Cluster) -> str:
-    return str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip()
-
-
-def _svg(cluster: Cluster) -> str:
-    return plan_to_svg(cluster.groups[0].plan, wording=as_option)
-
-
 def _env(cluster: Cluster) -> str:
     """Shell assignments, one block for each worker."""
     blocks = (
@@ -188,7 +170,12 @@ def _env(cluster: Cluster) -> str:
     return "\n".join(blocks)
 
 
-FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _yaml, "svg": _svg, "env": _env}
+FORMATS: dict[str, Callable[[Cluster], str]] = {
+    "json": cluster_json,
+    "yaml": lambda cluster: str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip(),
+    "svg": lambda cluster: plan_to_svg(cluster.groups[0].plan, wording=as_option),
+    "env": _env,
+}
 
 
 def formatted(cluster: Cluster, output_format: str) -> str:

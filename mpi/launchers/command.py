@@ -50,11 +50,15 @@ def find_launcher(
     """
     path = env.get("PATH")
     if requested == "auto":
-        launcher = next((one for one in launchers.values() if _is_inside(one, env)), None)
+        inside = (one for one in launchers.values() if one.job_variable in env)
+        launcher = next((one for one in inside if shutil.which(one.programs[0], path=path)), None)
     else:
         launcher = launchers[requested]
     if launcher is not None and launcher.version is None:
-        return _by_name(launcher, path)
+        program = shutil.which(launcher.programs[0], path=path)
+        if program is None:
+            raise InputError(f"no {launcher.programs[0]} on PATH: install {launcher.package}")
+        return InstalledLauncher(launcher=launcher, version=(), program=program)
     mpis = [one for one in launchers.values() if one.version is not None]
     programs = launcher.programs if launcher else dict.fromkeys(name for one in mpis for name in one.programs)
     found = [one for name in programs if (one := identify(name, env, launchers))]
@@ -73,20 +77,6 @@ def without_path(installed: InstalledLauncher) -> InstalledLauncher:
         return installed
     binary = Path(installed.program).with_name(installed.launcher.binary)
     return replace(installed, program=str(binary)) if binary.is_file() else installed
-
-
-def _is_inside(launcher: Launcher, env: Mapping[str, str]) -> bool:
-    """Whether this process is in a job of the launcher's own, and the launcher is there."""
-    variable = launcher.job_variable
-    inside = variable is not None and variable in env
-    return inside and shutil.which(launcher.programs[0], path=env.get("PATH")) is not None
-
-
-def _by_name(launcher: Launcher, path: str | None) -> InstalledLauncher:
-    program = shutil.which(launcher.programs[0], path=path)
-    if program is None:
-        raise InputError(f"no {launcher.programs[0]} on PATH: install {launcher.package}")
-    return InstalledLauncher(launcher=launcher, version=(), program=program)
 
 
 def identify(

@@ -215,11 +215,6 @@ PR_SET_CHILD_SUBREAPER = 36
 REAP_POLL_S = 0.05
 
 
-def adopt_orphans() -> None:
-    """From now on a process whose parent ends becomes a child of this process, if it descends from it."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def descendants(pid: int) -> tuple[int, ...]:
     """The processes below this one that still run, parents before children.
 
@@ -355,7 +350,7 @@ def start_launcher(
 ) -> subprocess.Popen[bytes]:
     """Start a launcher, whose files are written, in a session of its own; what it leaves behind becomes this process's
     child, for `end_descendants`. `output` is where its output goes, as subprocess takes it."""
-    adopt_orphans()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return subprocess.Popen(
         command.argv,
         env={**env, **dict(command.variables)},

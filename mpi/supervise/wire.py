@@ -15,6 +15,7 @@ import select
 import selectors
 import socket
 import time
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Union
 
@@ -198,9 +199,10 @@ class Connection:
         return self._send(self._ours.sign(text) + b" " + text)
 
     def _send(self, line: bytes) -> bool:
-        data = line + b"\n"
+        data, sent = line + b"\n", 0
         try:
-            sent = self._send_at_once(data)
+            with suppress(BlockingIOError):
+                sent = self.socket.send(data)  # mostly all
             if sent < len(data):
                 self.socket.settimeout(SEND_TIMEOUT_S)
                 self.socket.sendall(data[sent:])
@@ -208,13 +210,6 @@ class Connection:
         except OSError:
             return False
         return True
-
-    def _send_at_once(self, data: bytes) -> int:
-        """Send what there is room for, mostly all; the number of bytes."""
-        try:
-            return self.socket.send(data)
-        except BlockingIOError:
-            return 0
 
     def receive(self) -> list[Any] | None:
         """The whole messages that have arrived; None when the other end is gone, or has sent something else."""
@@ -231,6 +226,13 @@ class Connection:
         except ProtocolError:
             return None
         return messages if data else None
+
+    def wait(self, deadline: float) -> list[Any]:
+        """The next messages; none where the connection is closed, or nothing arrives until then (monotonic)."""
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self], [], [], left)[0] and (messages := self.receive()) != []:
+                return messages or []
+        return []
 
     def _read(self, line: bytes) -> list[Any]:
         """The message of a line; none in the line of the nonce."""
@@ -272,19 +274,11 @@ def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> t
     while (left := deadline - time.monotonic()) > 0:
         connection = connect(address, token, accepts, left)
         connection.send(hello)
-        if answer := _await_messages(connection, deadline):
+        if answer := connection.wait(deadline):
             return connection, answer
         connection.close()
         time.sleep(JOIN_PAUSE_S)
     raise TimeoutError(f"no answer in {JOIN_TIMEOUT_S:g} s")
-
-
-def _await_messages(connection: Connection, deadline: float) -> list[Any]:
-    """The next messages; none where the connection is closed, or nothing arrives until then."""
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([connection], [], [], left)[0] and (messages := connection.receive()) != []:
-            return messages or []
-    return []
 
 
 BACKLOG = 4096
