@@ -19,10 +19,11 @@ from cputrain.comm.ccl.environment import Transport, agree, choose_transport
 from cputrain.launch import is_due
 from cputrain.measurements import keep, kept_seconds, transport_records
 from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI, Job
+from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, unmeasured_cache
 from tests.support.commands import cputrain, mpi_path
+from tests.support.jobs import job_of
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
@@ -134,12 +135,7 @@ def test_ranks_under_mpirun_take_what_was_measured_to_be_faster(seconds: dict[st
 def test_a_launch_measures_only_where_both_transports_may_be_used_and_nothing_decides(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path)}
     plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
-    here = Job(
-        groups=(HostGroup(hosts=("localhost",), plan=plan),),
-        command=("/usr/bin/python3", "train.py"),
-        plan_path=tmp_path / "plan.json",
-        log_dir=tmp_path,
-    )
+    here = job_of(tmp_path, ("/usr/bin/python3", "train.py"), plan)
     assert not is_due(here, INTEL_MPI, env)  # the backend was never compiled, so perhaps nothing uses it
     (tmp_path / "ccl-torch2.13").mkdir()
     (tmp_path / "ccl-torch2.13/cputrain_ccl.so").touch()

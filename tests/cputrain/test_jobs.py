@@ -17,8 +17,7 @@ import pytest
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
 from cputrain.affinity.wording import counted
-from cputrain.mpi.hosts import HostGroup, job_plan_json
-from cputrain.mpi.launchers import Job, bound_command, find_launcher, launch_command, newest_version
+from cputrain.mpi.launchers import bound_command, find_launcher, newest_version
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events
@@ -26,6 +25,7 @@ from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import here, mpi_path
 from tests.support.images import write_images
+from tests.support.jobs import job_of, written
 from tests.support.slurm_cluster import Slurm, slurm_cluster
 from tests.support.trainings import LENET, until_logged
 
@@ -236,17 +236,8 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
         "printed = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(printed).encode() + b'\\n')"
     )
-    job = Job(
-        groups=(HostGroup(hosts=("n1", "n2"), plan=plan),),
-        command=(sys.executable, "-c", code),
-        plan_path=tmp_path / "plan.json",
-        log_dir=tmp_path / "logs",
-        binder=binder,
-    )
-    made = launch_command(job, newest_version("srun"), bound_command(job), tmp_path)
-    job.plan_path.write_text(job_plan_json(job.groups))
-    for path, text in made.files:
-        path.write_text(text)
+    job = job_of(tmp_path, (sys.executable, "-c", code), plan, ("n1", "n2"), binder=binder)
+    made = written(job, newest_version("srun"), bound_command(job))
     result = slurm.run("salloc", "-N2", "--exclusive", *made.argv, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     printed = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))

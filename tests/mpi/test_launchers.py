@@ -12,10 +12,10 @@ import pytest
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import own_program
 from cputrain.affinity.topology import this_machine
-from cputrain.mpi.hosts import HostGroup, job_plan_json
-from cputrain.mpi.launchers import LAUNCHERS, Job, bound_command, find_launcher, launch_command
+from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
 from tests.support.commands import cputrain, here, mpi_path
 from tests.support.images import write_images
+from tests.support.jobs import job_of, written
 
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
@@ -66,24 +66,23 @@ MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
 def ran(
-    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = REQUEST, *, bound: bool = True
+    name: str,
+    folder: Path,
+    binder: str,
+    command: tuple[str, ...],
+    request: Request = REQUEST,
+    *,
+    bound: bool = True,
+    expected_binder: str = "",
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command as the ranks of this host; its ranks expect `expected_binder`, as told the binder itself."""
     env = {**os.environ, **mpi_path(name)}
     plan = plan_machine(this_machine(), request, Runtime())
-    job = Job(
-        groups=(HostGroup(hosts=("localhost",), plan=plan),),
-        command=command,
-        plan_path=folder / "plan.json",
-        log_dir=folder / "logs",
-        binder=binder,
-        variables=(("GREETING", "good morning, 'you'"),),
-    )
+    job = job_of(folder, command, plan, binder=binder, variables=(("GREETING", "good morning, 'you'"),))
     launcher = find_launcher(name.removesuffix("4"), env)
     assert launcher.version[:1] == {"intelmpi": (2021,), "openmpi": (5,), "openmpi4": (4,), "mpich": (5,)}[name]
-    started = launch_command(job, launcher, bound_command(job) if bound else command, folder)
-    job.plan_path.write_text(job_plan_json(job.groups))
-    for path, text in started.files:
-        path.write_text(text)
+    own = bound_command(replace(job, binder=expected_binder or binder)) if bound else command
+    started = written(job, launcher, own)
     return subprocess.run(
         started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=120
     )
@@ -126,22 +125,7 @@ def test_a_launcher_s_wrong_binding_is_reported(name: str, tmp_path: Path) -> No
     """Unbound, though the launcher was to bind: both masks are named."""
     if WORKERS < 2:
         pytest.skip(reason="needs two cores")
-    env = {**os.environ, **mpi_path(name)}
-    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    job = Job(
-        groups=(HostGroup(hosts=("localhost",), plan=plan),),
-        command=("true",),
-        plan_path=tmp_path / "plan.json",
-        log_dir=tmp_path / "logs",
-    )
-    launcher = find_launcher(name.removesuffix("4"), env)
-    started = launch_command(job, launcher, bound_command(replace(job, binder="launcher")), tmp_path)
-    job.plan_path.write_text(job_plan_json(job.groups))
-    for path, text in started.files:
-        path.write_text(text)
-    result = subprocess.run(
-        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=60
-    )
+    result = ran(name, tmp_path, "self", ("true",), expected_binder="launcher")
     assert result.returncode != 0
     assert "the launcher bound CPUs 0-1 (mask 0x3), planned" in result.stderr
 

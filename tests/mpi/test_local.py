@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
 from cputrain.launch import new_folder
-from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import TOKEN_VARIABLE, Monitor, run_local
+from cputrain.mpi.supervise import Monitor, run_local
 from tests.support.commands import cputrain
+from tests.support.jobs import agent_process, job_of, plan_here, poll_until
 
 pytestmark = pytest.mark.processes
 
@@ -29,14 +28,7 @@ needs_two = pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
 
 
 def job(tmp_path: Path, code: str) -> Job:
-    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    command = (sys.executable, "-c", code)
-    return Job(
-        groups=(HostGroup(hosts=("localhost",), plan=plan),),
-        command=command,
-        plan_path=tmp_path / "plan.json",
-        log_dir=tmp_path / "logs",
-    )
+    return job_of(tmp_path, (sys.executable, "-c", code), plan_here(WORKERS))
 
 
 def has_ended(pid: int) -> bool:
@@ -190,14 +182,9 @@ def test_a_killed_launcher_takes_its_workers_and_their_children_along(tmp_path: 
 
 def test_a_killed_agent_takes_its_rank_and_its_children_along(tmp_path: Path) -> None:
     monitor = Monitor("secret", ("h0",))
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
-    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
-    argv = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "sh", "-c", FAMILY)
-    process = subprocess.Popen(argv, env={**os.environ, **world}, stdout=subprocess.PIPE, text=True)
+    process = agent_process(monitor, tmp_path / "logs", "sh", "-c", FAMILY, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    deadline = time.monotonic() + 20
-    while not monitor.ranks and time.monotonic() < deadline:  # the rank starts when its Hello is answered
-        monitor.poll(0.05)
+    poll_until(monitor, lambda: monitor.ranks)  # the rank starts when its Hello is answered
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

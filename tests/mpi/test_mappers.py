@@ -9,9 +9,9 @@ import pytest
 
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import find_machine, parse_list
-from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import Job, find_launcher, launch_command
+from cputrain.mpi.launchers import find_launcher
 from tests.support.commands import mpi_path
+from tests.support.jobs import job_of, written
 
 # hwloc's description of the machine, for mappers that would otherwise inspect this one.
 SYNTHETIC = "pack:2 [numa] l3:1 core:24 pu:2(indexes=2*48:48*1)"
@@ -23,16 +23,8 @@ RANKS = [host for host in HOSTS for _ in range(4)]
 def mapped(name: str, binder: str, folder: Path, *options: str) -> str:
     """What a launcher prints of its map of the job."""
     path = {**os.environ, **mpi_path(name)}
-    job = Job(
-        groups=(HostGroup(hosts=HOSTS, plan=PLAN),),
-        command=("true",),
-        plan_path=folder / "plan.json",
-        log_dir=folder / "logs",
-        binder=binder,
-    )
-    command = launch_command(job, find_launcher(name.removesuffix("4"), path), ("true",), folder)
-    for file, text in command.files:
-        file.write_text(text)
+    job = job_of(folder, ("true",), PLAN, HOSTS, binder=binder)
+    command = written(job, find_launcher(name.removesuffix("4"), path), ("true",))
     # Intel MPI goes on after its map: there is no ssh for it then.
     alone = {"HWLOC_SYNTHETIC": SYNTHETIC, "HWLOC_THISSYSTEM": "1", "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/bin/false"}
     env = {**path, **dict(command.variables), **alone}

@@ -1,18 +1,16 @@
 """Heartbeats: silence, stops, strangers, and a job of many ranks."""
 
 import math
-import os
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from cputrain.mpi.supervise import (
-    TOKEN_VARIABLE,
     Answer,
     Connection,
     Exit,
@@ -29,21 +27,25 @@ from cputrain.mpi.supervise import (
     encode,
     stopped_rank,
 )
+from tests.support.jobs import agent_process, poll_until
 
 RANKS = 2000
 
 
-def agent(monitor: Monitor, rank: int, token: str = "secret", host: str | None = None) -> Connection:
+def agent(monitor: Monitor, rank: int, token: str = "secret") -> Connection:
     connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt, ShowStack))
-    connection.send(Hello(rank=rank, host=host or f"h{rank}"))
+    connection.send(Hello(rank=rank, host=f"h{rank}"))
     return connection
 
 
-def poll_until(monitor: Monitor, done: Callable[[], object]) -> None:
-    """Poll the monitor until this is so, or for 20 s."""
-    deadline = time.monotonic() + 20
-    while not done() and time.monotonic() < deadline:
-        monitor.poll(0.05)
+@contextmanager
+def agents(monitor: Monitor, ranks: int) -> Iterator[list[Connection]]:
+    """The connections of the first ranks, which have said Hello."""
+    connections = [agent(monitor, rank) for rank in range(ranks)]
+    await_hello(monitor, ranks)
+    yield connections
+    for connection in connections:
+        connection.close()
 
 
 def await_hello(monitor: Monitor, ranks: int) -> None:
@@ -58,60 +60,37 @@ def monitor(request: pytest.FixtureRequest) -> Iterator[Monitor]:
     monitor.close()
 
 
-Agents = Callable[[int], list[Connection]]
-
-
-@pytest.fixture
-def agents(monitor: Monitor) -> Iterator[Agents]:
-    """Connects the agents of so many ranks, and closes them at the end."""
-    connections: list[Connection] = []
-
-    def joined(ranks: int) -> list[Connection]:
-        connections.extend(agent(monitor, rank) for rank in range(ranks))
-        await_hello(monitor, ranks)
-        return connections
-
-    yield joined
-    for connection in connections:
-        connection.close()
-
-
 @pytest.mark.parametrize("monitor", [{"timeout_s": 1.5}], indirect=True)
-def test_silence_is_a_failure(monitor: Monitor, agents: Agents) -> None:
-    connections = agents(2)
-    deadline = time.monotonic() + 20
-    while not (failed := monitor.failed()) and time.monotonic() < deadline:
-        connections[0].send(Heartbeat())
-        monitor.poll(0.05)
-    assert [status.rank for status in failed] == [1]
-    assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
+def test_silence_is_a_failure(monitor: Monitor) -> None:
+    with agents(monitor, 2) as connections:
+        poll_until(monitor, lambda: connections[0].send(Heartbeat()) and monitor.failed())
+        assert [status.rank for status in monitor.failed()] == [1]
+        assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
 
 
-def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor, agents: Agents) -> None:
-    connections = agents(2)
-    connections[1].send(Heartbeat(stopped_s=11.0))
-    poll_until(monitor, lambda: stopped_rank(monitor.standings()))
-    found = stopped_rank(monitor.standings())
-    assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
+def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor) -> None:
+    with agents(monitor, 2) as connections:
+        connections[1].send(Heartbeat(stopped_s=11.0))
+        poll_until(monitor, lambda: stopped_rank(monitor.standings()))
+        found = stopped_rank(monitor.standings())
+        assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
 
 
-def test_an_agent_that_is_gone_is_a_failure_at_once(monitor: Monitor, agents: Agents) -> None:
-    connections = agents(2)
-    connections[1].close()
-    poll_until(monitor, monitor.failed)
-    assert "rank 1 on h1 has lost its agent" in monitor.cause()
+def test_an_agent_that_is_gone_is_a_failure_at_once(monitor: Monitor) -> None:
+    with agents(monitor, 2) as connections:
+        connections[1].close()
+        poll_until(monitor, monitor.failed)
+        assert "rank 1 on h1 has lost its agent" in monitor.cause()
 
 
 @pytest.mark.parametrize("monitor", [{"timeout_s": 10.0}], indirect=True)
 def test_the_silence_of_ranks_does_not_count_while_the_monitor_is_suspended(monitor: Monitor) -> None:
     """Of the whole job, the launching host goes on first."""
-    connection = agent(monitor, 0)
-    await_hello(monitor, 1)
-    suspended_s = 22.0
-    monitor.clock._monotonic = lambda: time.monotonic() + suspended_s
-    monitor.poll(0.05)
-    assert monitor.failed() == []
-    connection.close()
+    with agents(monitor, 1):
+        suspended_s = 22.0
+        monitor.clock._monotonic = lambda: time.monotonic() + suspended_s
+        monitor.poll(0.05)
+        assert monitor.failed() == []
 
 
 def test_strangers_and_noise_are_ignored(monitor: Monitor) -> None:
@@ -141,10 +120,7 @@ def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monito
     monitor.ranks[0].answered = -math.inf
     connection.send(Heartbeat())
     received: list[object] = []
-    deadline = time.monotonic() + 20
-    while len(received) < 3 and time.monotonic() < deadline:
-        monitor.poll(0.05)
-        received += connection.receive() or []
+    poll_until(monitor, lambda: received.extend(connection.receive() or []) or len(received) >= 3)
     assert received == [Answer(label="h0"), Answer(), Preempt()]
     for each in (connection, *others):
         each.close()
@@ -170,14 +146,14 @@ def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
         connection.close()
 
 
-def test_the_first_cause_is_the_signal(monitor: Monitor, agents: Agents) -> None:
-    connections = agents(3)
-    connections[1].send(Exit(status=1, tail=("lost a peer",), log="l", by_job=False))
-    connections[2].send(Exit(status=-9, tail=(), log="l", by_job=False))
-    connections[0].send(Exit(status=1, tail=(), log="l", by_job=True))
-    poll_until(monitor, lambda: len(monitor.failed()) >= 2)
-    assert sorted(status.rank for status in monitor.failed()) == [1, 2]
-    assert "rank 2 on h2 was ended by SIGKILL" in monitor.cause()
+def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
+    with agents(monitor, 3) as connections:
+        connections[1].send(Exit(status=1, tail=("lost a peer",), log="l", by_job=False))
+        connections[2].send(Exit(status=-9, tail=(), log="l", by_job=False))
+        connections[0].send(Exit(status=1, tail=(), log="l", by_job=True))
+        poll_until(monitor, lambda: len(monitor.failed()) >= 2)
+        assert sorted(status.rank for status in monitor.failed()) == [1, 2]
+        assert "rank 2 on h2 was ended by SIGKILL" in monitor.cause()
 
 
 def test_many_ranks(monitor: Monitor) -> None:
@@ -201,10 +177,7 @@ def test_many_ranks(monitor: Monitor) -> None:
 
 def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monitor, tmp_path: Path) -> None:
     """A launcher that sees it exit ends the other ranks, whose exits would then be taken for the cause."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
-    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
-    command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "sh", "-c", "exit 3")
-    with subprocess.Popen(command, env={**os.environ, **world}) as process:
+    with agent_process(monitor, tmp_path / "logs", "sh", "-c", "exit 3") as process:
         await_hello(monitor, 1)
         poll_until(monitor, monitor.failed)
         assert "rank 0 on " in monitor.cause()
@@ -214,41 +187,33 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
         assert process.wait(20) == 3
 
 
-def test_agents_that_a_signal_stops_alone_are_a_failure(
-    monitor: Monitor, agents: Agents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one host is preempted; a scheduler that ends the job signals all of them."""
     monkeypatch.setattr("cputrain.mpi.supervise.monitor.ALONE_S", 0.6)
-    connections = agents(3)
-    for rank in (1, 2):
-        connections[rank].send(Signaled(number=15))
-        connections[rank].send(Exit(status=-15, tail=("half way",), log="l", by_job=True))
-    deadline = time.monotonic() + 0.4
-    while time.monotonic() < deadline:
-        monitor.poll(0.05)
+    with agents(monitor, 3) as connections:
+        for rank in (1, 2):
+            connections[rank].send(Signaled(number=15))
+            connections[rank].send(Exit(status=-15, tail=("half way",), log="l", by_job=True))
+        poll_until(monitor, monitor.failed, 0.4)
         assert monitor.failed() == []
-    poll_until(monitor, monitor.failed)
-    expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks ran on; rank 1 on h1 was ended by "
-    assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
-    connections[0].send(Signaled(number=15))
-    poll_until(monitor, lambda: not monitor.failed())
-    assert monitor.failed() == [], "all of them: the job was ended"
+        poll_until(monitor, monitor.failed)
+        expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks ran on; rank 1 on h1 was ended"
+        assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
+        connections[0].send(Signaled(number=15))
+        poll_until(monitor, lambda: not monitor.failed())
+        assert monitor.failed() == [], "all of them: the job was ended"
 
 
 def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path: Path) -> None:
     """It is neither killed nor cut off."""
     (tmp_path / "file").write_text("")
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
-    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "file/logs"))
-    command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "true")
-    with subprocess.Popen(command, env={**os.environ, **world}, stderr=subprocess.PIPE, text=True) as process:
+    with agent_process(monitor, tmp_path / "file/logs", "true", stderr=subprocess.PIPE) as process:
         await_hello(monitor, 1)
         poll_until(monitor, monitor.failed)
         assert "exited with status 1" in monitor.cause() and "file/logs: Not a directory" in monitor.cause()
         monitor.stop(3.0)
-        assert (
-            process.communicate(timeout=20)[1].startswith("cputrain.mpi.supervise.agent: ") and process.returncode == 1
-        )
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 1 and err.startswith("cputrain.mpi.supervise.agent: ")
 
 
 @pytest.mark.parametrize("character", ["x", "\ue0b0", "\udcff", "\x07"])

@@ -15,14 +15,14 @@ import pytest
 
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
-from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import Job, find_launcher
+from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import run_remote
 from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
+from tests.support.jobs import job_of, plan_here
 
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 WORKERS = min(2, len(this_machine().allowed_cores))
@@ -106,10 +106,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
     env = {**os.environ, "PATH": f"{mpirun.parent}:{path}"}
     installed = replace(find_launcher("mpich", env), program=str(mpirun))
     monkeypatch.setattr("cputrain.mpi.supervise.run.LAUNCHER_END_S", 2.0)
-    plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
-    groups = (HostGroup(hosts=("localhost",), plan=plan),)
-    job = Job(groups=groups, command=("true",), plan_path=tmp_path / "plan.json", log_dir=tmp_path / "logs")
-    assert run_remote(job, installed, tmp_path, env) == 0
+    assert run_remote(job_of(tmp_path, ("true",), plan_here(1)), installed, tmp_path, env) == 0
     assert "has not ended 2 s after all ranks, and is stopped" in caplog.text
     assert subprocess.run(["pgrep", "-f", f"sleep {OWN}"], capture_output=True).returncode == 1
 
@@ -152,12 +149,21 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
         yield hosts
 
 
+def on_first(hosts: FakeHosts, name: str, *command: str) -> list[str]:
+    """Tokens that run a command on the first host, with a launcher on PATH."""
+    env = {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}
+    return hosts.inside(hosts.names[0], "env", *(f"{key}={value}" for key, value in env.items()), *command)
+
+
 def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[str]:
     """Tokens of a launch from h1 on all hosts."""
-    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"))
     listed = ("--hosts", ",".join(hosts.names), "--ppn", str(WORKERS), "--output", str(cwd / "out"))
-    return hosts.inside("h1", "env", *env, *command, *listed, *arguments)
+    return on_first(hosts, name, *command, *listed, *arguments)
+
+
+def ran(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", MPI)
@@ -165,7 +171,7 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
     script = tmp_path / "sum.py"
     script.write_text(ALL_REDUCE)
     argv = launch_on(hosts, name, "--", sys.executable, str(script), cwd=tmp_path)
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    result = ran(argv)
     assert result.returncode == 0, result.stderr + result.stdout
     size = 4 * WORKERS
     for rank in range(size):
@@ -191,13 +197,12 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
 def test_hosts_that_share_their_first_label_have_their_own_plans_and_labels(
     alike: FakeHosts, name: str, tmp_path: Path
 ) -> None:
-    env = [f"{key}={value}" for key, value in {**alike.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     groups = (f"{ALIKE[0]}=pack:1 core:1 pu:1", f"{ALIKE[1].upper()}=pack:1 core:2 pu:1")
     options = ("--ppn", "1", "--comm-cores", "0", "--allow-other-layout", "--output", str(tmp_path / "out"))
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"), *options)
     listed = [word for group in groups for word in ("--host-group", group)]
-    argv = alike.inside(ALIKE[0], "env", *env, *launch, *listed, "--", sys.executable, "-c", THREADS)
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    argv = on_first(alike, name, *launch, *listed, "--", sys.executable, "-c", THREADS)
+    result = ran(argv)
     assert result.returncode == 0, result.stderr + result.stdout
     assert sorted(result.stdout.splitlines()) == [
         f"[MPI-WORKER.2:1] {ALIKE[1]} 2",
@@ -228,7 +233,7 @@ def test_no_process_shows_the_job_s_token(hosts: FakeHosts, name: str, tmp_path:
     (tmp_path / "ps.py").write_text(PS_SHOWS_TOKEN)
     flags = ("--no-preflight", "--ppn", "1")
     argv = launch_on(hosts, name, *flags, "--", sys.executable, str(tmp_path / "ps.py"), cwd=tmp_path)
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    result = ran(argv)
     assert result.returncode == 0, result.stderr + result.stdout
     found = sorted(line.split("] ")[1] for line in result.stdout.splitlines())
     assert found == [f"{host}: agents True, token False" for host in hosts.names]
@@ -238,31 +243,19 @@ def test_no_process_shows_the_job_s_token(hosts: FakeHosts, name: str, tmp_path:
 def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Rank 0's host has to be given, by hand or by launch.sh; the port is one that all ranks find by themselves."""
     (tmp_path / "sum.py").write_text(ALL_REDUCE)
-    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     hosts_of = {"openmpi": ("--allow-run-as-root", "--bind-to", "none", "--host"), "mpich": ("-hosts",)}[name]
     mpirun = ("mpirun", *hosts_of, "h1:1,h2:1")
-    request = '{"ppn": 1, "nodes": 2}'
-    bind = (
-        sys.executable,
-        "-m",
-        "cputrain.affinity.bind",
-        "--plan-here",
-        request,
-        "--",
-        sys.executable,
-        str(tmp_path / "sum.py"),
-    )
-    inside = {"capture_output": True, "text": True, "timeout": 120}
-    refused = subprocess.run(hosts.inside("h1", "env", *env, *mpirun, *bind), **inside)
+    python_m = (sys.executable, "-m")
+    bind = (*python_m, "cputrain.affinity.bind", "--plan-here", '{"ppn": 1, "nodes": 2}', "--", sys.executable)
+    bind += (str(tmp_path / "sum.py"),)
+    refused = ran(on_first(hosts, name, *mpirun, *bind))
     assert refused.returncode != 0 and "the host of rank 0 is not known: set MASTER_ADDR" in refused.stderr
     if name == "mpich":
-        result = subprocess.run(hosts.inside("h1", "env", *env, *mpirun, "-genv", "MASTER_ADDR", "h1", *bind), **inside)
+        result = ran(on_first(hosts, name, *mpirun, "-genv", "MASTER_ADDR", "h1", *bind))
     else:
-        written = ("plan", "--hosts", "h1,h2", "--ppn", "1", "--launcher", name, "--write", str(tmp_path / "job"))
-        argv = [sys.executable, "-m", "cputrain", *written]
-        subprocess.run(hosts.inside("h1", "env", *env, *argv), check=True, **inside)
-        script = (str(tmp_path / "job/launch.sh"), "python", str(tmp_path / "sum.py"))
-        result = subprocess.run(hosts.inside("h1", "env", *env, *script), **inside)
+        plan = ("plan", "--hosts", "h1,h2", "--ppn", "1", "--launcher", name, "--write", str(tmp_path / "job"))
+        assert ran(on_first(hosts, name, *python_m, "cputrain", *plan)).returncode == 0
+        result = ran(on_first(hosts, name, str(tmp_path / "job/launch.sh"), "python", str(tmp_path / "sum.py")))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"rank {i} on h{i + 1} of 2 sum 3.0" for i in range(2)]
 
@@ -271,11 +264,10 @@ def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp
 def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Two hosts planned as this machine, one as a machine of a single core: each rank is bound by its host's plan."""
     code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
-    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
     kinds = ("--host-group", "h[1-2]=this", "--host-group", "h3=pack:1 core:1")
-    argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    argv = on_first(hosts, name, *launch, *kinds, "--", sys.executable, "-c", code)
+    result = ran(argv)
     assert result.returncode == 0, result.stderr
     this = plan_machine(this_machine(), Request(), Runtime()).workers
     lines = dict(line.split("] ", 1) for line in result.stdout.splitlines() if line.startswith("[h"))

@@ -1,0 +1,49 @@
+"""Jobs of tests as values and files, their monitors, and agents of their ranks."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.hosts import HostGroup, job_plan_json
+from cputrain.mpi.launchers import InstalledLauncher, Job, LaunchCommand, launch_command
+from cputrain.mpi.supervise import TOKEN_VARIABLE, Monitor, write_files
+
+
+def plan_here(ppn: int) -> Plan:
+    return plan_machine(this_machine(), Request(ppn=ppn), Runtime())
+
+
+def job_of(
+    folder: Path, command: tuple[str, ...], plan: Plan, hosts: tuple[str, ...] = ("localhost",), **changes: Any
+) -> Job:
+    """A job whose files are in the folder."""
+    groups = (HostGroup(hosts=hosts, plan=plan),)
+    return Job(groups=groups, command=command, plan_path=folder / "plan.json", log_dir=folder / "logs", **changes)
+
+
+def written(job: Job, launcher: InstalledLauncher, command: tuple[str, ...]) -> LaunchCommand:
+    """What starts the command as the job's ranks; its files are written beside the plan."""
+    made = launch_command(job, launcher, command, job.plan_path.parent)
+    write_files(((job.plan_path, job_plan_json(job.groups)), *made.files))
+    return made
+
+
+def agent_process(monitor: Monitor, logs: Path, *command: str, **settings: Any) -> subprocess.Popen[str]:
+    """The agent of rank 0, the only one, which reports to a monitor of the token "secret"."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
+    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(logs))
+    argv = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", *command)
+    return subprocess.Popen(argv, env={**os.environ, **world}, text=True, **settings)
+
+
+def poll_until(monitor: Monitor, holds: Callable[[], object], seconds: float = 20.0) -> None:
+    """Let the monitor work until a condition holds, or so long."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        monitor.poll(0.05)
