@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,6 @@ def test_huge_pages_that_nobody_uses(tmp_path: Path) -> None:
 
 
 def with_limits(**limits: object) -> Machine:
-    from dataclasses import replace
-
     return replace(named_machine("skx-8160-1s"), **limits)  # type: ignore[arg-type]
 
 

@@ -258,16 +258,8 @@ def test_no_value_becomes_shell_code(
 def test_the_first_host_tells_launcher_and_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 runs, and listens, where PBS's node file begins; a network variable that the user has set stays."""
     (tmp_path / "nodes").write_text("n9\nn9\nn10\nn10\n")
-    options = (
-        "--launcher",
-        "openmpi",
-        "--fabric",
-        "ethernet",
-        "--port",
-        "29507",
-        "--request",
-        '{"ppn": 1, "nodes": 2}',
-    )
+    options = ("--launcher", "openmpi", "--fabric", "ethernet", "--port", "29507")
+    options += ("--request", '{"ppn": 1, "nodes": 2}')
     assert first_host.main([str(tmp_path), *options], {**os.environ, "FI_PROVIDER": "mine"}) == 0
     printed = capsys.readouterr()
     assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
@@ -340,7 +332,8 @@ def test_options_that_a_job_cannot_follow_are_rejected(
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:
     arguments = ("job", "pbs", "imagefolder", "--nodes", "2", "--machine", "skx-8160-2s", "--time", "1:00:00")
-    assert "--submit needs qsub" in refused_after_script(here(*arguments, "--submit", cwd=tmp_path, PATH="/none"))
+    submitted = here(*arguments, "--submit", cwd=tmp_path, PATH="/none")
+    assert submitted.returncode == 2 and "--submit needs qsub" in submitted.stderr  # below the script
     assert "--time" in refused(here(*arguments[:-1], "soon", cwd=tmp_path))
 
 
@@ -354,8 +347,3 @@ def test_a_command_s_job_has_a_short_name_and_a_missing_output_folder_is_noted(
     for file, there in ((f"n1:{tmp_path}/x.out", True), (f"n1:{tmp_path}/logs/x.out", False)):
         assert main(["job", "pbs", "--ncpus", "4", "--time", "1:00:00", "--output", file, "--", "date"]) == 0
         assert (f"mkdir -p {tmp_path}/logs " in capsys.readouterr().err) != there
-
-
-def refused_after_script(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 2
-    return result.stderr

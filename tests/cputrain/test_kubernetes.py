@@ -137,10 +137,7 @@ def test_a_pod_that_starts_again_knows_it_by_the_run_s_folder(tmp_path: Path) ->
         ((*RECIPE, *POD, "--bind", "launcher"), "--bind launcher: in a pod each rank binds itself"),
         ((*RECIPE, *POD, "--local-batch", "7"), "--local-batch with a recipe: set batch.local=7"),
         ((*RECIPE, *POD, "--launcher", "mpich"), "--launcher mpich: only an MPIJob has a launcher"),
-        (
-            (*RECIPE, *POD, "--kind", "mpijob", "--launcher", "srun"),
-            "cannot start an MPIJob: give intelmpi",
-        ),
+        ((*RECIPE, *POD, "--kind", "mpijob", "--launcher", "srun"), "cannot start an MPIJob: give intelmpi"),
         ((*RECIPE, *POD, "--volume", "runs"), "give CLAIM:PATH"),
         ((*RECIPE, *POD, "--nodes", "20000"), "more than 10,000 pods"),
         ((*RECIPE, *POD, "--time", "1h"), "give HH:MM:SS"),
@@ -199,16 +196,7 @@ def test_two_pods_train_together_and_continue(tmp_path: Path) -> None:
             job = PodJob(
                 **{"name": "lenet", "kind": "job", "image": "x", "pods": 2, "cpus": 1, "memory": "1Gi", "ppn": 1},
                 launch=("--no-verify",),
-                command=(
-                    "python",
-                    "-m",
-                    "cputrain",
-                    "train",
-                    "large-batch-mnist",
-                    *TINY,
-                    steps,
-                    f"output={tmp_path}/run",
-                ),
+                command=(*TRAIN, *TINY, steps, f"output={tmp_path}/run"),
                 recipe="-",
                 output=f"{tmp_path}/run",
                 volumes=(("runs", str(tmp_path)),),
@@ -233,14 +221,9 @@ def test_two_pods_train_together_and_continue(tmp_path: Path) -> None:
     assert sum(event["event"] == "end" for event in events) == 2
 
 
-TINY = (
-    "data.path=synthetic",
-    "data.train_images=64",
-    "batch.local=4",
-    "epochs=1",
-    "schedule.warmup_epochs=0",
-    "comm.backend=gloo",
-)
+TRAIN = ("python", "-m", "cputrain", "train", "large-batch-mnist")
+TINY = ("data.path=synthetic", "data.train_images=64", "batch.local=4", "epochs=1", "schedule.warmup_epochs=0")
+TINY += ("comm.backend=gloo",)
 
 
 def test_json_of_a_plan_in_a_pod_counts_all_pods_as_hosts(tmp_path: Path) -> None:

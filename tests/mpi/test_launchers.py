@@ -198,14 +198,8 @@ def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints
     training = ("imagefolder", "data.path=images", *network, "epochs=1", "comm.backend=gloo")
     path = mpi_path("intelmpi")
     launcher = find_launcher("intelmpi", {**os.environ, **path})
-    mpirun = [
-        "env",
-        *(f"{n}={v}" for n, v in launcher.variables),
-        f"PATH={path['PATH']}",
-        "mpirun",
-        "-ppn",
-        str(WORKERS),
-    ]
+    variables = (f"{name}={value}" for name, value in (*launcher.variables, *path.items()))
+    mpirun = ["env", *variables, "mpirun", "-ppn", str(WORKERS)]
     train = [sys.executable, "-m", "cputrain", "train", *training, "output=one"]
     direct = plainly([*mpirun, *train], tmp_path)
     assert direct.returncode == 0 and "top-1 " in direct.stdout, direct.stderr

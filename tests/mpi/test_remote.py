@@ -19,7 +19,7 @@ from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import run_remote
 from cputrain.report import read_usage
 from cputrain.runs import read_events
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import cputrain, here, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
 from tests.support.jobs import job_of, plan_here
@@ -118,7 +118,7 @@ def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     result = cputrain(*launch_, cwd=tmp_path, PATH=path)
     assert result.returncode == 0, result.stderr
     assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
-    refused = cputrain("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
+    refused = here("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
     assert refused.returncode == 2 and "on every host" in refused.stderr
 
 
@@ -138,7 +138,7 @@ def test_a_signal_ends_everything(tmp_path: Path) -> None:
 
 
 def test_an_absent_launcher_is_named_with_its_package(tmp_path: Path) -> None:
-    result = cputrain("launch", "--launcher", "mpich", "--", "true", cwd=tmp_path, PATH="/nonexistent")
+    result = here("launch", "--launcher", "mpich", "--", "true", cwd=tmp_path, PATH="/nonexistent")
     assert result.returncode == 2
     assert "no mpich on PATH: install mpich" in result.stderr
 

@@ -361,15 +361,8 @@ def test_the_monitor_listens_on_one_address_only() -> None:
 
 def test_an_agent_without_the_token_says_so(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = (
-        sys.executable,
-        "-m",
-        "cputrain.mpi.supervise.agent",
-        "--report-to",
-        "127.0.0.1:9",
-        "--into",
-        str(tmp_path),
-    )
+    report = ("--report-to", "127.0.0.1:9", "--into", str(tmp_path))
+    command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report)
     result = subprocess.run((*command, "--", "true"), env=world, capture_output=True, text=True)
     assert result.returncode == 2 and "CPUTRAIN_JOB_TOKEN has not reached" in result.stderr
 
