@@ -50,11 +50,12 @@ from cputrain.launch.options import (
     network_of,
     network_settings,
     plan_hosts,
+    planned_job,
     request_of_options,
     with_allocated_hosts,
     with_host_groups,
 )
-from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
+from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, start_command, write_plan_files
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import Job

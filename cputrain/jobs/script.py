@@ -31,6 +31,13 @@ WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
 FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*!()\[\]+=-]*")
 ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(@[A-Za-z0-9_.-]+)?")
 FILE = re.compile(r"[A-Za-z0-9_./~%][A-Za-z0-9_./~%@:+=^-]*")
+VALUES = {
+    **dict.fromkeys(("partition", "queue", "account", "qos"), (WORD, "use only letters, digits and . @ : + - _")),
+    "constraint": (FEATURES, "give names of features joined by & | , * ! ( ) [ ], without spaces"),
+    "mail": (ADDRESS, "give one address, as in me@example.org"),
+    **dict.fromkeys(("output", "error"), (FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %")),
+}
+"""What a value may be, and what to do about one that it may not be."""
 TIME = {
     "slurm": re.compile("(?:[0-9]{1,4}-)?[0-9]{1,3}(?::[0-9]{2}){0,2}"),
     "pbs": re.compile("[0-9]{1,4}(?::[0-9]{2}){1,2}"),
@@ -124,16 +131,7 @@ def _given(option: str, value: str | int | None) -> tuple[str, ...]:
 
 
 def _check(job: Resources, scheduler: str) -> None:
-    for what, pattern, known in (
-        ("partition", WORD, "use only letters, digits and . @ : + - _"),
-        ("queue", WORD, "use only letters, digits and . @ : + - _"),
-        ("account", WORD, "use only letters, digits and . @ : + - _"),
-        ("qos", WORD, "use only letters, digits and . @ : + - _"),
-        ("constraint", FEATURES, "give names of features joined by & | , * ! ( ) [ ], without spaces"),
-        ("mail", ADDRESS, "give one address, as in me@example.org"),
-        ("output", FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %"),
-        ("error", FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %"),
-    ):
+    for what, (pattern, known) in VALUES.items():
         value = getattr(job, what)
         if value is not None and not pattern.fullmatch(value):
             raise InputError(f"--{what} {value!r}: {known}")

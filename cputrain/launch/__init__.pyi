@@ -32,6 +32,7 @@ from .options import network_of as network_of
 from .options import network_settings as network_settings
 from .options import plan_host as plan_host
 from .options import plan_hosts as plan_hosts
+from .options import planned_job as planned_job
 from .options import request_of_options as request_of_options
 from .options import requested_hosts as requested_hosts
 from .options import with_allocated_hosts as with_allocated_hosts
@@ -41,7 +42,6 @@ from .plan_files import FORMATS as FORMATS
 from .plan_files import cluster_text as cluster_text
 from .plan_files import formatted as formatted
 from .plan_files import launch_text as launch_text
-from .plan_files import planned_job as planned_job
 from .plan_files import start_command as start_command
 from .plan_files import write_plan_files as write_plan_files
 from .rank_process import RankContext as RankContext

@@ -32,10 +32,10 @@ from cputrain.launch.options import (
     PlanningOptions,
     check_binder,
     chosen,
-    het_groups,
     in_pods,
     network_of,
     plan_hosts,
+    planned_job,
     request_of_options,
     uses_launcher,
     wait_for_name,
@@ -87,20 +87,18 @@ def command_job(
     port = port_of(env)
     here = options.on_this_host
     settings = () if here and options.pods == 1 else network_of(options).settings
-    return Job(
-        groups=cluster.groups,
-        # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
-        command=(shutil.which(command[0]) or command[0], *command[1:]),
+    # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
+    by_path = (shutil.which(command[0]) or command[0], *command[1:])
+    return replace(
+        planned_job(options, cluster, by_path),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
-        binder=options.bind,
         master_addr=None if here and options.pods == 1 else env.get("MASTER_ADDR") or None,
         master_port=free_port() if here and port is None else port,
         variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
         **asdict(switches),
         names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
-        het_groups=het_groups(options, cluster),
     )
 
 

@@ -14,6 +14,7 @@ from cputrain.affinity.kernel.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
 from cputrain.affinity.ranks.host_names import (
@@ -148,6 +149,19 @@ def het_groups(options: PlanningOptions, cluster: Cluster) -> tuple[int, ...]:
     """The number of each group's component of the heterogeneous Slurm job; () where the groups are no components."""
     components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
     return tuple(components) if tuple(components.values()) == tuple(group.hosts for group in cluster.groups) else ()
+
+
+def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, ...]) -> Job:
+    """The job of a command that is planned, and started later or elsewhere."""
+    return Job(
+        groups=cluster.groups,
+        command=command,
+        plan_path=Path(PLAN_FILE),
+        log_dir=Path("logs"),
+        binder=options.bind,
+        variables=tuple((name, value) for name, value, _ in network_settings(options)),
+        het_groups=het_groups(options, cluster),
+    )
 
 
 def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> InstalledLauncher:

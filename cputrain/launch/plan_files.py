@@ -24,8 +24,6 @@ from cputrain.launch.options import (
     assumed,
     check_binder,
     converted_hostfile,
-    het_groups,
-    network_settings,
     planned_launcher,
     uses_launcher,
 )
@@ -55,19 +53,6 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
     files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     written = f"--write DIR writes {files} and a launch.sh with this command"
     return shell_line(made), "; ".join(filter(None, (assumed(options, launcher), written)))
-
-
-def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, ...]) -> Job:
-    """The job of a command that is planned, and started later or elsewhere."""
-    return Job(
-        groups=cluster.groups,
-        command=command,
-        plan_path=Path(PLAN_FILE),
-        log_dir=Path("logs"),
-        binder=options.bind,
-        variables=tuple((name, value) for name, value, _ in network_settings(options)),
-        het_groups=het_groups(options, cluster),
-    )
 
 
 def write_plan_files(

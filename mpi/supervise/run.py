@@ -220,30 +220,29 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
     grace_s = FAILURE_GRACE_S
     with StopSignals(monitor.preempt) as signals:
-        running: _Running | None = None
+        process: subprocess.Popen[bytes] | None = None
+        relays: list[Relay] = []
         try:
-            running = _Running(start_launcher(command, env, subprocess.PIPE), job.log_dir)
-            return _watch_remote(job, installed, running.process, monitor, signals)
+            process = start_launcher(command, env, subprocess.PIPE)
+            for pipe, stream, name in ((process.stdout, sys.stdout, "stdout"), (process.stderr, sys.stderr, "stderr")):
+                assert pipe is not None
+                relays.append(Relay(pipe, Terminal(stream=stream, name=name, logs=job.log_dir)))
+            return _watch_remote(job, installed, process, monitor, signals)
         except InterruptedBySignalError as stop:
             number, grace_s = stop.args[0], SAVE_S
             ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
             logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
             return status_of_signal(int(number))
         finally:
-            _tear_down(running, monitor, grace_s, signals)
-
-
-class _Running:
-    """The launcher's process, and its output on the way to the terminal."""
-
-    def __init__(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        self.process = process
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.relays = (
-            Relay(process.stdout, Terminal(stream=sys.stdout, name="stdout", logs=logs)),
-            Relay(process.stderr, Terminal(stream=sys.stderr, name="stderr", logs=logs)),
-        )
+            if process is not None and process.poll() is None:  # end the ranks through their agents
+                monitor.stop(grace_s)
+                deadline = time.monotonic() + grace_s + AGENT_EXIT_S
+                while time.monotonic() < deadline and process.poll() is None and not signals.again:
+                    monitor.poll(REMOTE_POLL_S)
+            monitor.close()
+            end_descendants(KILL_S)
+            for relay in relays:
+                relay.finish(RELAY_S)
 
 
 def _watch_remote(
@@ -323,16 +322,3 @@ def _missing(job: Job, monitor: Monitor) -> tuple[str, ...]:
 
 def _named(hosts: Sequence[str]) -> str:
     return f"host {hosts[0]}" if len(hosts) == 1 else f"{len(hosts):,} hosts ({first_named(hosts)})"
-
-
-def _tear_down(running: _Running | None, monitor: Monitor, grace_s: float, signals: StopSignals) -> None:
-    """End the ranks through their agents, then the launcher: once they have had grace_s, or at a second stop signal."""
-    if running is not None and running.process.poll() is None:
-        monitor.stop(grace_s)
-        deadline = time.monotonic() + grace_s + AGENT_EXIT_S
-        while time.monotonic() < deadline and running.process.poll() is None and not signals.again:
-            monitor.poll(REMOTE_POLL_S)
-    monitor.close()
-    end_descendants(KILL_S)
-    for relay in running.relays if running is not None else ():
-        relay.finish(RELAY_S)
