@@ -3,7 +3,6 @@
 import logging
 import math
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from cputrain.mpi.supervise.processes import (
     describe_status,
     end_descendants,
     first_cause,
+    signal_name,
     start_launcher,
     write_files,
 )
@@ -96,20 +96,22 @@ def run_local(
                 signals.check()
                 label = "" if rank == job.plain_rank else f"[{rank}] "
                 supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
-            # Held back so far: no rank could take it before.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
+            signals.let_preempt()
             supervisor.sample(whole_host=True)
             status = _watch_local(supervisor, signals, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
             return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
-            workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
-            supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
+            supervisor.say(_stopping(counted(len(supervisor.ranks), "worker"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             supervisor.stop(grace_s, lambda: signals.again)
             supervisor.close()
+
+
+def _stopping(what: str, number: int, grace_s: float) -> str:
+    return f"\nstopping {what} ({signal_name(number)}) within {grace_s:g} s; repeat the signal to stop at once"
 
 
 def free_port() -> int:
@@ -139,7 +141,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     while not _failed(supervisor, stop):
         if stop.unreported:  # not by the signal's handler, which may interrupt another message
             stop.unreported = False
-            name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
+            name, workers = signal_name(stop.number), counted(len(supervisor.ranks), "worker")
             supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
         if supervisor.all_exited:
             return 0
@@ -230,8 +232,7 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
             return _watch_remote(job, installed, process, monitor, signals)
         except InterruptedBySignalError as stop:
             number, grace_s = stop.args[0], SAVE_S
-            ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
-            logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
+            logger.warning("%s", _stopping(counted(job.world_size, "rank"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             if process is not None and process.poll() is None:  # end the ranks through their agents

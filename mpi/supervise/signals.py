@@ -81,6 +81,10 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def let_preempt(self) -> None:
+        """Let the preemption signal come, which was held while no rank could take it."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
+
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         again, self._begun = self._begun, True
         if again and number == signal.SIGHUP:
