@@ -4,9 +4,7 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +25,17 @@ from cputrain.cli.words import as_recipe_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts
-from cputrain.launch.local import PlannedTraining, for_evaluation, local_job, plan_recipe, plan_training, train_here
+from cputrain.launch.local import (
+    PlannedTraining,
+    for_evaluation,
+    plan_recipe,
+    plan_training,
+    run_in_scratch,
+    train_here,
+)
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.supervise.processes import JobFailedError
-from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import explain, rate_warning
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, Recipe
@@ -225,11 +229,8 @@ def _evaluate_here(
     from cputrain.training.evaluation import check_checkpoints  # torch: after everything that is refused without it
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
-    scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     command = (*own_program("cputrain"), "eval", *arguments)
-    status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
-    shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
-    return status
+    return run_in_scratch(plan, command, "eval", env, verify=verify)
 
 
 SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
@@ -302,21 +303,12 @@ def find_lr_command(
         _be_rank_of_find_lr(training, rank, env, how, check=not no_verify, picture=picture, as_json=output == "json")
         return 0
     planned = plan_training(training, env)
-    scratch = Path(tempfile.mkdtemp(prefix="cputrain-find-lr-"))
     options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output)
     drawn = () if picture is None else ("--picture", str(picture))
     flags = ("--no-verify",) if no_verify else ()
     arguments = (*options, *drawn, *flags, "--", recipe, *settings)
-    job = local_job(
-        planned.plan,
-        (*own_program("cputrain"), "find-lr", *arguments),
-        scratch,
-        verify=not no_verify,
-        plain_rank=0,
-    )
-    status = run_local(job, env)
-    shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
-    return status
+    command = (*own_program("cputrain"), "find-lr", *arguments)
+    return run_in_scratch(planned.plan, command, "find-lr", env, verify=not no_verify)
 
 
 def _be_rank_of_find_lr(

@@ -20,6 +20,7 @@ from .local import plan_recipe as plan_recipe
 from .local import plan_training as plan_training
 from .local import remedy as remedy
 from .local import request_of as request_of
+from .local import run_in_scratch as run_in_scratch
 from .local import train_here as train_here
 from .local import with_remedy as with_remedy
 from .options import LATENCY as LATENCY

@@ -2,6 +2,8 @@
 to do after these ran out of memory."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +124,15 @@ def local_job(
         names_errors=True,
         starting=COMPILING,
     )
+
+
+def run_in_scratch(plan: Plan, command: tuple[str, ...], name: str, env: Mapping[str, str], *, verify: bool) -> int:
+    """Run one command for each planned worker of this host, with plan and logs in a temporary folder of this name; the
+    exit status. Where a rank has failed the folder stays, as its log is there. Raises JobFailedError."""
+    scratch = Path(tempfile.mkdtemp(prefix=f"cputrain-{name}-"))
+    status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
+    shutil.rmtree(scratch)
+    return status
 
 
 def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
