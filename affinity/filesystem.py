@@ -6,10 +6,11 @@ import os
 import pwd
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 
 from cputrain.affinity.errors import InputError, RunError
 
@@ -86,6 +87,24 @@ def errors_name(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write to a temporary file, sync, rename: readers see the old or the complete new file, also after a crash. Raises
+    OSError that names the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with errors_name(path):
+        try:
+            with partial.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except BaseException:
+            with suppress(OSError):  # on a read-only file system there is nothing to remove
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def mount_of(path: Path) -> Path:

@@ -5,14 +5,11 @@ Without recipes, so that `cputrain launch` starts in no time.
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import errors_name
+from cputrain.affinity.filesystem import errors_name, write_with
 from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.terminal import CODES
 
@@ -28,30 +25,13 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write to a temporary file, sync, rename: readers see the old or the complete new file, also after a crash."""
+    """`write_with` of bytes."""
     write_with(path, lambda file: file.write(data))
 
 
 def write_text(path: Path, text: str) -> None:
     """`write_atomic` of UTF-8; what a name has that is not UTF-8 is written as codes."""
     write_atomic(path, text.encode(errors=CODES))
-
-
-def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Like `write_atomic`, for functions that write to a file object. Raises OSError that names the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with errors_name(path):
-        try:
-            with partial.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except BaseException:
-            with suppress(OSError):  # on a read-only file system there is nothing to remove
-                partial.unlink(missing_ok=True)
-            raise
 
 
 def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:

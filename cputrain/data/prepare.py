@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import write_with
 from cputrain.data.formats.dataset import Dataset, Images
 from cputrain.data.formats.records import (
     HEAD,
@@ -33,7 +34,7 @@ from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, sha
 from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import DAMAGE, Decode, Pixels, Transform, bytes_of_pixels, cause_of
-from cputrain.files import write_text, write_with
+from cputrain.files import write_text
 
 SHARD_BYTES = 256 << 20
 

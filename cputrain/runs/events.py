@@ -18,8 +18,8 @@ from typing_extensions import NotRequired
 from typing_extensions import TypedDict as Fields
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import errors_name
-from cputrain.files import METRICS, write_whole, write_with
+from cputrain.affinity.filesystem import errors_name, write_with
+from cputrain.files import METRICS, write_whole
 from cputrain.recipe.schema import Recipe
 
 # Of each event the fields that are checked; others, as of a later version, are kept. JSON as it is read has no NaN.

@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import errors_name
+from cputrain.affinity.filesystem import write_with
 from cputrain.affinity.process_stat import PROC, catches, read_stat
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import own_folders, read_limits
@@ -364,9 +365,7 @@ def start_launcher(
 def write_files(files: Files) -> None:
     """Write a job's files. Raises OSError that names the file."""
     for path, text in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with errors_name(path):
-            path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths are bytes
+        write_with(path, methodcaller("write", text.encode(errors="surrogateescape")))  # paths are bytes
 
 
 def signal_group(pid: int, number: int) -> bool:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.files import write_atomic, write_with
+from cputrain.affinity.filesystem import write_with
+from cputrain.files import write_atomic
 from cputrain.report import WatchState, write_report
 from cputrain.runs import FILE, Events, TimeSpent, elapsed, finished, read_events, read_log, time_spent
 

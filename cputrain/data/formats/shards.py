@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import write_with
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.wording import MIB
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
 from cputrain.data.formats.source import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length
-from cputrain.files import check_fetched, write_with
+from cputrain.files import check_fetched
 
 logger = logging.getLogger(__name__)
 
