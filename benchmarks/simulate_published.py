@@ -11,22 +11,23 @@ only the efficiency is published. The plan of each run is the planner's own for 
 
 import argparse
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean
 
+import yaml
+
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.terminal import align_columns, markdown_table
 from cputrain.affinity.topology import named_machine
 from cputrain.simulate import (
     CONSTANTS,
-    PublishedEfficiency,
     PublishedRun,
     Row,
     Scenario,
     core_flops_of,
     link_of,
-    published_efficiencies,
     published_reference,
     published_runs,
     rows_of,
@@ -36,6 +37,29 @@ from cputrain.simulate import (
 )
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedEfficiency:
+    """A published efficiency of a training on many hosts without its images/s; `start` names the run that gives the
+    processor's speed here. `comm_cores` are those of a worker."""
+
+    source: str
+    start: str
+    network: str
+    machine: str
+    fabric: str
+    hosts: int
+    workers: int
+    local_batch: int
+    comm_cores: int
+    efficiency: float
+
+
+def published_efficiencies() -> tuple[PublishedEfficiency, ...]:
+    """All published efficiencies without a rate."""
+    text = (shipped("published") / "speeds.yaml").read_text(encoding="utf-8")
+    return tuple(PublishedEfficiency(**each) for each in yaml.safe_load(text)["efficiencies"])
 
 
 def main() -> None:

@@ -2,10 +2,8 @@ from .assumptions import ASSUMPTIONS as ASSUMPTIONS
 from .assumptions import CONSTANTS as CONSTANTS
 from .assumptions import LINKED as LINKED
 from .assumptions import Link as Link
-from .assumptions import PublishedEfficiency as PublishedEfficiency
 from .assumptions import PublishedRun as PublishedRun
 from .assumptions import link_of as link_of
-from .assumptions import published_efficiencies as published_efficiencies
 from .assumptions import published_runs as published_runs
 from .assumptions import runs_on as runs_on
 from .output import assumptions_text as assumptions_text

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate_published import (
+    PublishedEfficiency,
     command_of,
     efficiencies,
     families,
     first_of,
     predicted_rate,
     predicted_row,
+    published_efficiencies,
     table,
 )
 from cputrain.affinity.errors import InputError
@@ -26,7 +28,6 @@ from cputrain.recipe import load_recipe
 from cputrain.simulate import (
     ASSUMPTIONS,
     CONSTANTS,
-    PublishedEfficiency,
     PublishedRun,
     Setup,
     Speed,
@@ -35,7 +36,6 @@ from cputrain.simulate import (
     core_flops_of,
     link_of,
     messages_of,
-    published_efficiencies,
     published_reference,
     published_runs,
     speed_at,
