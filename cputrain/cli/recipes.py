@@ -19,7 +19,7 @@ from cputrain.cli.words import catalog_group, command_or_list, complete_key, com
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.derivation import derive, explain, lr_at, rate_warning
-from cputrain.recipe.keys import OTHER_NAMES, KeyReference, SectionReference, reference
+from cputrain.recipe.keys import KeyReference, SectionReference, other_names, reference
 from cputrain.recipe.loading import ShippedRecipe, recipe_names, shipped_recipe, shipped_recipes
 from cputrain.recipe.schema import Recipe
 
@@ -115,7 +115,7 @@ def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionR
         return tuple(inside)
     return (
         _only(sections, lambda key: key.key == name)
-        or _only(sections, lambda key: key.key in OTHER_NAMES.get(name.lstrip("-").replace("-", "_"), ()))
+        or _only(sections, lambda key: key.key in other_names().get(name.lstrip("-").replace("-", "_"), ()))
         or _only(sections, lambda key: name.lower() in f"{key.key} {key.values} {key.description}".lower())
     )
 

@@ -4,9 +4,11 @@ Completion is click's own, with the recipes, machines and keys that parameters t
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin
 
 import click
 from click.shell_completion import (
@@ -45,83 +47,23 @@ def wording_of(arguments: list[str]) -> Wording:
     return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key
 
 
-# Names that people try, which no command's name resembles -> commands. Programs that `import` reads need no line here.
-MEANINGS = {
-    "check": ("doctor",),
-    "compare": ("report",),
-    "config": ("keys", "recipes"),
-    "convert": ("prepare", "export"),
-    "download": ("weights",),
-    "finetune": ("train",),
-    "fit": ("train",),
-    "help": ("--help",),
-    "infer": ("predict", "eval"),
-    "inference": ("predict", "eval"),
-    "k8s": ("job kubernetes",),
-    "kubernetes": ("job kubernetes",),
-    "list": ("recipes", "machines"),
-    "logs": ("watch",),
-    "lr-find": ("find-lr",),
-    "monitor": ("watch",),
-    "pbs": ("job pbs",),
-    "plot": ("report",),
-    "profile": ("bench", "report"),
-    "resume": ("train RUN --resume",),
-    "run": ("launch", "train"),
-    "sbatch": ("job slurm",),
-    "slurm": ("job slurm",),
-    "start": ("launch", "train"),
-    "status": ("watch",),
-    "submit": ("job",),
-    "tensorboard": ("report", "watch"),
-    "test": ("eval",),
-    "top": ("watch",),
-    "topology": ("plan",),
-    "validate": ("eval",),
-    "version": ("--version", "env"),
-    "visualize": ("report",),
-}
-# The same of options; formats, other trainers' names of recipe keys and other launchers' options need no line here.
-OPTION_MEANINGS = {
-    "ckpt": ("--checkpoint", "--resume"),
-    "force": ("--overwrite",),
-    "load": ("--checkpoint", "--resume"),
-    "preview": ("--dry-run",),
-    "retries": ("--restarts",),
-    "silent": ("--quiet",),
-    "verbose": ("--explain",),
-    "walltime": ("--time",),
-}
-RUN = "give the folder that a training has written"
-# Arguments that commands need, as they are shown or by name -> what tells their values.
-ARGUMENTS = {
-    "recipe": "cputrain recipes lists those included",
-    "cmd": "give a program, as in cputrain launch x.py",
-    "words": 'give a command line, as in cputrain import "torchrun x.py"',
-    "kind": "cputrain prepare --help lists the kinds",
-    "folder": "give a folder of images or of prepared data",
-    "machine": "cputrain machines lists them",
-    "run": RUN,
-    "runs": RUN,
-    "cpus": "give the whole CPUs of each pod, as in --cpus 16",
-    "memory": "give the memory of each pod, as in --memory 64Gi",
-    "image": "give the container's image, as in --image registry.example.org/cputrain:0.1.0",
-    "checkpoint": RUN,
-    "time": "give the longest duration, as in --time 2:00:00",
-    "text": "give what to look for, as in resnet50 or icelake",
-    "network": "give a network of torchvision, as in resnet50",
-    "paths": "give images, or folders of them",
-    "source": "give a folder or an archive of images, and OUT, a new folder",
-    "out": "give a new folder",
-    "RECIPE|RUN|CHECKPOINT": f"{RUN}, or one of its checkpoints; a recipe needs --checkpoint",
-}
 LEFT_TO_LAUNCHER = "--bind launcher leaves that to the launcher, and --ppn 1 gives one rank all cores"
+
+
+@cache
+def tables() -> dict[str, dict[str, Any]]:
+    """The tables of words.yaml: what is meant by other names of "commands" and "options", and what tells the values of
+    "arguments"."""
+    import yaml  # some hundredths of a second: only for an error
+
+    text = Path(__file__).with_name("words.yaml").read_text(encoding="utf-8")
+    return cast(dict[str, dict[str, Any]], yaml.safe_load(text))
 
 
 def no_such_command(name: str, known: Iterable[str]) -> str:
     """One line for a command that does not exist."""
     word = name.lower().replace("_", "-")
-    meant = MEANINGS.get(word) or (("import", "launch") if _is_launcher(word) else ())
+    meant = tables()["commands"].get(word) or (("import", "launch") if _is_launcher(word) else ())
     near = meant or get_close_matches(word, list(known), n=2, cutoff=0.6)
     hint = f": did you mean {either([f'cputrain {each}' for each in near])}?" if near else "."
     return f"No such command {name[:60]!r}{hint} See cputrain --help"
@@ -145,7 +87,8 @@ def missing_argument(error: click.MissingParameter) -> str:
 
 def _values_of(param: click.Parameter) -> str:
     """What tells the values of a parameter; "" where nothing does."""
-    described = ARGUMENTS.get(param.metavar or "") or ARGUMENTS.get(param.name or "", "")
+    known = tables()["arguments"]
+    described: str = known.get(param.metavar or "") or known.get(param.name or "", "")
     if not described and isinstance(param.type, click.Choice):
         return f"give {either(list(param.type.choices))}"
     return described
@@ -159,8 +102,9 @@ def no_such_option(error: click.NoSuchOption) -> str:
     shown = [each for each in context.command.params if not getattr(each, "hidden", False)]
     known = {word: each for each in shown for word in each.opts if word.startswith("--")}
     near = [each for each in known if len(name) > 1 and each.startswith(f"--{name}")]
-    near = near or [each for each in OPTION_MEANINGS.get(name, ()) if each in known]
-    near = near or [f"--format {name}" for each in shown if "--format" in each.opts and name in _words(each)]
+    near = near or [each for each in tables()["options"].get(name, ()) if each in known]
+    formats = (each.type for each in shown if "--format" in each.opts)
+    near = near or [f"--format {name}" for each in formats if isinstance(each, click.Choice) and name in each.choices]
     keys = [] if near else _keys(name)
     near = near or [each for each in map(_option_of, keys) if each in known]
     hint = "" if near or "--ppn" not in known else _of_other_launchers(name)
@@ -182,17 +126,12 @@ def _commands_with(option: str, group: click.Command) -> list[str]:
     return [name for name, each in commands.items() if any(option in param.opts for param in each.params)]
 
 
-def _words(param: click.Parameter) -> Sequence[str]:
-    """The words that a parameter takes."""
-    return param.type.choices if isinstance(param.type, click.Choice) else ()
-
-
 def _keys(name: str) -> list[str]:
     """The recipe's keys that an option may stand for."""
-    from cputrain.recipe.keys import OTHER_NAMES, all_keys  # pydantic: only for this
+    from cputrain.recipe.keys import all_keys, other_names  # pydantic: only for this
 
     last = name.replace("-", "_")
-    return list(OTHER_NAMES.get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
+    return list(other_names().get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
 
 
 def _option_of(key: str) -> str:

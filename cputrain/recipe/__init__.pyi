@@ -9,12 +9,12 @@ from .derivation import passes_per_step as passes_per_step
 from .derivation import rate_warning as rate_warning
 from .derivation import scheduled_lr as scheduled_lr
 from .derivation import settings_at as settings_at
-from .keys import OTHER_NAMES as OTHER_NAMES
 from .keys import KeyReference as KeyReference
 from .keys import SectionReference as SectionReference
 from .keys import all_keys as all_keys
 from .keys import annotation_of as annotation_of
 from .keys import describe_key as describe_key
+from .keys import other_names as other_names
 from .keys import reference as reference
 from .keys import shortened as shortened
 from .loading import RECIPES as RECIPES

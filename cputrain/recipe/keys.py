@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -18,44 +19,12 @@ from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
 Keys = tuple[str, ...]
 """The path of a key: ("batch", "local") is batch.local."""
 
-# Names of keys in other trainers -> the keys here.
-OTHER_NAMES = {
-    "lr": ("schedule.peak_rate",),
-    "learning_rate": ("schedule.peak_rate",),
-    "base_lr": ("schedule.peak_rate",),
-    "batch_size": ("batch.local", "batch.global"),
-    "global_batch": ("batch.global",),
-    "local_batch": ("batch.local",),
-    "gradient_accumulation_steps": ("batch.accumulation",),
-    "optimizer": ("optim.name",),
-    "wd": ("optim.weight_decay",),
-    "eps": ("optim.epsilon",),
-    "trust_coeff": ("optim.trust_coefficient",),
-    "gamma": ("schedule.milestone_factor",),
-    "arch": ("model.name",),
-    "network": ("model.name",),
-    "dataset": ("data.path",),
-    "data": ("data.path",),
-    "data_dir": ("data.path",),
-    "data_path": ("data.path",),
-    "drop_last": ("data.last_batch",),
-    "bucket_cap_mb": ("comm.bucket_mib",),
-    "num_epochs": ("epochs",),
-    "num_train_epochs": ("epochs",),
-    "num_workers": ("plan.ppn", "plan.loader_cores"),
-    "nproc_per_node": ("plan.ppn",),
-    "nproc": ("plan.ppn",),
-    "gpus": ("plan.ppn",),
-    "num_gpus": ("plan.ppn",),
-    "devices": ("plan.ppn",),
-    "bs": ("batch.local", "batch.global"),
-    "per_device_train_batch_size": ("batch.local",),
-    "log_dir": ("output",),
-    "output_dir": ("output",),
-    "save_dir": ("output",),
-    "workers": ("plan.ppn", "plan.loader_cores"),
-    "warmup": ("schedule.warmup_epochs",),
-}
+
+@cache
+def other_names() -> dict[str, list[str]]:
+    """Names of keys in other trainers -> the keys here."""
+    text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
+    return cast(dict[str, list[str]], yaml.safe_load(text))
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -126,7 +95,7 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
     every = all_keys()
     found = [key for key in every if key.rpartition(".")[2] == last]
     if not found and not isinstance(value, dict):
-        found = list(OTHER_NAMES.get(last, ()))
+        found = list(other_names().get(last, ()))
     if not found:
         siblings = fields_of(tuple(above))
         found = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.5)]

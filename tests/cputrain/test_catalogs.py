@@ -10,7 +10,7 @@ from cputrain import __version__
 from cputrain.affinity.topology import machine_names
 from cputrain.affinity.wording import first_sentence
 from cputrain.cli import main
-from cputrain.recipe import OTHER_NAMES, all_keys, recipe_names, reference, shipped_recipes
+from cputrain.recipe import all_keys, other_names, recipe_names, reference, shipped_recipes
 
 Captured = pytest.CaptureFixture[str]
 
@@ -155,5 +155,5 @@ def test_a_sentence_does_not_end_at_et_al(capsys: Captured) -> None:
 
 
 def test_other_trainers_names_are_of_keys_that_exist() -> None:
-    named = {key for keys in OTHER_NAMES.values() for key in keys}
+    named = {key for keys in other_names().values() for key in keys}
     assert named - {key.key for section in reference() for key in section.keys} == set()

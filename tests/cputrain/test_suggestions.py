@@ -11,8 +11,8 @@ import click
 import pytest
 
 from cputrain.cli import COMMANDS, group
-from cputrain.cli.words import MEANINGS, OPTION_MEANINGS, missing_argument
-from cputrain.recipe import OTHER_NAMES, all_keys
+from cputrain.cli.words import missing_argument, tables
+from cputrain.recipe import all_keys, other_names
 from tests.support.commands import cputrain, here, refused
 from tests.support.images import write_images
 
@@ -176,17 +176,19 @@ def test_what_is_suggested_exists() -> None:
     commands = all_commands()
     options = {word for command in commands.values() for param in command.params for word in param.opts}
     group_options = {word for param in group.get_params(click.Context(group)) for word in param.opts}
-    assert {option for meant in OPTION_MEANINGS.values() for option in meant} <= options
-    assert {command.partition(" RUN")[0] for meant in MEANINGS.values() for command in meant} <= {
+    assert {option for meant in tables()["options"].values() for option in meant} <= options
+    assert {command.partition(" RUN")[0] for meant in tables()["commands"].values() for command in meant} <= {
         *commands,
         *group_options,
     }
-    assert {key for keys in OTHER_NAMES.values() for key in keys} <= set(all_keys())
+    assert {key for keys in other_names().values() for key in keys} <= set(all_keys())
 
 
 def test_what_resembles_a_command_s_name_is_in_no_table() -> None:
     assert [
-        word for word in MEANINGS if get_close_matches(word, COMMANDS, n=2, cutoff=0.6) == list(MEANINGS[word])
+        word
+        for word, meant in tables()["commands"].items()
+        if get_close_matches(word, COMMANDS, n=2, cutoff=0.6) == meant
     ] == []
 
 
