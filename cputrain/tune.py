@@ -30,12 +30,11 @@ from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.measurements import new_record
 from cputrain.native_build import compiler
 from cputrain.recipe.derivation import derive
-from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.rows import Column, Rows
 from cputrain.training.ipex import has_ipex
 
-AXES = ("workers", "comm", "loader", "allocator", "engine", "batch", "precision")
 CHANGING = ("batch", "precision")  # they change what is trained
 KEYS = {
     "workers": "plan.ppn",
@@ -46,6 +45,7 @@ KEYS = {
     "batch": "batch.local",
     "precision": "precision",
 }
+AXES = tuple(KEYS)
 MOST_RESERVED = 2
 
 Values = tuple[tuple[str, str], ...]
@@ -188,24 +188,11 @@ def _what_runs(planned: PlannedTraining) -> tuple[object, ...]:
 
 def _planned(own: PlannedTraining, values: Mapping[str, str], env: Mapping[str, str]) -> PlannedTraining:
     """A candidate's training. Raises InputError where it does not fit."""
-    recipe, images = _with(own.recipe, values), own.survey.train
+    settings, images = [f"{KEYS[axis]}={value}" for axis, value in values.items()], own.survey.train
+    recipe = recipe_of(own.recipe.model_dump(by_alias=True), Path("the recipe"), settings=settings)
     plan = plan_recipe(recipe, env, images=images)
     sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=images)
     return replace(own, recipe=recipe, plan=plan, sizes=sizes)
-
-
-def _with(recipe: Recipe, values: Mapping[str, str]) -> Recipe:
-    """The recipe with a candidate's values."""
-    plan = {
-        KEYS[axis].removeprefix("plan."): int(values[axis]) if values[axis].isdecimal() else values[axis]
-        for axis in ("workers", "comm", "loader", "allocator")
-        if axis in values
-    }
-    changes: dict[str, object] = {"plan": recipe.plan.model_copy(update=plan)}
-    changes |= {axis: values[axis] for axis in ("engine", "precision") if axis in values}
-    if "batch" in values:
-        changes["batch"] = recipe.batch.model_copy(update={"local": int(values["batch"])})
-    return recipe.model_copy(update=changes)
 
 
 # The noise is the standard deviation of a measurement, relative to its value, and assumed to be the same for all
