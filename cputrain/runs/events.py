@@ -372,11 +372,8 @@ class TensorBoardEvents(Events):
 
 
 CSV_FIELDS = {
-    "step": ("time", "step", "epoch", "loss", "rate", "images_per_s", "data_wait_s", "comm_wait_s"),
-    "epoch": (
-        *("time", "step", "epoch", "train_loss", "train_top1", "val_loss", "val_top1", "val_top5"),
-        *("seconds", "images_per_s"),
-    ),
+    name: ("time", *(field for field in TYPES[name].__annotations__ if field not in _Event.__annotations__))
+    for name in ("step", "epoch")
 }
 SCALARS = {
     "step": {
