@@ -227,7 +227,8 @@ FIRST_PORT, PORTS = 20_000, 10_000
 OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
 # oneCCL's own default: accelerate and transformers with Intel's bindings take "ccl" only where it is set.
 ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
-FIRST_HOSTS = re.compile(r"(?:[^\[,]|\[[^\]]*\])+")  # of Slurm's list, to the first comma that is not in brackets
+# Of Slurm's list, to the first comma that is not in brackets.
+FIRST_HOSTS = re.compile(r"(?:[^\[\],\s]|\[\d[\d,-]*\])+(?=,|\s*\Z)")
 FIRST_NUMBER = re.compile(r"\[(\d+)[\d,-]*\]")
 
 
@@ -262,7 +263,7 @@ def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
     meant = address or (LOOPBACK if rank.one_host else _first_host(env))
     number = _port_of_job(_job(env)) if port is None else port
     if rank.rank == 0 and not address:
-        _check_address(meant)
+        _check_address(meant, _list_of_slurm(env))
     if rank.rank == 0 and port is None:
         _check_port(number)
     return meant, number
@@ -276,9 +277,21 @@ def port_of(env: Mapping[str, str]) -> int | None:
     return None if port is None else int(port)
 
 
+def _list_of_slurm(env: Mapping[str, str]) -> str:
+    """The variable that lists the hosts of the ranks under Slurm."""
+    in_step = env.get("SLURM_STEP_ID", "").isdigit() and env.get("SLURM_STEP_NODELIST")
+    return "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
+
+
 def _first_host(env: Mapping[str, str]) -> str:
-    nodes = env.get("SLURM_STEP_NODELIST") if env.get("SLURM_STEP_ID", "").isdigit() else None
-    match = FIRST_HOSTS.match(nodes or env.get("SLURM_JOB_NODELIST", ""))
+    variable = _list_of_slurm(env)
+    listed = env.get(variable, "")
+    match = FIRST_HOSTS.match(listed)
+    if match is None and listed:
+        raise InputError(
+            f"{variable}={listed[:60]!r} does not begin with a host: set MASTER_ADDR to the name of rank 0's host for "
+            "all ranks"
+        )
     if match is None:
         raise InputError(
             "several hosts, but the host of rank 0 is not known: set MASTER_ADDR to its name for all ranks (mpirun "
@@ -316,8 +329,8 @@ def _port_of_job(job: str | None) -> int:
     return MASTER_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-def _check_address(address: str) -> None:
-    """Raise, on rank 0, where the address is not this host's."""
+def _check_address(address: str, variable: str) -> None:
+    """Raise, on rank 0, where the address, which is of this variable, is not this host's."""
     here = socket.gethostname()
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -325,14 +338,14 @@ def _check_address(address: str) -> None:
             probe.bind(place)
     except socket.gaierror as error:
         raise InputError(
-            f"{address}, the first host of Slurm's list, has no address on {here} ({error.strerror}): set MASTER_ADDR "
-            "to an address of rank 0's host"
+            f"{address}, the first host of {variable}, has no address on {here} ({error.strerror}): set MASTER_ADDR to "
+            "an address of rank 0's host"
         ) from None
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise RunError(f"cannot listen on {address}: {error.strerror}: set MASTER_ADDR to another name") from None
         raise InputError(
-            f"rank 0 runs on {here}, not on {address}, the first host of Slurm's list: set MASTER_ADDR to {here}"
+            f"rank 0 runs on {here}, not on {address}, the first host of {variable}: set MASTER_ADDR to {here}"
         ) from None
 
 

@@ -51,10 +51,18 @@ def test_slurm_s_first_host_is_rank_0_s() -> None:
         meeting_place(rank(3, on_host=2), {})
 
 
+@pytest.mark.parametrize("listed", ["n[1-", "n]1", "n[a],m", "n[]", ",n1"])
+@pytest.mark.parametrize("variable", ["SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"])
+def test_a_damaged_list_of_slurm_is_named_with_its_variable(variable: str, listed: str) -> None:
+    env = {**SPREAD, "SLURM_STEP_ID": "0", variable: listed}
+    with pytest.raises(InputError, match=rf"^{variable}='.* does not begin with a host: set MASTER_ADDR to the name"):
+        meeting_place(rank(3, on_host=2), env)
+
+
 def test_rank_0_refuses_where_the_ranks_cannot_meet() -> None:
     with pytest.raises(InputError, match=rf"rank 0 runs on {socket.gethostname()}, not on 192.0.2.9"):
         meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "192.0.2.9"})
-    with pytest.raises(InputError, match=r"nowhere\.invalid, the first host of Slurm's list, has no address on"):
+    with pytest.raises(InputError, match=r"nowhere\.invalid, the first host of SLURM_JOB_NODELIST, has no address"):
         meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "nowhere.invalid"})
     job = {"PMIX_NAMESPACE": "taken"}
     _, port = meeting_place(rank(1), job)
