@@ -26,6 +26,7 @@ QUIET = {"PYTHONWARNINGS": "ignore"}
 LIMIT_S = 240.0
 GOOD = [
     "a_group_is_made_while_a_collective_is_in_flight",
+    "groups_of_gloo_go_on_beside",
     "inference_tensors_are_communicated",
     "a_wait_times_out_once",
     "data_loaders_fork",
@@ -132,6 +133,7 @@ def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
         second = stack.enter_context(started(STRANGER, "gloo", "again", PORT=str(free_port()), **QUIET))
         # mp.spawn's ranks know RANK and WORLD_SIZE only.
         spawned = stack.enter_context(command(*spawn, PORT=str(free_port()), **QUIET))
+        gloo = stack.enter_context(command(*spawn[:-1], "beside", PORT=str(free_port()), **QUIET))
         while not all(lines_of(printed(rank)[0]) for rank in suspended):
             assert all(rank.poll() is None for rank in suspended), [printed(rank)[1] for rank in suspended]
             time.sleep(0.1)
@@ -144,6 +146,7 @@ def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
         assert [passed(rank) for rank in late] == [["late"]] * 2
         assert [passed(rank) for rank in second] == [["again"]] * 2
         assert passed(spawned) == ["gil"] * 2
+        assert passed(gloo) == ["beside"] * 2
         for rank in suspended:
             end = ended(rank, LIMIT_S)
             assert end.status == 0 and lines_of(end.out)[-1]["passed"] == "suspended", end.err

@@ -55,6 +55,28 @@ def a_group_is_made_while_a_collective_is_in_flight() -> None:
     expect(values.min() == values.max() == dist.get_world_size(), "sum")
 
 
+def groups_of_gloo_go_on_beside() -> None:
+    """Both are in flight at once, of all ranks and of some; objects and monitored barriers are gloo's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everybody, some = dist.new_group(backend="gloo"), dist.new_group([0, 1], backend="gloo")
+    for _ in range(20):
+        values = [torch.ones(1000) for _ in range(3)]
+        works = [dist.all_reduce(each, async_op=True) for each in values[:2]]
+        works.insert(1, dist.all_reduce(values[2], group=everybody, async_op=True))
+        if rank < 2:
+            dist.all_reduce(pair := torch.ones(3), group=some)
+            expect(bool((pair == 2).all()), f"of some: {pair}")
+        for work in reversed(works):
+            work.wait()
+        expect(all(bool((each == world).all()) for each in values), f"of all: {values}")
+    ranks = [None] * world
+    dist.all_gather_object(ranks, rank, group=everybody)
+    expect(ranks == [*range(world)], f"objects: {ranks}")
+    dist.monitored_barrier(group=everybody)
+    for group in (everybody, some) if rank < 2 else (everybody,):
+        dist.destroy_process_group(group)
+
+
 def inference_tensors_are_communicated() -> None:
     world = dist.get_world_size()
     with torch.inference_mode():
@@ -210,6 +232,7 @@ def good() -> None:
     """What has to work, in one group."""
     for act in (
         a_group_is_made_while_a_collective_is_in_flight,
+        groups_of_gloo_go_on_beside,
         inference_tensors_are_communicated,
         a_wait_times_out_once,
         data_loaders_fork,
@@ -224,6 +247,12 @@ def good() -> None:
         act()
         dist.barrier()
         say(passed=act.__name__)
+
+
+def beside() -> None:
+    """For ranks that mp.spawn starts."""
+    groups_of_gloo_go_on_beside()
+    say(passed="beside")
 
 
 def late() -> None:
@@ -445,6 +474,7 @@ def resident_mib() -> float:
 TASKS = {
     task.__name__: task
     for task in (
+        beside,
         good,
         late,
         store_gone,
