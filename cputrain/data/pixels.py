@@ -209,9 +209,26 @@ DAMAGE = (
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 
+# Formats that Pillow does not read, by a file's first bytes; phones and downloads give them names in .jpg, too.
+NOT_READ = {
+    "HEIC": rb"....ftyp(hei|hev|mif1|msf1)",
+    "JPEG XL": rb"\xff\x0a|....JXL ",
+    "SVG": rb"\s*(<\?xml.*)?<svg",
+    "DICOM": rb".{128}DICM",
+    "PDF": rb"%PDF",
+}
+MOST_START = 1024  # bytes
+
+
 def cause_of(data: bytes, error: Exception) -> str:
     """Why the image in these bytes cannot be decoded, which the decoder said by this error."""
-    return stand_in(data) or (MEMORY.sub("", str(error)) if data else "it is empty")
+    if not data:
+        return "it is empty"
+    start = data[:MOST_START]
+    form = next((name for name, pattern in NOT_READ.items() if re.match(pattern, start, re.DOTALL)), None)
+    if form:
+        return f"it is {form} by its bytes, which is not read: convert it to JPEG or PNG"
+    return stand_in(data) or MEMORY.sub("", str(error))
 
 
 def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]:

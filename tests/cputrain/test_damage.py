@@ -55,6 +55,14 @@ def test_a_share_allows_one_image_unless_it_is_0() -> None:
         ),
         (b"\n<!DOCTYPE html>\n<html>", "a web page, .*: download it again"),
         (b"no image", "cannot identify image file"),
+        (
+            b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+            "it is HEIC by its bytes, which is not read: convert it to JPEG or PNG",
+        ),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "it is JPEG XL by its bytes"),
+        (b"\xff\x0a\x7f", "it is JPEG XL by its bytes"),
+        (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "it is SVG by its bytes"),
+        (bytes(128) + b"DICM", "it is DICOM by its bytes"),
     ],
 )
 def test_what_stands_in_the_place_of_an_image_is_said(data: bytes, told: str) -> None:

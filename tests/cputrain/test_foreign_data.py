@@ -374,6 +374,16 @@ def test_a_column_of_paths_is_read_from_beside_the_table(tmp_path: Path) -> None
         survey(str(tmp_path))
 
 
+def test_a_table_in_a_split_s_folder_has_the_paths_of_images_in_it(tmp_path: Path) -> None:
+    """metadata.parquet of an imagefolder on the Hugging Face Hub: file_name is relative to it."""
+    for split, first in (("train", 0), ("test", 4)):
+        write_files(tmp_path, {f"{split}/{i}.png": png(first + i) for i in range(4)})
+        rows = table(file_name=[f"{i}.png" for i in range(4)], label=["a", "b", "a", "b"])
+        parquet.write_table(rows, tmp_path / split / "metadata.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert counts(tmp_path) == (4, 4) and dataset.train.read(2) == png(2) and dataset.val.read(2) == png(6)
+
+
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
     labels = pyarrow.array([0, None, 1, -1, 0, None], pyarrow.int64())
     rows = table(image=[png(i) for i in range(6)], label=labels)

@@ -265,6 +265,40 @@ def test_a_gradient_of_another_type_is_taken_in_the_weight_s(
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(("kind", "options"), EACH, ids=str)
+def test_gradients_and_weights_that_share_memory_or_have_gaps_are_taken_by_their_values(
+    kind: type[Optimizer], options: dict[str, Any]
+) -> None:
+    """A sum's gradient is one number expanded; a parameter may be every other column of a tensor."""
+    found = []
+    for expanded, gaps in ((False, False), (True, False), (True, True)):
+        p = nn.Parameter(torch.ones(4, 6)[:, ::2] if gaps else torch.ones(4, 3))
+        optimizer = kind([p], lr=0.5, **options)
+        for _ in range(3):
+            p.grad = torch.ones(()).expand(4, 3) if expanded else torch.ones(4, 3)
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert bool((found[0] < 1).all())
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb])
+def test_a_scheduler_may_cycle_the_momentum(kind: type[Optimizer]) -> None:
+    """torch's OneCycleLR writes momentum or betas into each group, and the steps are those with these options."""
+    p = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = kind([p], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+    options = {**optimizer.defaults, "adapt": True}
+    step, state = (lars, {}) if kind is Lars else (lamb, {})
+    for n in range(5):
+        p.grad = torch.tensor([0.5, -1.0]) * (n + 1)
+        group = {name: optimizer.param_groups[0][name] for name in ("lr", *({"momentum", "betas"} & options.keys()))}
+        expected = step({**options, **group}, state, p.detach().double().clone(), p.grad.double())
+        optimizer.step()
+        scheduler.step()
+        assert torch.allclose(p.detach().double(), expected, rtol=1e-5), n
+
+
 @pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
 def test_a_closure_gives_the_gradients_and_its_loss_and_empty_tensors_change_nothing(kind: type[Optimizer]) -> None:
     p, q, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))

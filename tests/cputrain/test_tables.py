@@ -205,7 +205,7 @@ def test_parts_of_several_folders_and_configurations_are_no_copies(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"), [("/9j/4AAQSkZJRgABAQ", "a text in base64"), ("https://a.org/0.jpg", "a URL")]
+    ("text", "cause"), [("/9j/4AAQSkZJRgABAQ", "a text in base64"), ("https://a.org/0.jpg", "an address on the web")]
 )
 def test_texts_that_are_no_paths_of_images_are_named(tmp_path: Path, text: str, cause: str) -> None:
     parquet.write_table(pyarrow.table({"image": [text] * 6, "label": [0, 1] * 3}), tmp_path / "train.parquet")

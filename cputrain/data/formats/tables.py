@@ -173,7 +173,7 @@ class TableImages(LabeledImages, PiecewiseImages):
                 raise data
             return bytes(data)
         group, row = self._place(i)
-        return self._bytes_of(self._images_of(group)[row])
+        return self._bytes_of(self._images_of(group)[row], self._groups[group].path.parent)
 
     def read_pieces(self, first: int, last: int) -> Any:
         """The images [first, last), or the error of each that cannot be read, for `read`."""
@@ -212,7 +212,7 @@ class TableImages(LabeledImages, PiecewiseImages):
             self._loaded.move_to_end(number)
             return self._loaded[number]
 
-    def _bytes_of(self, cell: Any) -> bytes:
+    def _bytes_of(self, cell: Any, beside: Path) -> bytes:
         value = cell.as_py()
         if isinstance(value, str):
             value = {"path": value}
@@ -220,10 +220,9 @@ class TableImages(LabeledImages, PiecewiseImages):
         if data is None and path and URL.match(path):
             raise OSError("the image is an address on the web: download the images, and write their files' paths")
         if data is None and path:
-            if path.startswith(IN_BASE64) or "://" in path:
-                kind = "a text in base64" if path.startswith(IN_BASE64) else "a URL"
-                raise OSError(f"the image is {kind}, {path[:30]!r}, not its bytes or the path of a file")
-            file = (self._folder / path).resolve()
+            if path.startswith(IN_BASE64):
+                raise OSError(f"the image is a text in base64, {path[:30]!r}, not its bytes or the path of a file")
+            file = (beside / path if (beside / path).exists() else self._folder / path).resolve()
             if not file.is_relative_to(self._folder.resolve()):
                 raise OSError(f"the image is a file outside {self._folder}: {path}")
             return bytes(file.read_bytes())
