@@ -342,6 +342,8 @@ def _write_split(
         written += len(shards[-1]["records"])
     records = [tuple(record) for shard in shards for record in shard["records"]]
     if not records:
+        for receipt in receipts:
+            receipt.unlink()  # once the images are repaired, they are read again
         raise InputError(f"{split.name}: not one image can be read: {shards[0]['damaged'][0]}")
     index = np.array(records, dtype=RECORD)
     write_with(index_path(folder, split.name), lambda file: np.save(file, index))

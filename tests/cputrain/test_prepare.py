@@ -250,6 +250,21 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     assert here("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
 
 
+def test_images_that_are_repaired_after_a_refusal_are_read_again(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", classes=2, train=3, val=2)
+    whole = {path: path.read_bytes() for path in folder.rglob("val/*/*.jpg")}
+    for path in whole:
+        path.write_bytes(b"no image")
+    command = ("prepare", "imagefolder", "images", "out")
+    refused = here(*command, cwd=tmp_path)
+    assert refused.returncode == 2 and "val: not one image can be read" in refused.stderr
+    for path, data in whole.items():
+        path.write_bytes(data)
+    again = here(*command, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert survey(str(tmp_path / "out")).val == 4
+
+
 def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
