@@ -204,13 +204,11 @@ def test_parts_of_several_folders_and_configurations_are_no_copies(tmp_path: Pat
     assert survey(str(tmp_path)).train == 24
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"), [("/9j/4AAQSkZJRgABAQ", "a text in base64"), ("https://a.org/0.jpg", "an address on the web")]
-)
-def test_texts_that_are_no_paths_of_images_are_named(tmp_path: Path, text: str, cause: str) -> None:
+def test_images_in_base64_are_named(tmp_path: Path) -> None:
+    text = "/9j/4AAQSkZJRgABAQ"
     parquet.write_table(pyarrow.table({"image": [text] * 6, "label": [0, 1] * 3}), tmp_path / "train.parquet")
     dataset = open_dataset(str(tmp_path))
-    with pytest.raises(OSError, match=f"the image is {cause}, '{text[:12]}"):
+    with pytest.raises(OSError, match=f"the image is a text in base64, '{text}"):
         dataset.train.read(0)
 
 
