@@ -42,6 +42,7 @@ from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
 from tests.support.ccl_jobs import ROOT
 from tests.support.commands import cputrain
+from tests.support.trainings import LENET
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
 LIBFABRIC = Transport(name="ofi", why="a test")
@@ -377,7 +378,7 @@ def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path
     from tests.support.images import write_images
 
     write_images(tmp_path / "images", train=9, val=3)
-    small = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=2", "max_steps=2", "epochs=1")
+    small = ("data.path=images", *LENET, "batch.local=2", "max_steps=2", "epochs=1")
     broken = {"CCL_ROOT": str(tmp_path)}
     one_ccl(tmp_path, "2021.20", library=False)
     arguments = ("train", "imagefolder", *small, "schedule.warmup_epochs=0", "plan.ppn=1")
