@@ -50,13 +50,21 @@ def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess
 
 
 def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts no ranks in this process, which takes milliseconds where `cputrain` takes a second."""
+    """Run a command that starts no ranks in this process, which takes milliseconds where `cputrain` takes a second.
+
+    Fails where the command would start again, bound, in place of this process, as `predict` does.
+    """
     from cputrain.cli import _run
+
+    def restarts(*_: object) -> None:
+        pytest.fail(f"{arguments[0]} takes the place of this process: run it by `cputrain`")
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True)
     with pytest.MonkeyPatch.context() as patch, chdir(cwd or "."), redirect_stdout(out):
         for name, value in env.items():
             patch.setenv(name, value)
+        for name in ("execv", "execve"):
+            patch.setattr(os, name, restarts)
         with redirect_stderr(io.StringIO()) as err:
             status = _run([*arguments])
     return subprocess.CompletedProcess(
