@@ -145,7 +145,7 @@ def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pyt
 def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowed(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=7)
     spoil(image_files([folder]))
-    result = cputrain(*TRAIN, "data.max_damaged=1", cwd=tmp_path)
+    result = cputrain(*TRAIN, "plan.ppn=1", "data.max_damaged=1", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert "train split: 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
@@ -208,7 +208,7 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
 def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=30)
     spoil(untried(folder / "val", 3))
-    result = cputrain(*TRAIN, cwd=tmp_path)
+    result = cputrain(*TRAIN, "plan.ppn=1", cwd=tmp_path)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "val split: 3 damaged images among 90 of 90: cannot identify image file (3, first " in result.stderr
     assert "Traceback" not in result.stderr and len(checkpoints(tmp_path / "run")) == 1, "its last step is saved"
