@@ -4,16 +4,16 @@ those by which a rank knows its job and the job's earlier attempts."""
 import re
 from collections.abc import Mapping
 
-from cputrain.affinity.ranks import launcher_variables
+from cputrain.affinity.ranks import rank
 
 PREFIXES = (
     *("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "ATEN_", "MALLOC_", "TCMALLOC_", "GLIBC_TUNABLES"),
     *("UCX_", "PSM2_", "PSM3_", "FI_", "CCL_", "GLOO_", "AFFINITY_", "CPUTRAIN_"),
-    *launcher_variables.PREFIXES,
+    *rank.PREFIXES,
 )
 NAMES = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CXX", "TERM", "NO_COLOR"),
-    *("MASTER_ADDR", "MASTER_PORT", *launcher_variables.ENV.rank_names),
+    *("MASTER_ADDR", "MASTER_PORT", *rank.ENV.rank_names),
 )
 COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|JWT|PRIVATE|AUTH|(^|_)(API)?KEY(S|_|$)")

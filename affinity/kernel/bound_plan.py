@@ -33,8 +33,7 @@ from cputrain.affinity.planner.plan_file import (
     worker_of,
 )
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES
-from cputrain.affinity.ranks.rank import Rank, with_rank
+from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, Rank, with_rank
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import this_machine

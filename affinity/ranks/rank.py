@@ -1,5 +1,7 @@
 """Any launcher's environment -> rank, local rank, world size, and where the ranks meet (torch.distributed's env://).
 
+`LAUNCHER_VARIABLES` has what each launcher and scheduler sets: a rank's numbers, a job's id, all its other variables.
+
 Pods of an Indexed Job of Kubernetes are numbered by it; `cputrain job kubernetes` names how many there are.
 """
 
@@ -15,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.process_stat import read_stat
-from cputrain.affinity.ranks.launcher_variables import ENV, HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS, SLURM, START_IDS
+from cputrain.affinity.filesystem import read_stat
 from cputrain.affinity.wording import counted
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -61,6 +62,89 @@ def _address(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherVariables:
+    """What launchers of one kind, or a scheduler, leave in the environment of a rank."""
+
+    convention: str
+    """The name of the kind, as `Rank.convention` has it."""
+    rank_names: tuple[str, ...] = ()
+    """Rank, world size, local rank, local world size; () where it starts no ranks."""
+    names_suffice: bool = True
+    """Whether `rank_names` alone tell a rank; False: a function of its own does, or there are none."""
+    for_scripts: bool = False
+    """Whether the ranks of all launchers get `rank_names` too, for scripts that read them."""
+    prefixes: tuple[str, ...] = ()
+    """Beginnings of the names of all its variables beside `rank_names`."""
+    start_id: tuple[str, ...] = ()
+    """Variables that are equal for all ranks of one start and together differ between starts."""
+    job_variable: str | None = None
+    """The id of a scheduler's job."""
+    pmi_of: tuple[str, str] | None = None
+    """A variable that only this launcher sets, and its name in messages, where oneCCL cannot use MPI with its PMI."""
+
+
+ENV = LauncherVariables(
+    convention="env",  # torch.distributed's env://, which torchrun and cputrain launch set
+    rank_names=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    prefixes=("TORCHELASTIC_",),
+)
+OPEN_MPI = LauncherVariables(
+    convention="openmpi",
+    rank_names=(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    for_scripts=True,
+    prefixes=("OMPI_", "PRTE_", "PMIX_"),
+    start_id=("PMIX_NAMESPACE",),
+    pmi_of=("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun"),
+)
+MVAPICH = LauncherVariables(
+    convention="mvapich",
+    rank_names=(
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    prefixes=("MV2_",),
+)
+HYDRA = LauncherVariables(
+    convention="intelmpi",  # and MPICH
+    rank_names=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    for_scripts=True,
+    prefixes=("PMI_", "MPI_", "I_MPI_", "HYDRA_", "HYDI_"),
+    start_id=("I_MPI_HYDRA_UUID",),
+)
+PALS = LauncherVariables(
+    convention="pals",
+    rank_names=("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    prefixes=("PALS_",),
+    start_id=("PALS_APID",),
+)
+SLURM = LauncherVariables(
+    convention="srun",
+    rank_names=("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    names_suffice=False,
+    for_scripts=True,
+    prefixes=("SLURM_",),
+    start_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    job_variable="SLURM_JOB_ID",
+)
+PBS = LauncherVariables(convention="pbs", names_suffice=False, prefixes=("PBS_",), job_variable="PBS_JOBID")
+
+# Most specific first: srun's variables are also there when another launcher runs inside a Slurm job, and PMI's under
+# several of them.
+LAUNCHER_VARIABLES = (ENV, OPEN_MPI, MVAPICH, HYDRA, PALS, SLURM, PBS)
+# As above, but Intel MPI's mpirun may be started in a task that srun's PMIx has given its own namespace.
+START_IDS = tuple(each.start_id for each in (HYDRA, OPEN_MPI, SLURM, PALS))
+PREFIXES = tuple(prefix for each in LAUNCHER_VARIABLES for prefix in each.prefixes)
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to PMI's server
 
 
 LOOPBACK = "127.0.0.1"

@@ -1,6 +1,3 @@
-from .archive import save_machine as save_machine
-from .archive import tree_root as tree_root
-from .archive import unpacked as unpacked
 from .catalog import MACHINES as MACHINES
 from .catalog import catalog_machines as catalog_machines
 from .catalog import described_machines as described_machines
@@ -9,6 +6,9 @@ from .catalog import find_machine as find_machine
 from .catalog import machine_names as machine_names
 from .catalog import named_machine as named_machine
 from .catalog import processor_facts as processor_facts
+from .catalog import save_machine as save_machine
+from .catalog import tree_root as tree_root
+from .catalog import unpacked as unpacked
 from .hwloc import read_lstopo as read_lstopo
 from .hwloc import read_synthetic as read_synthetic
 from .kernel_files import Limits as Limits

@@ -20,7 +20,6 @@ from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import read_plan
 from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
 from cputrain.affinity.terminal import align_columns, shows_color
-from cputrain.affinity.topology.archive import save_machine
 from cputrain.affinity.topology.catalog import (
     catalog_machines,
     described_machines,
@@ -28,6 +27,7 @@ from cputrain.affinity.topology.catalog import (
     find_machine,
     machine_names,
     named_machine,
+    save_machine,
 )
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.views import plan_differences

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from cputrain.affinity.process_stat import PROC, read_stat
+from cputrain.affinity.filesystem import PROC, read_stat
 from cputrain.affinity.wording import first_named
 from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S

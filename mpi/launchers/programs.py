@@ -12,10 +12,19 @@ from pathlib import Path
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import request_to_json
-from cputrain.affinity.ranks import launcher_variables
 from cputrain.affinity.ranks.host_names import LOCALHOST, network_name, share_first_label
-from cputrain.affinity.ranks.launcher_variables import LauncherVariables
-from cputrain.affinity.ranks.rank import LOOPBACK, MASTER_PORT, Pods, Rank, rendezvous
+from cputrain.affinity.ranks.rank import (
+    ENV,
+    HYDRA,
+    LOOPBACK,
+    MASTER_PORT,
+    SLURM,
+    LauncherVariables,
+    Pods,
+    Rank,
+    rendezvous,
+)
+from cputrain.affinity.ranks.rank import OPEN_MPI as OPEN_MPI_VARIABLES
 from cputrain.affinity.start import own_program
 from cputrain.affinity.topology.machine import format_list, format_mask
 from cputrain.mpi.hosts.groups import HostGroup
@@ -291,7 +300,7 @@ INTEL_MPI = Launcher(
     environment=_environment,
     schedulers=("pbs",),
     rank_counts=_intelmpi_rank_counts,
-    own_variables=launcher_variables.HYDRA,
+    own_variables=HYDRA,
     hosts=HostOptions(
         file_format="hydra",
         from_file=lambda path: ("-machinefile", str(path)),
@@ -354,7 +363,7 @@ OPEN_MPI = Launcher(
     schedulers=("pbs",),
     slots_of_scheduler=True,
     rank_counts=_openmpi_rank_counts,
-    own_variables=launcher_variables.OPEN_MPI,
+    own_variables=OPEN_MPI_VARIABLES,
     hosts=hosts_with_ranks("openmpi", "--hostfile", "--host"),
     unbound=("--map-by", "slot", "--bind-to", "none"),
     bound=_openmpi_bound,
@@ -379,7 +388,7 @@ MPICH = Launcher(
     newest=(5, 0),
     schedulers=("pbs",),
     rank_counts=lambda job, _installed: ("-n", str(job.world_size)),
-    own_variables=launcher_variables.HYDRA,
+    own_variables=HYDRA,
     hosts=hosts_with_ranks("hydra", "-f", "-hosts"),
     unbound=("-bind-to", "none"),
     bound=_mpich_bound,
@@ -414,10 +423,10 @@ SRUN = Launcher(
     title="srun",
     programs=("srun",),
     package="slurm-client (Debian), Slurm",
-    job_variable=launcher_variables.SLURM.job_variable,
+    job_variable=SLURM.job_variable,
     schedulers=("slurm",),
     rank_counts=_srun_rank_counts,
-    own_variables=launcher_variables.SLURM,
+    own_variables=SLURM,
     hosts=HostOptions(
         file_format="plain",
         slots=False,
@@ -448,7 +457,7 @@ TORCHRUN = Launcher(
     programs=("torchrun",),
     package="torch",
     rank_counts=_torchrun_rank_counts,
-    own_variables=launcher_variables.ENV,
+    own_variables=ENV,
     equal_hosts=True,
     reaches_hosts=False,
     variables=lambda job: job.variables,  # it tells its ranks itself where to meet

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cputrain.affinity.process_stat import read_stat
+from cputrain.affinity.filesystem import read_stat
 from cputrain.affinity.ranks.host_names import host_labels, is_loopback
 from cputrain.affinity.ranks.rank import LOOPBACK
 from cputrain.affinity.wording import counted, first_named

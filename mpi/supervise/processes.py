@@ -21,8 +21,7 @@ from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import write_with
-from cputrain.affinity.process_stat import PROC, catches, read_stat
+from cputrain.affinity.filesystem import PROC, catches, read_stat, write_with
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import own_folders, read_limits
 from cputrain.affinity.wording import GIB

@@ -23,7 +23,7 @@ from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.process_stat import outlives
+from cputrain.affinity.filesystem import outlives
 from cputrain.affinity.terminal import SafeOutput, clip, discard, printed_text, safe_output
 from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, Stacks, Standing, tree
 from cputrain.mpi.supervise.processes import (

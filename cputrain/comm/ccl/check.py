@@ -20,8 +20,7 @@ import torch.distributed.nn.functional
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.records import Record
-from cputrain.affinity.ranks.launcher_variables import ENV, PREFIXES
-from cputrain.affinity.ranks.rank import LOOPBACK, Rank, discover, rendezvous, with_rank
+from cputrain.affinity.ranks.rank import ENV, LOOPBACK, PREFIXES, Rank, discover, rendezvous, with_rank
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.affinity.topology.sysfs import this_machine

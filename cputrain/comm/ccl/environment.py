@@ -27,8 +27,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS
-from cputrain.affinity.ranks.rank import LOOPBACK_INTERFACE, Rank, discover, interface_to
+from cputrain.affinity.ranks.rank import (
+    HYDRA,
+    LAUNCHER_VARIABLES,
+    LOOPBACK_INTERFACE,
+    PMI_CONNECTIONS,
+    Rank,
+    discover,
+    interface_to,
+)
 from cputrain.affinity.wording import counted
 from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.measurements import LIBFABRIC, MPI, TITLES, VARIABLE, comparison
