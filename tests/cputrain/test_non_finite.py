@@ -17,7 +17,8 @@ WHERE = "rank 1: loss nan at step 2, first NaN or Inf in the output of relu.1, l
 
 
 def lossy(on_nan: str) -> tuple[str, ...]:
-    return ("imagefolder", *SMALL, f"on_nan={on_nan}", "schedule.peak_rate=0.01", f"output={on_nan}")
+    settings = (f"on_nan={on_nan}", "schedule.peak_rate=0.01", f"output={on_nan}", "comm.backend=gloo")
+    return ("imagefolder", *SMALL, *settings)
 
 
 def warnings(run: Path) -> list[str]:

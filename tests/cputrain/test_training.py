@@ -136,7 +136,7 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> InTurn:
         ("data.path=damaged", "batch.local=9", "output=skipped"),  # so that every image is used
         ("schedule.peak_rate=1e30", "schedule.start_rate=1e30", "output=nan"),
     )
-    return place, trained(place, PPN, *(("imagefolder", *SMALL, *each) for each in settings))
+    return place, trained(place, PPN, *(("imagefolder", *SMALL, "comm.backend=gloo", *each) for each in settings))
 
 
 def test_accumulation_trains_on_the_same_images(in_turn: InTurn) -> None:
