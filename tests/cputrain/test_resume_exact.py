@@ -28,6 +28,7 @@ SMALL = (
 )
 LARS = "optim.name=lars optim.trust_coefficient=0.01 schedule.name=poly schedule.peak_rate=2.0"
 MIXED = "data.augment.mixup=0.3 data.augment.cutmix=1.0 data.augment.randaugment=2"
+SMALL_RESNET = "model.name=resnet18 model.winograd=auto engine=native data.crop=64 data.resize=64"
 GROWING = "phases=[{from_epoch:\u00a01,crop:\u00a040,weight_decay:\u00a00.01}]"
 # Recipe -> the step after whose log the signal comes (1: an epoch's last step follows), and further settings.
 CASES: dict[str, tuple[int, str]] = {
@@ -121,12 +122,12 @@ def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: 
 
 def test_layers_by_winograd_are_those_of_the_first_start(place: Path) -> None:
     """Which are faster is measured once; a checkpoint names them."""
-    whole, first, second = thrice("imagefolder", 2, "model.winograd=auto engine=native data.crop=64 data.resize=64")
+    whole, first, second = thrice("imagefolder", 2, SMALL_RESNET)
     result = trained(place, PPN, whole, first, second)
     assert result.returncode == 0, result.stderr + result.stdout
     check_same(place / "imagefolder/whole", place / "imagefolder/parts")
     layers = read_manifest(newest(place / "imagefolder/parts")).training.winograd
-    network = build_model(ModelSection(name="resnet50"), 3, 64)
+    network = build_model(ModelSection(name="resnet18"), 3, 64)
     assert layers and set(layers) <= {name for name, layer in network.named_modules() if covers(layer)}
     environment = json.loads((place / "imagefolder/whole/environment.json").read_text(encoding="utf-8"))
     assert environment["winograd"] == list(layers)
