@@ -105,11 +105,8 @@ def test_a_timeout_does_not_name_a_rank_that_has_just_joined() -> None:
 
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
     """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
-    with ExitStack() as stack:
-        two = stack.enter_context(started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="2", **QUIET))
-        four = stack.enter_context(started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="4", **QUIET))
-        for rank in (*two, *four):
-            assert passed(rank) == GOOD
+    with started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="4", **QUIET) as ranks:
+        assert [passed(rank) for rank in ranks] == [GOOD] * 2
 
 
 def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
