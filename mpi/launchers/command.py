@@ -50,7 +50,7 @@ def find_launcher(
     """
     path = env.get("PATH")
     if requested == "auto":
-        inside = (one for one in launchers.values() if one.job_variable in env)
+        inside = (one for one in launchers.values() if one.job_variable is not None and one.job_variable in env)
         launcher = next((one for one in inside if shutil.which(one.programs[0], path=path)), None)
     else:
         launcher = launchers[requested]
