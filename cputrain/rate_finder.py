@@ -5,12 +5,15 @@ Lightning have it.
 """
 
 import gc
+import json
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.comm.group import all_reduce_sum, end_group
+from cputrain.files import write_text
 from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9  # of earlier losses in the moving average
 DIVERGED = 4.0  # times the lowest smoothed loss, from which on the test ends (fastai)
+SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 LEAST_FALL = 0.02  # of the first smoothed loss, that is more than noise
 
 
@@ -127,3 +131,28 @@ def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, 
             break
     end_group(session.group)
     return RangeTest(rates=tuple(rates), losses=tuple(losses)), sizes.global_batch
+
+
+def find_rate(
+    context: RankContext, recipe: Recipe, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool
+) -> None:
+    """Be one rank of a range test; rank 0 prints the suggestion, and draws the picture where one is named."""
+    test, batch = range_test(context, recipe, steps=steps, low=low, high=high)
+    if context.rank.rank > 0:
+        return
+    found = suggest(test)
+    if picture is not None:
+        title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
+        write_text(picture, SVG_HEAD + range_test_svg(title, test, found))
+    if as_json:
+        losses, smoothed = ([x if math.isfinite(x) else None for x in each] for each in (test.losses, test.smoothed))
+        points = zip(test.rates, losses, smoothed, strict=True)
+        values = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch, "rate": found.rate}
+        rows = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
+        print(json.dumps({**values, "why": found.why, "steps": rows}, indent=1), flush=True)
+        return
+    suggested = "no rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
+    print(f"{suggested}: {found.why}", flush=True)
+    print(f"{len(test.rates):,} steps with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
+    if picture is not None:
+        print(picture, flush=True)

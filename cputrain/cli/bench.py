@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,17 +14,25 @@ import click
 from tqdm import tqdm
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted, first_named
 from cputrain.bench.figures import Report
 from cputrain.cli.options import settings_argument
-from cputrain.cli.output import FiniteRange, format_option, print_json, shows_bars
+from cputrain.cli.output import (
+    amount_option,
+    format_option,
+    formats_option,
+    number_option,
+    parse_clock,
+    path_option,
+    print_json,
+    shows_bars,
+)
 from cputrain.cli.words import WholeSummaries, complete_recipe
 from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
-from cputrain.sweep.trainings import parse_clock
-from cputrain.tune import AXES, Values
+from cputrain.tune import AXES, KEYS, Candidates
 
 F = TypeVar("F", bound=Callable[..., Any])
 QUICK_REPEATS, REPEATS = 2, 7
@@ -43,32 +52,21 @@ def bench_command() -> None:
 def _output_options(function: F) -> F:
     """Add --format and --quick."""
     quick = click.option("--quick", is_flag=True, help="tiny sizes, to try the command out; the results are not kept")
-    formats = click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(["text", "json", "svg"]),
-        default="text",
-        show_default=True,
-        help="svg: a picture of the figures",
-    )
-    return formats(quick(function))
+    return formats_option("json", "svg", help="svg: a picture of the figures")(quick(function))
 
 
 def _repeats_option(function: F) -> F:
     """Add --repeats."""
-    return click.option(
-        "--repeats",
-        type=click.IntRange(1),
-        metavar="N",
-        help=f"measurements of each figure  [default: {REPEATS}, with --quick {QUICK_REPEATS}]",
+    return number_option(
+        "--repeats", help=f"measurements of each figure  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
     )(function)
 
 
 @bench_command.command("model")
 @click.argument("recipe", shell_complete=complete_recipe, default=DEFAULT_RECIPE)
 @settings_argument
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="steps that are counted  [default: 10]")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="write two steps for ui.perfetto.dev")
+@number_option("--steps", help="steps that are counted  [default: 10]")
+@path_option("--trace", metavar="FILE", help="write two steps for ui.perfetto.dev")
 @_output_options
 def model(
     recipe: str, settings: tuple[str, ...], steps: int | None, trace: Path | None, quick: bool, output_format: str
@@ -190,6 +188,15 @@ def _keep(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> Non
         click.echo(f"kept in {path}", err=True)
 
 
+NORMS = (
+    Column("layer", itemgetter("layer")),
+    Column("|w|", itemgetter("weights"), ".4g"),
+    Column("|g|", itemgetter("gradients"), ".4g"),
+    Column("|w| / |g|", itemgetter("ratio"), ".4g"),
+    Column("trust ratio", itemgetter("trust"), ".4g"),
+)
+
+
 def _show_norms(run: Path, step: int | None, output_format: str) -> None:
     if output_format == "svg":
         raise InputError(f"--format svg: norms are a table: cputrain report {run} draws them")
@@ -207,16 +214,7 @@ def _show_norms(run: Path, step: int | None, output_format: str) -> None:
         print_json({key: written[chosen][key] for key in ("step", "rate", "layers")})
         return
     click.echo(f"step {chosen:,}, learning rate {written[chosen]['rate']:g}")
-    click.echo(
-        align_columns(
-            [("layer", "|w|", "|g|", "|w| / |g|", "trust ratio"), *map(_row, written[chosen]["layers"])], numbers=True
-        )
-    )
-
-
-def _row(layer: dict[str, Any]) -> tuple[str, ...]:
-    values = (layer[key] for key in ("weights", "gradients", "ratio", "trust"))
-    return (layer["layer"], *("" if value is None else f"{value:.4g}" for value in values))
+    click.echo(Rows(NORMS, written[chosen]["layers"]).text())
 
 
 BAR = "{desc} |{bar:20}| {n_fmt}/{total_fmt} trials  {remaining} left"
@@ -233,15 +231,13 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
     show_default=True,
     help="what to vary; keys that the recipe sets are kept",
 )
-@click.option(
-    "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="steps of a trial that count"
-)
+@number_option("--steps", default=5, help="steps of a trial that count")
 @click.option("--time", "limit", metavar="HH:MM:SS", help="stop after this time, even without a winner")
-@click.option(
+@amount_option(
     "--resolution",
-    type=FiniteRange(0.1, 50),
+    least=0.1,
+    most=50,
     default=2.0,
-    show_default=True,
     metavar="PERCENT",
     help="a difference in speed that does not matter",
 )
@@ -271,13 +267,15 @@ def tune_command(
     from cputrain import tune
     from cputrain.measurements import keep
 
-    varied = _axes(axes)
+    varied = tuple(axes.split(","))
+    if unknown := [axis for axis in varied if axis not in AXES]:
+        raise InputError(f"--axes {unknown[0]!r} is none of {', '.join(AXES)}: name some of them, separated by commas")
     env = os.environ
     own = plan_training(tune.tuned_recipe(recipe, settings), env)
     choices = tune.choices_here(own, varied, env)
     plans = tune.plans(own, choices, varied, env)
     if dry_run:
-        (_list_as_json if output_format == "json" else _list)(own, plans.tried, plans.refused)
+        _list(own, plans, output_format)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
     how = tune.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
@@ -307,32 +305,20 @@ def tune_command(
         click.echo(f"kept in {keep(record, env)}", err=True)
 
 
-def _axes(text: str) -> tuple[str, ...]:
-    axes = tuple(text.split(","))
-    for axis in axes:
-        if axis not in AXES:
-            raise InputError(f"--axes {axis!r} is none of {', '.join(AXES)}: name some of them, separated by commas")
-    return axes
-
-
-def _list(own: PlannedTraining, candidates: Any, refused: Sequence[tuple[Values, str]]) -> None:
-    data = "generated images" if own.recipe.data.generated else f"the images of {own.recipe.data.path}"
-    click.echo(f"{own.recipe.name}: {counted(len(candidates), 'plan')} to try, with {data}")
-    for candidate in candidates:
+def _list(own: PlannedTraining, plans: Candidates, output_format: str) -> None:
+    """Print what a dry run would try."""
+    recipe = own.recipe
+    if output_format == "json":
+        tried = [{"name": each.name, "settings": {KEYS[a]: value for a, value in each.values}} for each in plans.tried]
+        refused = [{"values": dict(values), "why": why} for values, why in plans.refused]
+        print_json({"recipe": recipe.name, "data": recipe.data.path, "plans": tried, "refused": refused})
+        return
+    data = "generated images" if recipe.data.generated else f"the images of {recipe.data.path}"
+    click.echo(f"{recipe.name}: {counted(len(plans.tried), 'plan')} to try, with {data}")
+    for candidate in plans.tried:
         click.echo(f"  {candidate.name:<32} {' '.join(candidate.settings)}")
-    for values, why in refused:
+    for values, why in plans.refused:
         click.echo(f"  not {', '.join(f'{axis} {value}' for axis, value in values)}: {why}")
-
-
-def _list_as_json(own: PlannedTraining, candidates: Any, refused: Sequence[tuple[Values, str]]) -> None:
-    plans = [{"name": each.name, "settings": dict(map(_pair, each.settings))} for each in candidates]
-    others = [{"values": dict(values), "why": why} for values, why in refused]
-    print_json({"recipe": own.recipe.name, "data": own.recipe.data.path, "plans": plans, "refused": others})
-
-
-def _pair(setting: str) -> tuple[str, str]:
-    key, _, value = setting.partition("=")
-    return key, value
 
 
 @contextmanager

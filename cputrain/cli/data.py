@@ -16,7 +16,7 @@ from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import MIB, counted, either
 from cputrain.cli.options import settings_argument
-from cputrain.cli.output import format_option, print_json, shows_bars
+from cputrain.cli.output import format_option, number_option, path_option, print_json, shows_bars
 from cputrain.cli.words import WholeSummaries
 from cputrain.data.formats.dataset import Dataset, causes
 from cputrain.data.formats.open import open_dataset
@@ -53,34 +53,34 @@ def data_command() -> None:
 def info(folder: Path, output_format: str) -> None:
     """Print classes, images, sizes, unusual images, and how well the classes are mixed."""
     dataset = open_dataset(str(folder))
+    found = _describe(folder, dataset)
     if output_format == "json":
-        print_json(_info_as_json(folder, dataset))
+        print_json(found)
         return
     more = ", ..." if len(dataset.classes) > 5 else ""
     click.echo(f"{len(dataset.classes):,} classes: {printable(', '.join(dataset.classes[:5]))}{more}")
     for note in dataset.notes:
         click.echo(printable(note))
-    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
-    for split, images in dataset.splits.items():
-        labels = images.labels
-        per_class = np.bincount(labels, minlength=len(dataset.classes))
-        size = sum(images.size(i) for i in range(len(images)))
-        counts = f"{per_class.min():,} to {per_class.max():,} per class"
-        click.echo(f"{split}: {len(images):,} images, {size / 1e6:,.1f} MB, {counts}")
-        mean, expected = mean_classes_in_window(labels), expected_classes_in_window(labels)
-        click.echo(f"  different classes among {WINDOW} images in a row: {mean:.1f} (in random order {expected:.1f})")
-        if manifest:
-            entry = manifest["splits"][split]
-            unusual = "".join(f", {name}: {count:,}" for name, count in sorted(entry["unusual"].items()))
-            damaged = counted(len(entry["damaged"]), "damaged image")
-            click.echo(f"  {counted(entry['shards'], 'shard')}, {damaged} not packed{unusual}")
-    if manifest:
-        options = (f"{key}={value}" for key, value in manifest["options"].items() if value is not None)
+    for split, each in found["splits"].items():
+        counts = f"{min(each['images_of_class']):,} to {max(each['images_of_class']):,} per class"
+        click.echo(f"{split}: {each['images']:,} images, {each['bytes'] / 1e6:,.1f} MB, {counts}")
+        click.echo(_mixing(each["classes_in_window"], each["expected_classes_in_window"]))
+        if found["prepared_with"] is not None:
+            unusual = "".join(f", {name}: {count:,}" for name, count in sorted(each["unusual"].items()))
+            damaged = counted(len(each["damaged"]), "damaged image")
+            click.echo(f"  {counted(each['shards'], 'shard')}, {damaged} not packed{unusual}")
+    if found["prepared_with"] is not None:
+        options = (f"{key}={value}" for key, value in found["prepared_with"].items() if value is not None)
         click.echo(printable(f"prepared with {', '.join(options)}"))
 
 
-def _info_as_json(folder: Path, dataset: Dataset) -> dict[str, Any]:
-    """What `info` prints, of every class."""
+def _mixing(mean: float, expected: float) -> str:
+    """A line about how well the classes are mixed."""
+    return f"  different classes among {WINDOW} images in a row: {mean:.1f} (in random order {expected:.1f})"
+
+
+def _describe(folder: Path, dataset: Dataset) -> dict[str, Any]:
+    """What `info` prints as JSON."""
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     splits = {}
     for split, images in dataset.splits.items():
@@ -137,10 +137,9 @@ def _not_prepared(folder: Path) -> str:
 @FOLDER
 @settings_argument
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
-@click.option("--count", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="how many images")
-@click.option(
+@number_option("--count", default=64, help="how many images")
+@path_option(
     "--output",
-    type=click.Path(path_type=Path),
     default=Path("sheet.png"),
     show_default=True,
     help=f"the picture, in the format of its name: {', '.join(FORMATS)}",
@@ -151,14 +150,7 @@ def _not_prepared(folder: Path) -> str:
     metavar="RECIPE",
     help="what a training with this recipe sees: its crops, sizes, mirroring and augmentation; KEY=VALUE sets its keys",
 )
-@click.option(
-    "--epoch",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="epoch whose augmentation is shown, with --as-trained",
-)
+@number_option("--epoch", default=1, help="epoch whose augmentation is shown, with --as-trained")
 @click.option("--overwrite", is_flag=True, help="replace a picture that is there")
 @format_option
 def show(
@@ -240,25 +232,9 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.argument("kind", callback=check_kind)
 @click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="determines the order of the images",
-)
-@click.option(
-    "--shard-mib",
-    type=click.IntRange(1),
-    default=SHARD_BYTES // MIB,
-    show_default=True,
-    metavar="MIB",
-    help="approximate size of a shard",
-)
-@click.option(
-    "--shards", type=click.IntRange(1), metavar="N", help="number of shards of each split, instead of their size"
-)
+@number_option("--seed", least=0, default=1, help="determines the order of the images")
+@number_option("--shard-mib", default=SHARD_BYTES // MIB, metavar="MIB", help="approximate size of a shard")
+@number_option("--shards", help="number of shards of each split, instead of their size")
 @click.option(
     "--val-fraction",
     callback=parse_fraction,
@@ -275,35 +251,16 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.option("--label-column", metavar="NAME", help="column of Parquet files with the labels, if there are several")
 @click.option(
     "--format",
-    "shard_format",
     type=click.Choice(sorted(SHARD_FORMATS)),
     default="tar",
     show_default=True,
     help="tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, with labels from 1",
 )
-@click.option(
-    "--short-side", type=click.IntRange(8), metavar="PIXELS", help="scale larger images down to this short side"
-)
-@click.option(
-    "--quality", type=click.IntRange(1, 95), metavar="1-95", help=f"quality of re-encoded JPEGs  [default: {QUALITY}]"
-)
-@click.option(
-    "--jobs", type=click.IntRange(1), metavar="N", help="threads  [default: the CPUs available to this process]"
-)
+@number_option("--short-side", least=8, metavar="PIXELS", help="scale larger images down to this short side")
+@number_option("--quality", most=95, metavar="1-95", help=f"quality of re-encoded JPEGs  [default: {QUALITY}]")
+@number_option("--jobs", help="threads  [default: the CPUs available to this process]")
 def prepare_command(
-    kind: str,
-    source: Path,
-    out: Path,
-    seed: int,
-    shard_mib: int,
-    shards: int | None,
-    val_fraction: float | None,
-    test_fraction: float | None,
-    label_column: str | None,
-    shard_format: str,
-    short_side: int | None,
-    quality: int | None,
-    jobs: int | None,
+    kind: str, source: Path, out: Path, shard_mib: int, quality: int | None, jobs: int | None, **given: Any
 ) -> None:
     """Pack images into shuffled shards, which cputrain and any webdataset or TFRecord reader can read.
 
@@ -325,27 +282,15 @@ def prepare_command(
     check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
         write_digits(source)
-    reencode = short_side is not None or quality is not None
-    options = Options(
-        kind=kind,
-        source=str(source.absolute()),
-        seed=seed,
-        shard_bytes=shard_mib * MIB,
-        shards=shards,
-        val_fraction=val_fraction,
-        test_fraction=test_fraction,
-        label_column=label_column,
-        short_side=short_side,
-        quality=(quality or QUALITY) if reencode else None,
-        format=shard_format,
-    )
-    dataset = open_source(
-        kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed, label_column=label_column
-    )
+    if given["short_side"] is not None:
+        quality = quality or QUALITY
+    options = Options(kind=kind, source=str(source.absolute()), shard_bytes=shard_mib * MIB, quality=quality, **given)
+    choice = {name: given[name] for name in ("val_fraction", "test_fraction", "seed", "label_column")}
+    dataset = open_source(kind, source, **choice)
     for note in dataset.notes:
         click.echo(printable(note))
     splits = _pack(dataset, out, options, jobs)
-    _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
+    _show(out, dataset.classes if options.format == "tfrecord" else (), splits)
 
 
 def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) -> Splits:
@@ -373,12 +318,8 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
         names = tfrecord_classes
         click.echo(f"{out}: labels 1 ({printable(names[0])}) to {len(names)} ({printable(names[-1])}); 0 is not used")
     for split, entry in splits.items():
-        mixing = entry["mixing"]
         click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
-        click.echo(
-            f"  different classes among 32 images in a row: {mixing['classes_in_32']:.1f} (in random order "
-            f"{mixing['at_random']:.1f})"
-        )
+        click.echo(_mixing(entry["mixing"]["classes_in_32"], entry["mixing"]["at_random"]))
         if entry["unusual"]:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:

@@ -1,7 +1,6 @@
 """`cputrain job`: scripts of Slurm and PBS, manifests of Kubernetes."""
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import either
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
-from cputrain.cli.output import print_file, print_json
+from cputrain.cli.output import number_option, parse_clock, print_file, print_json
 from cputrain.cli.words import WholeSummaries, complete_recipe, complete_recipe_or_setting, complete_setting
 from cputrain.jobs.kubernetes import (
     KINDS,
@@ -51,7 +50,7 @@ from cputrain.launch.local import check_local_batch, request_of
 from cputrain.launch.options import PlanningOptions, request_of_options
 from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
-from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names
+from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe, recipe_names
 from cputrain.recipe.schema import Recipe
 
 ONLY = {
@@ -134,12 +133,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--account", metavar="NAME", help="account that is charged"),
     click.option("--qos", metavar="NAME", help="quality of service"),
     click.option("--constraint", metavar="FEATURES", help="features that the hosts must have"),
-    click.option(
-        "--ncpus",
-        type=click.IntRange(1, 1 << 16),
-        metavar="N",
-        help="without --machine: CPUs per host, as in pbsnodes -a",
-    ),
+    number_option("--ncpus", most=1 << 16, help="without --machine: CPUs per host, as in pbsnodes -a"),
     click.option("--mail", metavar="ADDRESS", help="send mail there when the job ends or fails"),
     click.option(
         "--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns such as %j"
@@ -253,7 +247,10 @@ def print_script(
 ) -> None:
     """Print a scheduler's script, and submit it where that is asked for."""
     _check(options, scheduler, {"ncpus": ncpus, **given})
-    _check_chain(chain, submit=submit)
+    if chain > 1 and not submit:
+        raise InputError(
+            f"--chain {chain} needs --submit, which submits the job {chain} times: add it, or remove --chain"
+        )
     if output_format not in ("text", "json"):
         words, output_format = (*words, "--format", output_format), "text"
     sized = _work(options, words, prepare, array, stage)
@@ -286,13 +283,6 @@ def print_script(
         submitted.append(job_id)
     if output_format == "json":
         print_json({"scheduler": scheduler, "name": job.resources.name, "script": script, "submitted": submitted})
-
-
-def _check_chain(jobs: int, *, submit: bool) -> None:
-    if jobs > 1 and not submit:
-        raise InputError(
-            f"--chain {jobs} needs --submit, which submits the job {jobs} times: add it, or remove --chain"
-        )
 
 
 def _note_missing_folders(files: tuple[str | None, ...], scheduler: str) -> None:
@@ -382,22 +372,15 @@ def _container(
     return Container(image=image, runtime=runtime or "auto", arguments=arguments)
 
 
-TIME = re.compile("([0-9]{1,4}):([0-9]{2}):([0-9]{2})")
-
-
-class Dumper(yaml.SafeDumper):
+class ManifestDumper(Dumper):
     """Writes texts of several lines as they are, after a |, and no aliases."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Write a value out wherever it occurs."""
-        return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-Dumper.add_representer(str, _text)
+ManifestDumper.add_representer(str, _text)
 
 
 KUBERNETES_SECTIONS = {
@@ -416,13 +399,7 @@ KUBERNETES_EXAMPLES = (
 @settings_argument
 @click.option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="what controls the pods")
 @click.option("--image", required=True, metavar="IMAGE", help="container image with python and cputrain")
-@click.option(
-    "--cpus",
-    required=True,
-    type=click.IntRange(1, MOST_CPUS),
-    metavar="N",
-    help="whole CPUs of each pod",
-)
+@number_option("--cpus", most=MOST_CPUS, required=True, help="whole CPUs of each pod")
 @click.option("--memory", required=True, metavar="SIZE", help="memory of each pod, as in 64Gi")
 @click.option(
     "--volume", "volumes", multiple=True, metavar="CLAIM:PATH", help="claim to mount; the first is the working folder"
@@ -430,14 +407,7 @@ KUBERNETES_EXAMPLES = (
 @click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]")
 @click.option("--namespace", metavar="NAME", help="namespace of the job")
 @click.option("--time", metavar="HH:MM:SS", help="time limit of the job")
-@click.option(
-    "--restarts",
-    type=click.IntRange(0, 1000),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="start again after a failure, N times at most",
-)
+@number_option("--restarts", least=0, most=1000, default=3, help="start again after a failure, N times at most")
 @hidden_options("hosts", "hostfile", "machine", "share", "oversubscribe", "cores", "bind")
 @planning_options
 def kubernetes_command(
@@ -445,14 +415,11 @@ def kubernetes_command(
     recipe: str | None,
     settings: tuple[str, ...],
     kind: str,
-    image: str,
     cpus: int,
-    memory: str,
     volumes: tuple[str, ...],
     name: str | None,
-    namespace: str | None,
     time: str | None,
-    restarts: int,
+    **given: Any,
 ) -> None:
     """Print the manifests of a job in --nodes pods that trains RECIPE or runs CMD; kubectl apply -f - takes them.
 
@@ -472,23 +439,22 @@ def kubernetes_command(
         if name is None
         else name,
         kind=kind,
-        image=image,
         pods=len(options.hosts),
         cpus=cpus,
-        memory=memory,
         ppn=_workers(options, training, cpus),
         launch=planning_words(options, training),
-        command=_train(training) if training else in_job(cmd),
+        command=("cputrain", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", f"output={training.folder}")
+        if training
+        else in_job(cmd),
         recipe=dump_recipe(training) if training else None,
         output=str(training.folder) if training else None,
         volumes=tuple((claim, path) for claim, _, path in (text.partition(":") for text in volumes)),
-        restarts=restarts,
-        namespace=namespace,
-        limit_s=None if time is None else _seconds(time),
+        limit_s=None if time is None else parse_clock(time),
         mpi="openmpi" if options.launcher == "auto" else options.launcher,
         token=new_token(),
+        **given,
     )
-    click.echo(yaml.dump_all(manifests(job), Dumper=Dumper, sort_keys=False, width=120), nl=False)
+    click.echo(yaml.dump_all(manifests(job), Dumper=ManifestDumper, sort_keys=False, width=120), nl=False)
 
 
 def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -> None:
@@ -529,16 +495,3 @@ def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> in
     if request.ppn is not None and request.ppn > cpus:
         raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs: a pod has --cpus {cpus}")
     return request.ppn or len(plan_machine(find_machine(f"pack:1 core:{cpus} pu:1"), request).workers)
-
-
-def _train(training: Recipe) -> tuple[str, ...]:
-    file = f"{RECIPE_FOLDER}/{RECIPE_FILE}"
-    return ("cputrain", "train", file, f"output={training.folder}")
-
-
-def _seconds(text: str) -> int:
-    match = TIME.fullmatch(text)
-    if match is None:
-        raise InputError(f"--time {text[:60]!r} is not a time limit: give HH:MM:SS")
-    hours, minutes, seconds = map(int, match.groups())
-    return 3600 * hours + 60 * minutes + seconds

@@ -16,16 +16,16 @@ from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.terminal import redraws
 from cputrain.cli.options import (
     PLANNING,
-    Instances,
     SectionedCommand,
+    WordOrNumber,
     host_groups_option,
     no_verify_option,
     planning_options,
     restarts_option,
 )
-from cputrain.cli.output import print_file
+from cputrain.cli.output import path_option, print_file
 from cputrain.launch.command import Switches, become_rank, make_launch, program, request_of_rank, run_launch
-from cputrain.launch.options import PlanningOptions, allocation_notes, converted_hostfile
+from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 
 # Options about all hosts and ranks, which one rank of another launcher's job cannot decide.
@@ -58,12 +58,7 @@ EXAMPLES = (
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="folder for plan.json and logs/  [default: runs/launch-TIME]",
-)
+@path_option("--output", metavar="DIR", help="folder for plan.json and logs/  [default: runs/launch-TIME]")
 @no_verify_option
 @click.option(
     "--allow-other-layout",
@@ -86,7 +81,7 @@ EXAMPLES = (
 @click.option("--module", "-m", is_flag=True, help="CMD is the name of a Python module, as in python -m")
 @click.option(
     "--instances",
-    type=Instances(),
+    type=WordOrNumber(LATENCY, THROUGHPUT, least=1),
     metavar="N|latency|throughput",
     help="start N independent copies of CMD, which are no ranks; latency: one for every 4 cores, throughput: one "
     "for each NUMA node",

@@ -24,7 +24,7 @@ from cputrain.affinity.planner.request import (
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.cli.output import FiniteRange
 from cputrain.cli.words import complete_machine, complete_setting
-from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, requested_hosts, workers_per_host
+from cputrain.launch.options import PlanningOptions, requested_hosts, workers_per_host
 from cputrain.mpi.fabric import FABRICS
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import LAUNCHERS
@@ -109,20 +109,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
 
 
-class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
-    """Either "auto" or a number that is at least `least`."""
+class WordOrNumber(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
+    """One of some words, or a number that is at least `least`."""
 
-    name = "auto|N"
+    name = "N"
 
-    def __init__(self, least: int) -> None:
-        self.least = least
+    def __init__(self, *words: str, least: int) -> None:
+        self.words, self.least = words, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """The number, or "auto" unchanged."""
-        if value == "auto" or isinstance(value, int):
+        """The number, or a word unchanged."""
+        if value in self.words or isinstance(value, int):
             return value  # type: ignore[no-any-return]
         if not DIGITS.fullmatch(value) or int(value) < self.least:
-            self.fail(f"{value[:30]!r} is neither auto nor a number from {self.least} to 999,999", param, ctx)
+            words = ", ".join(self.words)
+            self.fail(f"{value[:30]!r} is neither {words} nor a number from {self.least} to 999,999", param, ctx)
         return int(value)
 
 
@@ -142,24 +143,10 @@ class CpuList(click.ParamType):  # type: ignore[type-arg]  # generic in the newe
         return numbers or self.fail("give at least one CPU, as in 0-15,32", param, ctx)
 
 
-class Instances(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
-    """A number of copies of a program, or the way to choose it."""
-
-    name = "N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """The number, or LATENCY or THROUGHPUT unchanged."""
-        if isinstance(value, int) or value in (LATENCY, THROUGHPUT):
-            return value  # type: ignore[no-any-return]
-        if not DIGITS.fullmatch(value) or int(value) < 1:
-            self.fail(f"{value[:30]!r} is neither {LATENCY}, {THROUGHPUT} nor a number from 1", param, ctx)
-        return int(value)
-
-
 def _click_option(option: Option) -> Callable[[F], F]:
     kind: dict[str, Any]
     if option.kind == NUMBER:
-        kind = {"type": AutoInt(int(option.least)), "metavar": "auto|N"}
+        kind = {"type": WordOrNumber("auto", least=int(option.least)), "metavar": "auto|N"}
     elif option.kind == COUNT:
         kind = {"type": click.IntRange(int(option.least)), "metavar": "N"}
     elif option.kind == SPEED:
@@ -198,7 +185,7 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="N",
         help="number of hosts, if their names are not known yet",
     ),
-    click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=AutoInt(1), hidden=True),
+    click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=WordOrNumber("auto", least=1), hidden=True),
     *map(_click_option, OPTIONS),
     click.option(
         "--launcher",

@@ -1,8 +1,9 @@
-"""Streams of a command, JSON, numbers and small charts in text."""
+"""Streams of a command, JSON, numbers, durations, small charts in text; options of many commands."""
 
 import json
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import accept_any_text, discard, locale_encoding, redraws, status_of_signal
 
 NAMES = ("stdin", "stdout", "stderr")
@@ -127,6 +129,54 @@ def format_option(command: F) -> F:
     )(command)
 
 
+def formats_option(*formats: str, help: str = "what to print") -> Callable[[F], F]:
+    """Add --format with text and these formats, as `output_format`."""
+    return click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(["text", *formats]),
+        default="text",
+        show_default=True,
+        help=help,
+    )
+
+
+def number_option(
+    *names: str, least: int | None = 1, most: int | None = None, metavar: str = "N", **settings: Any
+) -> Callable[[F], F]:
+    """Add an option that takes a whole number; --help shows its default if it has one."""
+    shown = "default" in settings
+    return click.option(
+        *names, type=click.IntRange(least, most), metavar=metavar, show_default=shown or None, **settings
+    )
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; click's own takes nan and inf too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
+
+def amount_option(
+    *names: str, least: float = 0, most: float | None = None, above: float | None = None, **settings: Any
+) -> Callable[[F], F]:
+    """Add an option that takes a finite number from `least` to `most`, or one that is larger than `above`; --help shows
+    its default if it has one."""
+    kind = FiniteRange(least, most) if above is None else FiniteRange(above, most, min_open=True)
+    shown = "default" in settings
+    return click.option(*names, type=kind, show_default=shown or None, **settings)
+
+
+def path_option(*names: str, dir_okay: bool = True, **settings: Any) -> Callable[[F], F]:
+    """Add an option that takes a path, which does not need to exist."""
+    return click.option(*names, type=click.Path(path_type=Path, dir_okay=dir_okay), **settings)
+
+
 def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
     """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
     above = context.parent.params if context.parent is not None else {}
@@ -178,12 +228,14 @@ def curve(values: Sequence[float], last: str) -> str:
     return "\n".join(lines)
 
 
-class FiniteRange(click.FloatRange):
-    """A number in a range; click's own takes nan and inf too."""
+CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{number} is not a finite number.", param, ctx)
-        return number
+
+def parse_clock(text: str) -> int:
+    """ "1:30:00" or "2-00:00:00" -> seconds. Raises InputError."""
+    found = CLOCK.fullmatch(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise InputError(f"--time {text!r} is not a time limit: give HH:MM:SS or D-HH:MM:SS")
+    return total

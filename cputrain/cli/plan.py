@@ -33,7 +33,7 @@ from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.views import plan_differences
 from cputrain.affinity.wording import GIB, counted
 from cputrain.cli.options import PLANNING, SectionedCommand, host_groups_option, planning_options, settings_argument
-from cputrain.cli.output import format_option, print_file, print_json
+from cputrain.cli.output import format_option, formats_option, path_option, print_file, print_json
 from cputrain.cli.words import (
     WholeSummaries,
     catalog_group,
@@ -79,28 +79,16 @@ EXAMPLES = (
 @click.command("plan", cls=SectionedCommand, sections=SECTIONS, examples=EXAMPLES)
 @click.argument("recipe", shell_complete=complete_recipe, required=False)
 @settings_argument
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", *FORMATS, "command"]),
-    default="text",
-    show_default=True,
-    help="what to print",
-)
+@formats_option(*FORMATS, "command")
 @click.option("--explain", "explained", is_flag=True, help="add the alternative plans, and the rules' assumptions")
 @click.option("--curve", "with_curve", is_flag=True, help="add RECIPE's learning rate as a curve")
-@click.option(
-    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="compare two saved plans instead"
-)
-@click.option(
+@path_option("--diff", nargs=2, metavar="A.json B.json", help="compare two saved plans instead")
+@path_option(
     "--machines",
-    type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="plan every machine described in a folder and print a table; exit status 1: one could not be planned",
 )
-@click.option(
-    "--write", type=click.Path(path_type=Path), metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture"
-)
+@path_option("--write", metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture")
 @host_groups_option
 @planning_options
 def plan_command(

@@ -17,7 +17,7 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
 from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints import is_checkpoint
-from cputrain.cli.output import FiniteRange, format_option
+from cputrain.cli.output import amount_option, format_option, number_option, path_option
 from cputrain.files import RECIPE, REPORT
 from cputrain.launch.local import for_evaluation, request_of
 from cputrain.recipe.schema import PlanSection
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
+@path_option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    dir_okay=False,
     metavar="FILE.html",
     help="the page  [default: RUN/report.html; of several runs comparison.html]",
 )
@@ -87,14 +87,7 @@ def _runs_in(folder: Path) -> tuple[Path, ...]:
 @click.command("watch")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="print the current state and exit")
-@click.option(
-    "--interval",
-    type=FiniteRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="S",
-    help="seconds between updates",
-)
+@amount_option("--interval", least=0.1, default=1.0, metavar="S", help="seconds between updates")
 def watch_command(run: Path, once: bool, interval: float) -> None:
     """Show a run as it goes on: progress, curves, each rank's times as heat, binding, the last warnings.
 
@@ -140,12 +133,10 @@ LONGEST_NAME = 60
 @click.command("predict")
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("paths", metavar="IMAGE...|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--top", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="classes for each image")
+@number_option("--top", default=5, help="classes for each image")
 @click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
 @format_option
-@click.option(
-    "--batch", type=click.IntRange(1), default=BATCH, show_default=True, metavar="N", help="images in one forward pass"
-)
+@number_option("--batch", default=BATCH, help="images in one forward pass")
 def predict_command(
     checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, output_format: str, batch: int
 ) -> None:
@@ -251,10 +242,9 @@ FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
 @click.argument("file", metavar="[FILE]", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--to", "format_name", type=click.Choice(FORMATS), help="the format  [default: by the suffix of FILE]")
 @click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
-@click.option(
+@path_option(
     "--images",
     multiple=True,
-    type=click.Path(path_type=Path),
     metavar="IMAGE|FOLDER",
     help="images to compare logits with  [default: validation images of the recipe's data]",
 )

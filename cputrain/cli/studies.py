@@ -15,7 +15,16 @@ from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, counted
 from cputrain.cli.options import settings_argument
-from cputrain.cli.output import FiniteRange, format_option, only_results_on_stdout, print_json
+from cputrain.cli.output import (
+    amount_option,
+    format_option,
+    formats_option,
+    number_option,
+    only_results_on_stdout,
+    parse_clock,
+    path_option,
+    print_json,
+)
 from cputrain.cli.words import WholeSummaries, complete_machine, complete_recipe, complete_setting
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
@@ -60,7 +69,6 @@ from cputrain.sweep.trainings import (
     RunResult,
     Variant,
     group_by_seed,
-    parse_clock,
     parse_workers,
     train_all,
     variants,
@@ -91,18 +99,13 @@ from cputrain.sweep.trainings import (
     "--time", "limit", metavar="HH:MM:SS", help="time limit of each training with its startup; it saves and stops"
 )
 @click.option("--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead")
-@click.option(
+@amount_option(
     "--memory",
-    type=FiniteRange(min=0, min_open=True),
+    above=0,
     metavar="GIB",
     help="with --find-batch: memory limit for all workers together, below this machine's",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="folder of the trainings and results  [default: runs/NAME-sweep]",
-)
+@path_option("--output", metavar="DIR", help="folder of the trainings and results  [default: runs/NAME-sweep]")
 @click.option("--dry-run", is_flag=True, help="print the list of trainings; train nothing")
 @format_option
 def sweep_command(
@@ -266,20 +269,8 @@ def reproduce_command() -> None:
     show_default=True,
     help="recipe to train: large-batch-mnist or large-batch-photos",
 )
-@click.option(
-    "--seeds",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="random seeds of each training",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="folder of the trainings and results  [default: runs/large-batch-SCALE]",
-)
+@number_option("--seeds", default=3, help="random seeds of each training")
+@path_option("--output", metavar="DIR", help="folder of the trainings and results  [default: runs/large-batch-SCALE]")
 def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path | None) -> int:
     """Compare LARS with momentum from small to large batches, in the same number of epochs.
 
@@ -295,14 +286,7 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
 
 @reproduce_command.command("tables")
 @click.argument("documents", nargs=-1, type=click.Choice(DOCUMENTS), metavar="[DOCUMENT]...")
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", "markdown", "json"]),
-    default="text",
-    show_default=True,
-    help="what to print",
-)
+@formats_option("markdown", "json")
 def tables(documents: tuple[str, ...], output_format: str) -> None:
     """Print the tables of the reference documents beside the sizes that our recipes derive; nothing is trained.
 
@@ -340,9 +324,9 @@ MOST_ROWS = 1000
 )
 @click.option("--nodes", default="1,2,4,...,256", metavar="N,N,...", show_default=True, help="numbers of hosts")
 @click.option("--fabric", type=click.Choice(LINKED), default="opa", show_default=True, help="network between the hosts")
-@click.option(
+@amount_option(
     "--rate",
-    type=FiniteRange(0, min_open=True),
+    above=0,
     metavar="IMG/S",
     help="images/s of one host with this recipe  [default: measured by `bench model`, or published for the processor]",
 )
@@ -353,43 +337,21 @@ MOST_ROWS = 1000
     help="run that gives the processor's speed: a published one by its name, or IMG/S@HOSTSxWORKERSxBATCH with the "
     "workers of a host and a worker's images, as in 6303@64x2x32",
 )
-@click.option(
-    "--bandwidth",
-    type=FiniteRange(0.001),
-    metavar="GBIT/S",
-    help="speed of a host's link  [default: the fabric's]",
-)
-@click.option(
-    "--latency-us",
-    type=FiniteRange(0),
-    metavar="US",
-    help="latency of a message between hosts  [default: the fabric's]",
-)
-@click.option("--local-batch", type=click.IntRange(1), metavar="N", help="images of a worker's step: batch.local")
+@amount_option("--bandwidth", least=0.001, metavar="GBIT/S", help="speed of a host's link  [default: the fabric's]")
+@amount_option("--latency-us", metavar="US", help="latency of a message between hosts  [default: the fabric's]")
+@number_option("--local-batch", help="images of a worker's step: batch.local")
 @click.option("--compression", type=click.Choice(["none", "bf16"]), help="gradients in transit: comm.compression")
-@click.option("--workers", type=click.IntRange(1), metavar="N", help="workers per host: plan.ppn")
-@click.option(
-    "--comm-cores", type=click.IntRange(0), metavar="N", help="cores of a worker for communication: plan.comm_cores"
-)
+@number_option("--workers", help="workers per host: plan.ppn")
+@number_option("--comm-cores", least=0, help="cores of a worker for communication: plan.comm_cores")
 @click.option(
     "--algorithm", type=click.Choice(ALGORITHMS), help="all-reduce  [default: as oneCCL is set for the fabric]"
 )
-@click.option("--watts", type=FiniteRange(0, min_open=True), metavar="W", help="power of a host, for the energy")
+@amount_option("--watts", above=0, metavar="W", help="power of a host, for the energy")
 @click.option("--best", is_flag=True, help="search the plan with the least time to train, for the last number of hosts")
-@click.option(
-    "--batch-limit",
-    type=click.IntRange(1),
-    metavar="N",
-    help="most images of a step that --best may choose  [default: the recipe's]",
-)
+@number_option("--batch-limit", help="most images of a step that --best may choose  [default: the recipe's]")
 @click.option("--explain", "explained", is_flag=True, help="add every assumption with its range and source")
-@click.option(
-    "--format",
-    "output_format",
-    type=click.Choice(["text", "json", "svg", "timeline"]),
-    default="text",
-    show_default=True,
-    help="svg: scaling over hosts; timeline: a step on the last number of hosts, as SVG",
+@formats_option(
+    "json", "svg", "timeline", help="svg: scaling over hosts; timeline: a step on the last number of hosts, as SVG"
 )
 def simulate_command(
     recipe: str,

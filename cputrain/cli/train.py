@@ -1,6 +1,5 @@
 """`cputrain train`, `eval`, `find-lr`, `weights` and `demo`."""
 
-import json
 import math
 import os
 import shlex
@@ -19,7 +18,15 @@ from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, counted, spread
 from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
-from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
+from cputrain.cli.output import (
+    amount_option,
+    format_option,
+    formats_option,
+    number_option,
+    path_option,
+    say,
+    shows_bars,
+)
 from cputrain.cli.recipes import aligned
 from cputrain.cli.words import as_recipe_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
@@ -106,7 +113,9 @@ def train_command(
         if resumption:
             say(resumption)
         if dry_run:
-            _show_plan(planned)
+            if warning := rate_warning(training, global_batch=planned.sizes.global_batch):
+                click.echo(f"warning: {warning}")
+            click.echo("\n" + plan_to_text(planned.plan))
             return 0
         for warning in planned.plan.worded(as_recipe_key).warnings if failure is None else ():
             say(f"warning: {warning}")
@@ -142,28 +151,21 @@ def _show_sizes(planned: PlannedTraining) -> None:
     say(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 
 
-def _show_plan(planned: PlannedTraining) -> None:
-    if warning := rate_warning(planned.recipe, global_batch=planned.sizes.global_batch):
-        click.echo(f"warning: {warning}")
-    click.echo("\n" + plan_to_text(planned.plan))
-
-
 @click.command("eval")
 @click.argument("recipe", shell_complete=complete_recipe, metavar="RECIPE|RUN|CHECKPOINT")
 @settings_argument
-@click.option(
+@path_option(
     "--checkpoint",
     "named",
     multiple=True,
-    type=click.Path(path_type=Path),
     help="a checkpoint, or a folder of them; may be repeated  [default: the best one of RUN]",
 )
 @click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
 @format_option
-@click.option(
+@path_option(
     "--report",
     "page",
-    type=click.Path(path_type=Path, dir_okay=False),
+    dir_okay=False,
     metavar="FILE.html",
     help="also write a page with the accuracy of each class, the confusion matrix and the most wrong images, and "
     "beside it FILE.csv with the prediction for each image",
@@ -210,7 +212,11 @@ def eval_command(
     given = (flag for flag, wanted in flags.items() if wanted)
     pages = ("--report", str(page)) if page else ()
     arguments = (*paths, *pages, *given, "--", recipe, *settings)
-    return _evaluate_here(training, checkpoints, arguments, env, verify=not no_verify)
+    plan = plan_recipe(training, env)
+    from cputrain.training.evaluation import check_checkpoints  # torch: after everything that is refused without it
+
+    check_checkpoints(checkpoints, training, survey_recipe(training))
+    return run_in_scratch(plan, ("eval", *arguments), env, verify=not no_verify)
 
 
 def check_page(page: Path | None, checkpoints: int) -> None:
@@ -221,59 +227,14 @@ def check_page(page: Path | None, checkpoints: int) -> None:
         raise InputError(f"--report is the page of one checkpoint, and {checkpoints} are evaluated: name one")
 
 
-def _evaluate_here(
-    training: Recipe, checkpoints: tuple[Path, ...], arguments: tuple[str, ...], env: Mapping[str, str], *, verify: bool
-) -> int:
-    """Evaluate in the planned workers of this machine; `arguments` are those of each worker's `cputrain eval`."""
-    plan = plan_recipe(training, env)
-    from cputrain.training.evaluation import check_checkpoints  # torch: after everything that is refused without it
-
-    check_checkpoints(checkpoints, training, survey_recipe(training))
-    command = (*own_program("cputrain"), "eval", *arguments)
-    return run_in_scratch(plan, command, "eval", env, verify=verify)
-
-
-SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
-
-
 @click.command("find-lr")
 @click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
-@click.option(
-    "--steps",
-    type=click.IntRange(10, 100_000),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="steps of the test",
-)
-@click.option(
-    "--from",
-    "low",
-    type=FiniteRange(min=0, min_open=True),
-    default=1e-5,
-    show_default=True,
-    metavar="RATE",
-    help="learning rate of the first step",
-)
-@click.option(
-    "--to",
-    "high",
-    type=FiniteRange(min=0, min_open=True),
-    default=10.0,
-    show_default=True,
-    metavar="RATE",
-    help="learning rate of the last step",
-)
-@click.option(
-    "--picture",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg",
-    help="draw the loss over the rate",
-)
-@click.option(
-    "--format", "output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="output format"
-)
+@number_option("--steps", least=10, most=100_000, default=100, help="steps of the test")
+@amount_option("--from", "low", above=0, default=1e-5, metavar="RATE", help="learning rate of the first step")
+@amount_option("--to", "high", above=0, default=10.0, metavar="RATE", help="learning rate of the last step")
+@path_option("--picture", dir_okay=False, metavar="FILE.svg", help="draw the loss over the rate")
+@formats_option("json", help="output format")
 @no_verify_option
 def find_lr_command(
     recipe: str,
@@ -282,7 +243,7 @@ def find_lr_command(
     low: float,
     high: float,
     picture: Path | None,
-    output: str,
+    output_format: str,
     no_verify: bool,
 ) -> int:
     """Suggest schedule.peak_rate for RECIPE by a learning-rate range test (learning rate finder).
@@ -299,57 +260,20 @@ def find_lr_command(
     env = os.environ
     rank = discover(env)
     if rank is not None:
-        how = {"steps": steps, "low": low, "high": high}
-        _be_rank_of_find_lr(training, rank, env, how, check=not no_verify, picture=picture, as_json=output == "json")
+        context = bind_rank(training, rank, env, check=not no_verify, shown=output_format != "json")
+        context.startup.phase("importing PyTorch")
+        from cputrain.rate_finder import find_rate  # torch: after the binding is read back
+
+        ends = {"low": low, "high": high}
+        run_rank(
+            rank, lambda: find_rate(context, training, steps, **ends, picture=picture, as_json=output_format == "json")
+        )
         return 0
-    planned = plan_training(training, env)
-    options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output)
+    options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output_format)
     drawn = () if picture is None else ("--picture", str(picture))
     flags = ("--no-verify",) if no_verify else ()
     arguments = (*options, *drawn, *flags, "--", recipe, *settings)
-    command = (*own_program("cputrain"), "find-lr", *arguments)
-    return run_in_scratch(planned.plan, command, "find-lr", env, verify=not no_verify)
-
-
-def _be_rank_of_find_lr(
-    recipe: Recipe,
-    rank: Rank,
-    env: Mapping[str, str],
-    how: dict[str, float],
-    *,
-    check: bool,
-    picture: Path | None,
-    as_json: bool,
-) -> None:
-    context = bind_rank(recipe, rank, env, check=check, shown=not as_json)
-    context.startup.phase("importing PyTorch")
-    from cputrain.rate_finder import range_test, range_test_svg, suggest  # torch: after the binding is read back
-
-    def work() -> None:
-        test, batch = range_test(context, recipe, steps=int(how["steps"]), low=how["low"], high=how["high"])
-        if rank.rank > 0:
-            return
-        found = suggest(test)
-        if picture is not None:
-            from cputrain.files import write_text
-
-            title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
-            write_text(picture, SVG_HEAD + range_test_svg(title, test, found))
-        if as_json:
-            losses = [loss if math.isfinite(loss) else None for loss in test.losses]
-            smoothed = [loss if math.isfinite(loss) else None for loss in test.smoothed]
-            points = zip(test.rates, losses, smoothed, strict=True)
-            steps = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
-            head = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch}
-            print(json.dumps({**head, "rate": found.rate, "why": found.why, "steps": steps}, indent=1), flush=True)
-            return
-        suggested = "no rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
-        print(f"{suggested}: {found.why}", flush=True)
-        print(f"{len(test.rates):,} steps with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
-        if picture is not None:
-            print(picture, flush=True)
-
-    run_rank(rank, work)
+    return run_in_scratch(plan_training(training, env).plan, ("find-lr", *arguments), env, verify=not no_verify)
 
 
 @click.command("weights")

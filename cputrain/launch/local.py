@@ -126,10 +126,12 @@ def local_job(
     )
 
 
-def run_in_scratch(plan: Plan, command: tuple[str, ...], name: str, env: Mapping[str, str], *, verify: bool) -> int:
-    """Run one command for each planned worker of this host, with plan and logs in a temporary folder of this name; the
-    exit status. Where a rank has failed the folder stays, as its log is there. Raises JobFailedError."""
-    scratch = Path(tempfile.mkdtemp(prefix=f"cputrain-{name}-"))
+def run_in_scratch(plan: Plan, words: tuple[str, ...], env: Mapping[str, str], *, verify: bool) -> int:
+    """Run the command of cputrain that `words` are in each planned worker of this host, with plan and logs in a
+    temporary folder; the exit status. Where a rank has failed the folder stays, as its log is there. Raises
+    JobFailedError."""
+    scratch = Path(tempfile.mkdtemp(prefix=f"cputrain-{words[0]}-"))
+    command = (*own_program("cputrain"), *words)
     status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
     shutil.rmtree(scratch)
     return status

@@ -247,8 +247,8 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes values out as often as they occur: recipes have no aliases."""
+class Dumper(yaml.SafeDumper):
+    """Writes values out as often as they occur, without aliases, which recipes do not have."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -256,7 +256,7 @@ class _Dumper(yaml.SafeDumper):
 
 def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML, which `load_recipe` reads back to the same value."""
-    return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=Dumper, sort_keys=False)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -34,7 +34,6 @@ from .trainings import diverged_from as diverged_from
 from .trainings import group_by_seed as group_by_seed
 from .trainings import loss_curve as loss_curve
 from .trainings import outcome_of as outcome_of
-from .trainings import parse_clock as parse_clock
 from .trainings import parse_workers as parse_workers
 from .trainings import train_all as train_all
 from .trainings import variants as variants

@@ -356,17 +356,6 @@ def has_diverged(result: RunResult) -> bool:
 
 
 AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
-CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
-
-
-def parse_clock(text: str) -> int:
-    """ "1:30:00" or "2-00:00:00" -> seconds. Raises InputError."""
-    found = CLOCK.fullmatch(text)
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if not total:
-        raise InputError(f"--time {text!r} is not a time limit: give HH:MM:SS or D-HH:MM:SS")
-    return total
 
 
 def clock(seconds: float) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
+from cputrain.cli.output import parse_clock
 from cputrain.recipe import SweepSection
 from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
 from cputrain.runs import elapsed
@@ -28,7 +29,6 @@ from cputrain.sweep import (
     loss_curve,
     next_batch,
     outcome_of,
-    parse_clock,
     parse_workers,
     stable_maximum,
     table,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.sweep import clock, parse_clock
+from cputrain.cli.output import parse_clock
+from cputrain.sweep import clock
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
 from tests.support.trainings import RESNET18, SMALL

@@ -28,6 +28,7 @@ from cputrain.affinity.ranks import discover
 from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
+from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
 from cputrain.jobs import parse_array
@@ -38,7 +39,6 @@ from cputrain.recipe import RECIPES, load_recipe, parse_setting
 from cputrain.report import read_usage
 from cputrain.runs import FILE as EVENTS
 from cputrain.runs import finished, read_events, read_log, time_spent
-from cputrain.sweep import parse_clock
 from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine
 
