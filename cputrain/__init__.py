@@ -1,6 +1,6 @@
 """Recipes, training, evaluation, batch jobs and sweeps, and the `cputrain` command, on top of `affinity` and `mpi`.
 
-`from cputrain import train` trains a network of one's own: see cputrain/training/own.py.
+`from cputrain import train` trains a network of one's own: see cputrain/training/entry.py.
 """
 
 # Nothing is imported here: the command is isolated from a user's typing.py or enum.py only once __main__.py runs.
@@ -18,4 +18,4 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module("cputrain.training.own").train
+    return import_module("cputrain.training.entry").train

@@ -24,12 +24,11 @@ from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
-from cputrain.optim import build_optimizer
 from cputrain.recipe.derivation import lr_at
 from cputrain.recipe.loading import load_recipe
-from cputrain.training.engine import optimize_training, prepare_model
-from cputrain.training.session import Session, choose_winograd, endless_batches, start_session, with_measured_engine
-from cputrain.training.step import StepResult, StepSettings, TrainState, make_train_state, train_step
+from cputrain.training.entry import build_state
+from cputrain.training.session import Session, endless_batches, start_session, with_measured_engine
+from cputrain.training.step import StepResult, StepSettings, TrainState, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
@@ -229,7 +228,8 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
 
     session = with_measured_engine(start_session(context, recipe))
-    state, winograd = _state(session)
+    observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
+    state, _ = build_state(session, None, observed)
     recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), endless_batches(session)
     gc.freeze()  # as in a training
     for _ in range(spec.warm_up):
@@ -247,24 +247,13 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
         "images": session.sizes.global_batch,
         "local_batch": max(session.local_batches),
         "bucket_mib": state.bucket_mib,
-        "winograd": winograd,
+        "winograd": state.winograd or {},
         "steps": steps,
         "profiled": profiled,
         "limits": _limits(session, spec),
     }
     end_group(session.group)
     return found
-
-
-def _state(session: Session) -> tuple[TrainState, dict[str, float | None]]:
-    """The training as `cputrain train` begins it; its layers by Winograd's algorithm, and their speedups."""
-    recipe, network = session.recipe, session.task.build()
-    prepare_model(network, session.engine, recipe.precision)
-    winograd = choose_winograd(session, network, session.mean_local_batch)
-    observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
-    optimizer = build_optimizer(network, recipe.optim)
-    network, optimizer = optimize_training(network, optimizer, session.engine)
-    return make_train_state(recipe, network, optimizer, all_reduce=observed), winograd or {}
 
 
 def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
         else:
             _fuse_relus(module, FOLLOWED.get(_torchvision_class(module), ()))
         for name, child in list(module.named_children()):
-            if _torchvision_class(child) in RESIDUAL_BLOCKS and _all_fused(child):
+            norms = [layer for each, layer in child.named_children() if each.startswith("bn")]
+            all_fused = all(isinstance(norm, FusedBatchNorm2d) for norm in norms)
+            if _torchvision_class(child) in RESIDUAL_BLOCKS and all_fused:
                 setattr(module, name, FusedResidualBlock(child))
 
 
@@ -73,11 +75,6 @@ def _torchvision_class(module: nn.Module) -> str:
     return type(module).__name__ if type(module).__module__.startswith("torchvision.models.") else ""
 
 
-def _all_fused(block: nn.Module) -> bool:
-    norms = [child for name, child in block.named_children() if name.startswith("bn")]
-    return all(isinstance(norm, FusedBatchNorm2d) for norm in norms)
-
-
 def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
     """Let batch-norm layers take in the ReLU after them, which then passes its input on."""
     for first, second in pairs:
@@ -109,12 +106,9 @@ class PointwiseConv2d(nn.Conv2d):
 def use_products(network: nn.Module) -> None:
     """Let the 1 x 1 convolutions compute as products; parameters and their names stay."""
     for layer in network.modules():
-        if type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1 and _no_padding(layer):
+        pointwise = type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1
+        if pointwise and layer.padding in ((0, 0), "valid", "same"):
             layer.__class__ = PointwiseConv2d
-
-
-def _no_padding(layer: nn.Conv2d) -> bool:
-    return layer.padding in ((0, 0), "valid", "same")
 
 
 def has_amx() -> bool:

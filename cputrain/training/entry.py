@@ -1,37 +1,56 @@
-"""One rank of a training, from its start to its end."""
+"""One rank of a training, from its start to its end: of a recipe, or of `cputrain.train`, which a user's own script
+calls with its network, loss and samples."""
 
+import faulthandler
 import json
 import os
 import resource
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import default_collate
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.affinity.terminal import redraws
+from cputrain.affinity.kernel.binding import bind_process, bind_thread, observe, verify
+from cputrain.affinity.kernel.bound_plan import (
+    PLAN_VARIABLE,
+    WORKER_VARIABLE,
+    bound_worker,
+    plan_for_rank,
+    plan_in_memory,
+)
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import CODES, redraws
 from cputrain.affinity.wording import counted
 from cputrain.checkpoints import remove_partial
+from cputrain.comm.buckets import AllReduceHook
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
+from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
-from cputrain.launch.rank_process import RankContext, StartOptions
+from cputrain.launch.local import request_of
+from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
 from cputrain.measurements import keep_bf16_gain
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
+from cputrain.mpi.supervise.run import free_port
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
 from cputrain.optim import build_optimizer
-from cputrain.recipe.schema import Recipe
+from cputrain.recipe.loading import load_recipe, recipe_of
+from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
-from cputrain.runs.folder import check_folder, finished, locked, make_folder
+from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
 from cputrain.training.engine import autocast, bf16_speedups, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
@@ -45,8 +64,8 @@ from cputrain.training.log import (
 from cputrain.training.loop import TrainingLoop
 from cputrain.training.saving import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
-from cputrain.training.signals import Preemption, ignore_preemption
-from cputrain.training.step import OwnTask, TrainResult, TrainState, make_train_state, sum_of
+from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
+from cputrain.training.step import Loss, OwnTask, TrainResult, TrainState, make_train_state, sum_of
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -96,8 +115,11 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     return loop
 
 
-def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[str]]:
-    """The network and its optimizer, new or as in a checkpoint; and lines about where the weights are from."""
+def build_state(
+    session: Session, loaded: Loaded | None, all_reduce: AllReduceHook | None = None
+) -> tuple[TrainState, list[str]]:
+    """The network and its optimizer, new or as in a checkpoint; and lines about where the weights are from. Gradients
+    go through `all_reduce` if there is one, else through the recipe's."""
     recipe, notes = session.recipe, []
     network = session.task.build()
     if recipe.model.weights is not None and loaded is None:
@@ -109,16 +131,18 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
             notes.append(f"{path.name} is of images normalized by 0.5, torchvision's transform_input: set {settings}")
     prepare_model(network, session.engine, recipe.precision)
     stored = loaded.manifest.training.winograd if loaded else None
-    chosen = choose_winograd(session, network, session.mean_local_batch, stored)
-    winograd = None if chosen is None else tuple(chosen)
+    winograd = choose_winograd(session, network, session.mean_local_batch, stored)
     if winograd is not None:
         notes.append(f"convolutions by Winograd's algorithm: {counted(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)
+    measured = None
+    if loaded is not None and loaded.same_ranks and recipe.comm.bucket_mib == "auto":
+        measured = loaded.manifest.training.bucket_mib
+    state = make_train_state(recipe, network, optimizer, measured, all_reduce)
+    state.winograd = winograd
     if loaded is None:
-        return replace(make_train_state(recipe, network, optimizer), winograd=winograd), notes
-    measured = loaded.manifest.training.bucket_mib if loaded.same_ranks and recipe.comm.bucket_mib == "auto" else None
-    state = replace(make_train_state(recipe, network, optimizer, measured), winograd=winograd)
+        return state, notes
     if session.rank.world_size > 2:
         _rebuild_buckets(state, session)
     put_back(loaded, state, recipe.optim.name)
@@ -158,7 +182,7 @@ def train_rank(
         if not options.prepared:
             held.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
         held.enter_context(staged(session.data.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
-        result = _train(session, options)
+        result = _run_training(session, options)
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     ignore_preemption()
     end_group(session.group)
@@ -170,7 +194,7 @@ def train_rank(
     return result
 
 
-def _train(session: Session, options: StartOptions) -> TrainResult:
+def _run_training(session: Session, options: StartOptions) -> TrainResult:
     recipe, startup = session.recipe, session.context.startup
     bindings = all_gather(binding_record(session))
     if not session.is_main_rank:
@@ -185,7 +209,7 @@ def _train(session: Session, options: StartOptions) -> TrainResult:
     with open_events(recipe) as events:
         training = start_training(session, events, options)
         if training.state.winograd is not None:
-            environment["winograd"] = training.state.winograd
+            environment["winograd"] = list(training.state.winograd)
             write_text(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1))
         ready = startup.done()
         if not options.quiet:
@@ -278,3 +302,163 @@ def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[Non
         done.set()
         thread.join()
         sampler.close()
+
+
+ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
+OWN_SECTIONS = ("model.", "data.", "loss", "label_smoothing")  # keys that are of no use here, but these:
+USED_KEYS = ("data.last_batch", "data.images_per_epoch")
+
+
+def train(
+    network: nn.Module,
+    loss: Loss,
+    train_data: Any,
+    val_data: Any = (),
+    *,
+    test_data: Any = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    recipe: str | None = None,
+    classes: Sequence[str] | None = None,
+    collate: Collate = default_collate,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a network of your own, with the plan, DDP, optimizers, schedules, checkpoints and report of a recipe.
+
+    The same script works in one process and on many ranks: `cputrain launch -- python mine.py`, torchrun, mpirun, srun.
+    Every rank calls this with the same arguments, from its main thread.
+
+    network: trained in place; called with the inputs of a batch. Rank 0's initial weights count: call
+        torch.manual_seed before you make it, for the same ones in every run.
+    loss: called with the outputs and the targets of N samples; returns their losses, shape (N,), or the mean, ().
+    train_data, val_data, test_data: objects with a length whose items are pairs (input, target), such as map-style
+        torch Datasets, the same on all ranks. Samples are read in a thread, in the order of a permutation by seed and
+        epoch. Let random changes depend on sample and epoch (`set_epoch(epoch)` is called where it exists), or a
+        resumed training sees other ones. Without val_data nothing is evaluated.
+    settings: keys of a recipe, {"epochs": 3, "optim.name": "lars"} or ["epochs=3"]; `output` is the run's folder.
+        Those of model and of images, loss and label_smoothing are your code's and cannot be set.
+    recipe: a recipe's file or shipped name, whose optimizer, schedule and sizes are used beneath the settings.
+    classes: names of the classes where targets are class numbers (N,) int64 and outputs logits (N, len(classes)):
+        top-1 and top-5 are counted then.
+    collate: makes the inputs and targets of a batch from a list of samples; torch's default stacks them.
+    resume: continue from the newest checkpoint of the run in `output`. A rank that torchrun or cputrain launch has
+        restarted does so in any case.
+    overwrite: delete the run in `output` first. quiet: print warnings and the summary only.
+
+    Returns the result, the same on all ranks: `step`, `accuracy.loss`, `accuracy.top1` in percent (None without
+    classes), `test`; `accuracy` is None where a signal has stopped the training.
+    Raises InputError where arguments do not fit, RunError where the training fails. On several ranks the process that
+    fails prints its error and ends, with status 2 or 1, so that the launcher ends the others.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("train is called in a thread, where signals cannot stop it: call it in the main thread")
+    training = _own_recipe(recipe, settings)
+    own = OwnTask(
+        network=network,
+        loss=loss,
+        dataset=_own_dataset(train_data, val_data, test_data, classes, collate),
+        classifies=classes is not None,
+    )
+    env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
+    with handlers_restored(), environment_restored(env):
+        return _train_own(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
+
+
+def _own_dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:
+    return Dataset(
+        classes=tuple(map(str, classes or ())),
+        train=OwnSamples(train, collate, "training"),
+        val=OwnSamples(val, collate, "validation"),
+        test=None if test is None else OwnSamples(test, collate, "test"),
+    )
+
+
+def _train_own(training: Recipe, own: OwnTask, env: MutableMapping[str, str], options: StartOptions) -> TrainResult:
+    """Train as the rank that this process is, or alone."""
+    rank = discover(env)
+    if rank is None:
+        rank = ALONE
+        env["MASTER_PORT"] = str(free_port())
+    if continues_run(training.folder, env, overwrite=options.overwrite):
+        options = replace(options, resume=True, overwrite=False)
+        training = with_same_global_batch(training, rank.world_size)
+    context = _bind(training, rank, env, shown=not options.quiet)
+    found: list[TrainResult] = []
+
+    def work() -> None:
+        result = train_rank(context, training, options, own)
+        assert result is not None, "only a recipe's run is left alone when it is finished"
+        found.append(result)
+
+    if rank.world_size > 1:
+        run_rank(rank, work)
+        return found[0]
+    try:
+        work()
+    finally:
+        if dist.is_initialized():  # where it has failed: a notebook may try again
+            dist.destroy_process_group()
+    return found[0]
+
+
+def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Recipe:
+    """The recipe of the settings; of a `base`, which has a network and images of its own, the rest. Raises InputError
+    for a setting that own code replaces."""
+    if isinstance(settings, Mapping):
+        settings = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if key.startswith(OWN_SECTIONS) and key not in USED_KEYS:
+            raise InputError(f"setting {key}: your own network, loss and data decide it: remove it")
+    settings = (*settings, f"data.path={OWN_SAMPLES}")
+    recipe = load_recipe(base, settings) if base else recipe_of({}, Path("settings"), settings=settings)
+    data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in USED_KEYS}
+    without_images = {"crop": None, "train_crop": None}
+    return recipe.model_copy(
+        update={
+            "model": ModelSection(),
+            "data": DataSection().model_copy(update={"path": OWN_SAMPLES, **data}),
+            "phases": tuple(phase.model_copy(update=without_images) for phase in recipe.phases),
+            "loss": "cross_entropy",
+            "label_smoothing": 0.0,
+        }
+    )
+
+
+def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
+    """This process as a rank that is bound; its threads can be checked where a plan had bound it.
+
+    A process that no plan has bound is bound here, as one of this host's ranks. Its libraries are loaded already: the
+    plan's allocator and the pinning of each thread need `cputrain launch`.
+    """
+    worker = bound_worker(env)
+    check = worker is not None
+    if worker is not None:
+        verify(worker)
+    else:
+        request = replace(request_of(recipe), workload=None, allocator="glibc")
+        plan, index = plan_for_rank(request, rank, (), env)
+        worker = plan.workers[index]
+        bind_process(worker)
+        env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
+    startup = startup_of(rank, env, shown=shown)
+    return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
+
+
+@contextmanager
+def environment_restored(env: MutableMapping[str, str]) -> Iterator[None]:
+    """Afterwards environment and streams are as before, and the process may go on for as long as it
+    likes."""
+    variables = dict(env)
+    streams = [(each, each.errors) for each in (sys.stdout, sys.stderr) if isinstance(each, TextIOWrapper)]
+    for stream, _ in streams:
+        stream.reconfigure(errors=CODES)  # a name that the locale cannot show is no reason to end
+    try:
+        yield
+    finally:
+        for stream, errors in streams:
+            stream.reconfigure(errors=errors)
+        faulthandler.cancel_dump_traceback_later()
+        env.clear()
+        env.update(variables)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
 from cputrain.checkpoints import read_manifest
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
@@ -28,6 +27,7 @@ from cputrain.launch.rank_process import RankContext
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
+from cputrain.rows import Column, Rows
 from cputrain.training.engine import autocast, evaluation_network, prepare_model
 from cputrain.training.log import EvaluationProgress
 from cputrain.training.saving import load_eval_model
@@ -167,7 +167,7 @@ def eval_rank(
     if session.is_main_rank and as_json:
         print(json.dumps(results_as_json(session, results), indent=1), flush=True)
     elif session.is_main_rank and len(results) > 1:
-        print("\n" + align_columns([TABLE_HEAD, *map(table_row, results)]), flush=True)
+        print("\n" + Rows(COLUMNS, results).text(numbers=False), flush=True)
     end_group(session.group)
 
 
@@ -223,13 +223,14 @@ def _write_page(page: Path, one: EvalResult, session: Session) -> Path:
 
 
 MOST_PAIRS = 1000  # of confused classes in the JSON output, the most frequent
-TABLE_HEAD = ("checkpoint", "step", "top-1 %", "top-5 %", "loss", "s")
-
-
-def table_row(one: EvalResult) -> tuple[str, ...]:
-    """A line of the table for several checkpoints."""
-    percents = ("" if value is None else f"{value:.2f}" for value in (one.accuracy.top1, one.accuracy.top5))
-    return (str(one.checkpoint), f"{one.step:,}", *percents, f"{one.accuracy.loss:.4f}", f"{one.seconds:.1f}")
+COLUMNS = (  # of the table for several checkpoints
+    Column("checkpoint", "checkpoint", str),
+    Column("step", "step", ","),
+    Column("top-1 %", "accuracy.top1", ".2f"),
+    Column("top-5 %", "accuracy.top5", ".2f"),
+    Column("loss", "accuracy.loss", ".4f"),
+    Column("s", "seconds", ".1f"),
+)
 
 
 def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> str:

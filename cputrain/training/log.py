@@ -37,7 +37,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "engine": session.engine.name,
         "engine_why": session.engine.why,
         "decoder": session.data.decoder,
-        "allocator": planned_allocator(env),
+        "allocator": read_host_plan(Path(env[PLAN_VARIABLE])).runtime.allocator,
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
@@ -93,11 +93,6 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
     if allocator == "glibc":
         lines.append("faster: tcmalloc, which a plan preloads where it is installed (Debian: libtcmalloc-minimal4)")
     return lines
-
-
-def planned_allocator(env: Mapping[str, str]) -> str:
-    """The memory allocator of the plan that has bound this process."""
-    return read_host_plan(Path(env[PLAN_VARIABLE])).runtime.allocator
 
 
 REDRAW_S = 0.5
@@ -249,12 +244,10 @@ class TrainingLog(Watcher):
             for name, (value, digits) in values.items()
             if value is not None
         ]
-        line = (
-            f"epoch {epoch}/{self.recipe.epochs}  {'  '.join(figures)}"
-            f"  {seconds:.1f} s  ({_speed(self.recipe.data.kind, images / seconds)})"
-        )
         if not self.quiet:
-            self.progress.line(line)
+            kind, done = self.recipe.data.kind, f"epoch {epoch}/{self.recipe.epochs}  {'  '.join(figures)}"
+            unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
+            self.progress.line(f"{done}  {seconds:.1f} s  ({images / seconds:.1f} {unit})")
         self.events.write(
             "epoch",
             step=step,
@@ -267,12 +260,6 @@ class TrainingLog(Watcher):
             seconds=seconds,
             images_per_s=images / seconds,
         )
-
-
-def _speed(kind: str, per_s: float) -> str:
-    """Samples per second, with their kind where they are not images that were read."""
-    unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
-    return f"{per_s:.1f} {unit}"
 
 
 def summary_lines(

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import median
@@ -52,24 +52,14 @@ class TrainingLoop:
     preempted: bool = False
     saver: Saver = field(init=False)
     damage: DamageCheck = field(init=False)
-    _after_step: list[Callable[..., None]] = field(init=False)
-    _before_save: list[Callable[..., None]] = field(init=False)
-    _after_last_step: list[Callable[..., None]] = field(init=False)
+    watchers: list[Watcher] = field(init=False)
 
     def __post_init__(self) -> None:
-        session = self.session
-        self.saver = Saver(session=session, state=self.state, log=self.log)
-        splits, share = session.data.dataset.splits, session.recipe.data.max_damaged
-        self.damage = DamageCheck(splits=splits, share=share, wait=self.saver.wait)
-        watchers = self._watchers()
-        self._after_step = [each.after_step for each in watchers if _defines(each, Watcher.after_step)]
-        self._before_save = [each.before_save for each in watchers if _defines(each, Watcher.before_save)]
-        self._after_last_step = [each.after_last_step for each in watchers if _defines(each, Watcher.after_last_step)]
-
-    def _watchers(self) -> list[Watcher]:
-        """What goes on beside the steps, in the order in which it hears of each."""
-        session, state, position, warn, wait = self.session, self.state, self.position, self.log.warn, self.saver.wait
+        session, state, position, warn = self.session, self.state, self.position, self.log.warn
         recipe, rank = session.recipe, session.rank.rank
+        self.saver = Saver(session=session, state=state, log=self.log)
+        wait, splits = self.saver.wait, session.data.dataset.splits
+        self.damage = DamageCheck(splits=splits, share=recipe.data.max_damaged, wait=wait)
         replicas = ReplicaCheck(
             network=state.network,
             optimizer=state.optimizer,
@@ -78,7 +68,7 @@ class TrainingLoop:
             wait=wait,
             same_after=position.step,
         )
-        return [
+        self.watchers = [  # in the order in which they hear of each step
             NonFiniteHandler(recipe=recipe, rank=rank, state=state, warn=warn, position=position, wait=wait),
             self.log,
             RankTimes(
@@ -113,8 +103,8 @@ class TrainingLoop:
         gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
         with closing(self.log.progress):
             accuracy, trained_s = self._run_epochs()
-        for after_last_step in self._after_last_step:
-            after_last_step(self.step)
+        for watcher in self.watchers:
+            watcher.after_last_step(self.step)
         self.saver.wait()
         dist.barrier()  # no rank leaves before the last checkpoint is complete
         if self.preempted:
@@ -216,13 +206,13 @@ class TrainingLoop:
         position.step += 1
         position.epoch_done = False
         seconds = time.perf_counter() - started
-        for after_step in self._after_step:
-            after_step(position.step, settings, result, seconds)
+        for watcher in self.watchers:
+            watcher.after_step(position.step, settings, result, seconds)
 
     def _save(self) -> None:
         """Save the state after this step, which must be the same on all ranks."""
-        for before_save in self._before_save:
-            before_save(self.step)
+        for watcher in self.watchers:
+            watcher.before_save(self.step)
         self.saver.save(self.position)
 
     def _saves_after_step(self) -> bool:
@@ -267,8 +257,3 @@ class TrainingLoop:
 def is_due(number: int, every: int | None) -> bool:
     """Whether something that happens after every so many steps or epochs happens after this one, counted from 0."""
     return every is not None and (number + 1) % every == 0
-
-
-def _defines(watcher: Watcher, method: Callable[..., None]) -> bool:
-    """Whether a watcher has a method of its own in place of Watcher's, which does nothing."""
-    return getattr(type(watcher), method.__name__) is not method

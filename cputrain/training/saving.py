@@ -650,7 +650,7 @@ class Saver:
             own_statistics=True,
             best_score=None if math.isnan(position.best_score) else position.best_score,
             bucket_mib=self.state.bucket_mib,
-            winograd=self.state.winograd,
+            winograd=None if self.state.winograd is None else tuple(self.state.winograd),
             first_loss=position.first_loss,
             diverged=position.diverged,
             rollbacks=position.rollbacks,

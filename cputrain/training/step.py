@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import MIB
@@ -145,7 +146,10 @@ class OwnTask:
         assert isinstance(samples, OwnSamples)
 
         def inputs(batch: Batch) -> Any:
-            return _in_double(batch.images) if DTYPES[recipe.precision] == torch.float64 else batch.images
+            if DTYPES[recipe.precision] != torch.float64:
+                return batch.images
+            # in tuples, lists and dicts as well
+            return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch.images)
 
         return Task(
             build=lambda: self.network,
@@ -166,19 +170,7 @@ class OwnTask:
 
 def sum_of(outputs: Any) -> Tensor:
     """The sum of all values that a network returns, in tuples, lists and dicts as well."""
-    if isinstance(outputs, Tensor):
-        return outputs.float().sum()
-    values = outputs.values() if isinstance(outputs, dict) else outputs
-    return torch.stack([sum_of(each) for each in values]).sum()
-
-
-def _in_double(value: Any) -> Any:
-    """Tensors of floating-point numbers as float64, in tuples, lists and dicts as well."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _in_double(each) for key, each in value.items()}
-    return type(value)(map(_in_double, value)) if isinstance(value, tuple | list) else value
+    return torch.stack([each.float().sum() for each in tree_leaves(outputs)]).sum()
 
 
 # What differs between the releases of torch that are supported (2.8 to 2.13) is known here, by what they have: DDP's
@@ -285,8 +277,8 @@ def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 class TrainState:
     """A network and its DDP wrapper, the optimizer, and an exponential moving average of the weights or None.
 
-    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` names the layers
-    that Winograd's algorithm computes, None where none were chosen.
+    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
+    that Winograd's algorithm computes, and how many times as fast each is (as choose_winograd returns them).
     """
 
     network: nn.Module
@@ -295,7 +287,7 @@ class TrainState:
     all_reduce: AllReduceHook
     bucket_mib: float
     ema_model: nn.Module | None
-    winograd: tuple[str, ...] | None = None
+    winograd: dict[str, float | None] | None = None
 
     def eval_model(self) -> nn.Module:
         """The model to evaluate: the EMA model if there is one, with the network's batch-norm statistics."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
 from cputrain.cli import main
-from cputrain.training.own import _recipe
+from cputrain.training.entry import _own_recipe
 from tests.support.commands import cputrain
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -94,10 +94,10 @@ def test_the_notebook_s_cells_run_one_after_another(tmp_path: Path) -> None:
 def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> None:
     for key in ("model.name=lenet", "data.crop=32", "label_smoothing=0.1", "loss=mse", "data.path=x"):
         with pytest.raises(InputError, match=f"setting {key.partition('=')[0]}: your own network, loss and data"):
-            _recipe(None, [key])
+            _own_recipe(None, [key])
     with pytest.raises(InputError, match="unknown key"):
-        _recipe(None, {"optim.nam": "lars"})
-    recipe = _recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
+        _own_recipe(None, {"optim.nam": "lars"})
+    recipe = _own_recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
     assert (recipe.optim.name, recipe.optim.momentum, recipe.epochs) == ("lars", 0.5, 3)
     assert recipe.data.path == "own" and recipe.data.kind == "samples" and recipe.label_smoothing == 0
 

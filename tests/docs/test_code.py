@@ -26,7 +26,7 @@ MAY_USE_THE_ENVIRONMENT = {
     # Called by torch, which hands nothing over, or by a user's own script.
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
-    "cputrain/training/own.py",
+    "cputrain/training/entry.py",
     # Set what torch reads there.
     "cputrain/comm/group.py",
     "cputrain/launch/rank_process.py",
