@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -34,7 +34,6 @@ from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
 from cputrain.tune import AXES, KEYS, Candidates
 
-F = TypeVar("F", bound=Callable[..., Any])
 QUICK_REPEATS, REPEATS = 2, 7
 DEFAULT_RECIPE = "imagefolder"
 SETTING = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
@@ -49,17 +48,13 @@ def bench_command() -> None:
     """
 
 
-def _output_options(function: F) -> F:
-    """Add --format and --quick."""
-    quick = click.option("--quick", is_flag=True, help="tiny sizes, to try the command out; the results are not kept")
-    return formats_option("json", "svg", help="svg: a picture of the figures")(quick(function))
-
-
-def _repeats_option(function: F) -> F:
-    """Add --repeats."""
-    return number_option(
-        "--repeats", help=f"measurements of each figure  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
-    )(function)
+quick_option = click.option(
+    "--quick", is_flag=True, help="tiny sizes, to try the command out; the results are not kept"
+)
+figures_option = formats_option("json", "svg", help="svg: a picture of the figures")
+repeats_option = number_option(
+    "--repeats", help=f"measurements of each figure  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
+)
 
 
 @bench_command.command("model")
@@ -67,7 +62,8 @@ def _repeats_option(function: F) -> F:
 @settings_argument
 @number_option("--steps", help="steps that are counted  [default: 10]")
 @path_option("--trace", metavar="FILE", help="write two steps for ui.perfetto.dev")
-@_output_options
+@figures_option
+@quick_option
 def model(
     recipe: str, settings: tuple[str, ...], steps: int | None, trace: Path | None, quick: bool, output_format: str
 ) -> None:
@@ -97,8 +93,9 @@ def model(
 
 
 @bench_command.command("memory")
-@_repeats_option
-@_output_options
+@repeats_option
+@figures_option
+@quick_option
 def memory(repeats: int | None, quick: bool, output_format: str) -> None:
     """Bandwidth of each NUMA node by the number of threads, counted as STREAM does: copy and triad."""
     from cputrain.bench.limits import bench_memory
@@ -110,8 +107,9 @@ def memory(repeats: int | None, quick: bool, output_format: str) -> None:
 
 @bench_command.command("data")
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
-@_repeats_option
-@_output_options
+@repeats_option
+@figures_option
+@quick_option
 def data(folder: Path | None, repeats: int | None, quick: bool, output_format: str) -> None:
     """Images/s that one core decodes, by libjpeg-turbo and by Pillow, beside entropy decoding alone.
 
@@ -126,8 +124,9 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
 
 
 @bench_command.command("comm")
-@_repeats_option
-@_output_options
+@repeats_option
+@figures_option
+@quick_option
 def comm(repeats: int | None, quick: bool, output_format: str) -> None:
     """All-reduces of 1 KiB to 256 MiB between two ranks of this host, over gloo and oneCCL, beside a copy.
 
@@ -145,8 +144,9 @@ def comm(repeats: int | None, quick: bool, output_format: str) -> None:
 @bench_command.command("optimizer")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option("--step", type=int, metavar="N", help="step of RUN to print  [default: the last recorded one]")
-@_repeats_option
-@_output_options
+@repeats_option
+@figures_option
+@quick_option
 def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bool, output_format: str) -> None:
     """Optimizer steps on ResNet-50's weights, in GB/s that they move, beside a triad on as many threads.
 

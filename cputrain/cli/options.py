@@ -22,7 +22,7 @@ from cputrain.affinity.planner.request import (
     Option,
 )
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.cli.output import FiniteRange
+from cputrain.cli.output import FiniteRange, number_option, path_option
 from cputrain.cli.words import complete_machine, complete_setting
 from cputrain.launch.options import PlanningOptions, requested_hosts, workers_per_host
 from cputrain.mpi.fabric import FABRICS
@@ -171,20 +171,8 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "and /proc, or 'pack:2 core:24 pu:2'",
     ),
     click.option("--hosts", cls=PlanningOption, metavar="LIST", help="host names: n1,n2 or n[001-128,130]"),
-    click.option(
-        "--hostfile",
-        cls=PlanningOption,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="file of host names, in any launcher's format",
-    ),
-    click.option(
-        "--nodes",
-        cls=PlanningOption,
-        type=click.IntRange(1),
-        metavar="N",
-        help="number of hosts, if their names are not known yet",
-    ),
+    path_option("--hostfile", cls=PlanningOption, metavar="FILE", help="file of host names, in any launcher's format"),
+    number_option("--nodes", cls=PlanningOption, help="number of hosts, if their names are not known yet"),
     click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=WordOrNumber("auto", least=1), hidden=True),
     *map(_click_option, OPTIONS),
     click.option(
@@ -259,35 +247,22 @@ def hidden_options(*names: str) -> Callable[[F], F]:
     return hide
 
 
-def host_groups_option(command: F) -> F:
-    """Add --host-group, as `host_groups`."""
-    return click.option(
-        "--host-group",
-        "host_groups",
-        multiple=True,
-        metavar="HOSTS=MACHINE",
-        help="hosts that are alike and their machine, as in 'n[001-128]=skx-8160-2s'; once for each group",
-    )(command)
-
-
-def settings_argument(command: F) -> F:
-    """Add [KEY=VALUE]..., as `settings`: keys of the recipe that are set to other values."""
-    return click.argument("settings", shell_complete=complete_setting, nargs=-1, metavar="[KEY=VALUE]...")(command)
-
-
-def no_verify_option(command: F) -> F:
-    """Add --no-verify."""
-    return click.option(
-        "--no-verify", is_flag=True, help="continue if the kernel gave a worker other CPUs or memory than planned"
-    )(command)
-
-
-def restarts_option(command: F) -> F:
-    """Add --restarts N."""
-    return click.option(
-        "--restarts",
-        type=click.IntRange(0, 1000),
-        default=0,
-        metavar="N",
-        help="start again after a failure, N times at most",
-    )(command)
+host_groups_option = click.option(
+    "--host-group",
+    "host_groups",
+    multiple=True,
+    metavar="HOSTS=MACHINE",
+    help="hosts that are alike and their machine, as in 'n[001-128]=skx-8160-2s'; once for each group",
+)
+# Keys of the recipe that are set to other values.
+settings_argument = click.argument("settings", shell_complete=complete_setting, nargs=-1, metavar="[KEY=VALUE]...")
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="continue if the kernel gave a worker other CPUs or memory than planned"
+)
+restarts_option = click.option(
+    "--restarts",
+    type=click.IntRange(0, 1000),
+    default=0,
+    metavar="N",
+    help="start again after a failure, N times at most",
+)

@@ -116,29 +116,22 @@ def finished(status: int) -> int:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def format_option(command: F) -> F:
-    """Add --format text|json, as `output_format`."""
-    return click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(["text", "json"]),
-        default="text",
-        show_default=True,
-        callback=_inherited,
-        help="json: one object on stdout, and everything else on stderr",
-    )(command)
-
-
-def formats_option(*formats: str, help: str = "what to print") -> Callable[[F], F]:
+def formats_option(*formats: str, **settings: Any) -> Callable[[F], F]:
     """Add --format with text and these formats, as `output_format`."""
-    return click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(["text", *formats]),
-        default="text",
-        show_default=True,
-        help=help,
-    )
+    settings = {"default": "text", "show_default": True, "help": "what to print", **settings}
+    return click.option("--format", "output_format", type=click.Choice(["text", *formats]), **settings)
+
+
+def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
+    """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
+    above = context.parent.params if context.parent is not None else {}
+    given = context.get_parameter_source(str(param.name)) is not ParameterSource.DEFAULT
+    return value if given else above.get("output_format", value)
+
+
+format_option = formats_option(
+    "json", callback=_inherited, help="json: one object on stdout, and everything else on stderr"
+)
 
 
 def number_option(
@@ -175,13 +168,6 @@ def amount_option(
 def path_option(*names: str, dir_okay: bool = True, **settings: Any) -> Callable[[F], F]:
     """Add an option that takes a path, which does not need to exist."""
     return click.option(*names, type=click.Path(path_type=Path, dir_okay=dir_okay), **settings)
-
-
-def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
-    """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
-    above = context.parent.params if context.parent is not None else {}
-    given = context.get_parameter_source(str(param.name)) is not ParameterSource.DEFAULT
-    return value if given else above.get("output_format", value)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
