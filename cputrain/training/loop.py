@@ -73,7 +73,6 @@ class TrainingLoop:
             self.log,
             RankTimes(
                 log=self.log,
-                rank=rank,
                 position=position,
                 damage=self.damage,
                 set_pace=self.preemption.set_pace,

@@ -334,7 +334,7 @@ class StragglerWatch(Watcher):
             self._compare(step)
 
     def _compare(self, step: int) -> None:
-        paces = gathered(self._pace())
+        paces = [Pace(*row) for row in every_rank(self._pace()).tolist()]
         shortest_s = min(pace.total_s for pace in paces)
         self._due = max(EVERY_STEPS, ceil(len(self._steps) * LEAST_S / max(shortest_s, 1e-3)))  # the same on all ranks
         if shortest_s < LEAST_S:
@@ -361,12 +361,12 @@ class StragglerWatch(Watcher):
         )
 
 
-def gathered(own: Pace) -> list[Pace]:
-    """Every rank's pace, in one small exchange: each adds its row to zeros."""
-    paces = torch.zeros(dist.get_world_size(), len(own), dtype=torch.float64)
-    paces[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(paces)
-    return [Pace(*row) for row in paces.tolist()]
+def every_rank(values: Sequence[float]) -> Tensor:
+    """Each rank's n values, shape (ranks, n), float64, in one small exchange: each adds its row to zeros."""
+    rows = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
+    rows[dist.get_rank()] = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(rows)
+    return rows
 
 
 def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
@@ -465,7 +465,6 @@ class RankTimes(Watcher):
     """
 
     log: TrainingLog
-    rank: int
     position: Position
     damage: DamageCheck
     set_pace: Callable[[float], None]
@@ -488,15 +487,12 @@ class RankTimes(Watcher):
         """
         if not self.steps:
             return
-        ranks = dist.get_world_size()
-        epoch, means = self.position.epoch, [value / self.steps for value in self.sums]
-        table = torch.zeros(ranks, len(means) + 2, dtype=torch.float64)
-        table[self.rank] = torch.tensor([*means, len(epoch.damaged), epoch.images], dtype=torch.float64)
-        dist.all_reduce(table)
+        epoch = self.position.epoch
+        table = every_rank([*(value / self.steps for value in self.sums), len(epoch.damaged), epoch.images])
         slowest_s = float(table[:, 0].max())
         if self.steps > 1:
             self.set_pace(slowest_s)
-        interval_s = max(INTERVAL_S, PER_RANK_S * ranks)
+        interval_s = max(INTERVAL_S, PER_RANK_S * len(table))
         most = MOST_STEPS if self.steps > 1 else SECOND_STEPS
         self.due = min(max(round(interval_s / max(slowest_s, 1e-9)), 1), most)
         *times, damaged, readable = table.T.tolist()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from cputrain.training import (
     EVERY_STEPS,
@@ -66,7 +67,7 @@ def test_of_two_ranks_the_slower_one_is_named_and_a_slow_half_of_four() -> None:
 
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[Pace] = [TYPICAL]
-    monkeypatch.setattr(watchers, "gathered", lambda own: [own, *others])
+    monkeypatch.setattr(watchers, "every_rank", lambda own: torch.tensor([own, *others], dtype=torch.float64))
     named: list[tuple[int, int]] = []
 
     def warn(step: int, what: str, *, rank: int, **_more: object) -> None:
