@@ -347,9 +347,7 @@ def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -
 
 def images_per_cpu_s(work: Callable[[], object], images: int) -> float:
     """Images per CPU-second of this process."""
-    started = time.process_time()
-    work()
-    return images / (time.process_time() - started)
+    return images / seconds_of(work, time.process_time)
 
 
 def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:

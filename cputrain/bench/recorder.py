@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import functional
 
+from cputrain.bench.figures import seconds_of
 from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
@@ -46,10 +47,8 @@ class Kernel:
 
     def flops(self) -> float:
         """FLOP/s of one run."""
-        started = time.perf_counter()
         with torch.no_grad():
-            self.run()
-        return self.flop / (time.perf_counter() - started)
+            return self.flop / seconds_of(self.run)
 
 
 def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:

@@ -136,8 +136,8 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        if not restarted or _holder(folder).get("job", job) != job:
-            holder = _holder(folder)
+        holder = _read_object(folder / LOCK)
+        if not restarted or holder.get("job", job) != job:
             known = {"pid", "host"} <= holder.keys()
             who = f"process {holder['pid']} on {holder['host']}" if known else "another process"
             raise InputError(
@@ -148,9 +148,10 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
         return  # a file system without locks
 
 
-def _holder(folder: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none."""
     try:
-        found = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -374,11 +375,7 @@ def check_folder(
 
 def job_of(folder: Path) -> str:
     """The name of the job that trained last in a run's folder; "" where it had none."""
-    try:
-        environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(environment.get("job", "")) if isinstance(environment, dict) else ""
+    return str(_read_object(folder / ENVIRONMENT).get("job", ""))
 
 
 def has_run(folder: Path) -> bool:

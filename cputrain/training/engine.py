@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ from cputrain.affinity.filesystem import try_cache
 from cputrain.affinity.wording import counted
 from cputrain.models.batchnorm_relu import Kernels, checked, load
 from cputrain.models.fusion import fold_batchnorms, fuse_batchnorms, has_amx, use_products
-from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd, speedup
+from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd
 from cputrain.training import ipex
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
@@ -116,20 +116,6 @@ def shape_key(shape: ConvolutionShape, images: int) -> str:
     """The name of a measured convolution."""
     sizes = f"{shape.inputs} to {shape.outputs} channels, {shape.height} x {shape.width}, padding {shape.padding}"
     return f"{sizes}, {counted(images, 'image')}"
-
-
-def measured_speedups(
-    shapes: Collection[ConvolutionShape],
-    images: int,
-    precision: str,
-    kernels: WinogradKernels,
-    known: Mapping[str, float],
-) -> dict[str, float]:
-    """How many times as fast layers of these shapes are by Winograd's algorithm, by `shape_key`: what is known, and
-    measurements of the others."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    missing = sorted(shape for shape in set(shapes) if shape_key(shape, images) not in known)
-    return dict(known) | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
 
 
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:

@@ -57,7 +57,7 @@ from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
 from cputrain.measurements import keep, new_record
-from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, use_winograd
+from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, speedup, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
@@ -67,7 +67,6 @@ from cputrain.training.engine import (
     WINOGRAD,
     Engine,
     choose_engine,
-    measured_speedups,
     same_engine,
     shape_key,
     winograd_kernels,
@@ -365,7 +364,9 @@ def _winograd_gains(
         records = [record for record in read_records(machine, env).of(WINOGRAD) if record.name == name]
         known = {key: value for record in records for key, value in record.values.items() if isinstance(value, float)}
     known = all_gather(known)[0]
-    gains = measured_speedups(shapes, images, precision, kernels, known)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    missing = sorted(shape for shape in shapes if shape_key(shape, images) not in known)
+    gains = known | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
     if session.is_main_rank and gains != known:
         with suppress(RunError):  # measured again at the next start
             keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
