@@ -20,7 +20,7 @@ COMPOSED, APART = NFC.encode(), NFD.encode()
 POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 SMALL = (
     *("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "engine=eager", "batch.local=4", "plan.ppn=1"),
-    *("epochs=2", "schedule.warmup_epochs=0", "max_steps=1"),
+    *("epochs=2", "schedule.warmup_epochs=0", "max_steps=1", "comm.backend=gloo"),
 )
 
 
