@@ -206,7 +206,7 @@ def read_hostfile(path: Path, title: str = "hostfile", *, any_spelling: bool = F
     except OSError as error:
         raise InputError(f"{title} {path}: {error.strerror}: give a file with one host per line") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{title} {path} is not UTF-8: {error}: give a text file with one host per line") from None
+        raise InputError(f"{title} {path} is not UTF-8: {error}: save it as UTF-8 text: one host per line") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{title} {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
     return parse_hosts(text, str(path), any_spelling=any_spelling)

@@ -60,8 +60,12 @@ def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
     with ExitStack() as stack:
         ranks = stack.enter_context(started(STRANGER, "ccl", "good", ranks=3, **QUIET))
         under_mpi = stack.enter_context(command(*over_mpi["argv"], **over_mpi["env"], **QUIET))
+        # Two of torchrun's agents on a host: each rank is the only one of its own.
+        agents = stack.enter_context(started(STRANGER, "ccl", "beside", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **QUIET))
         for rank in ranks:
             assert passed(rank) == GOOD
+        for rank in agents:
+            assert passed(rank) == ["beside"]
         assert sorted(passed(under_mpi)) == sorted(2 * GOOD)
 
 

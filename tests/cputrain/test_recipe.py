@@ -168,6 +168,11 @@ def test_some_messages_as_they_read(tmp_path: Path, golden) -> None:
     golden("recipe-mistakes.txt", "\n".join(messages))
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"\xef\xbb\xbfname: own\n")
+    assert load_recipe(str(tmp_path / "r.yaml")).name == "own"
+
+
 def test_a_recipe_in_another_encoding_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes("name: café\n".encode("latin-1"))
     with pytest.raises(InputError, match=r"r\.yaml is not UTF-8: .*: save it as UTF-8 text"):

@@ -194,6 +194,13 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_hostfile_in_another_encoding_is_refused_with_what_to_do(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("n1\nn\u00e9\n".encode(encoding))
+    with pytest.raises(InputError, match=r"hosts is not UTF-8: .*: save it as UTF-8 text: one host"):
+        read_hostfile(tmp_path / "hosts")
+
+
 def test_a_short_name_that_no_address_tells_apart_is_its_longer_one(tmp_path: Path) -> None:
     """As for Open MPI, which refuses two numbers of slots and counts two lines without."""
     for text in ("n1 slots=1\nn1.invalid slots=1\n", "n1\nn1.invalid\n"):
@@ -223,7 +230,7 @@ def test_endless_files_are_refused() -> None:
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "absent", tmp_path / "b", tmp_path):
-        with pytest.raises(InputError, match=r"hostfile .*: give a (text )?file with one host per line"):
+        with pytest.raises(InputError, match=r"hostfile .*: (give a file|save it as UTF-8).* one host per line"):
             read_hostfile(path)
 
 
