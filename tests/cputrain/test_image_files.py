@@ -148,6 +148,7 @@ def tiff(values: NDArray[np.generic], *, bits: int, photometric: int = 1, sample
 DEEP: dict[str, tuple[bytes, NDArray[np.uint8]]] = {
     "png": (encoded(Image.fromarray(RAMP), "PNG"), (RAMP >> 8).astype(np.uint8)),
     "tiff": (encoded(Image.fromarray(RAMP), "TIFF"), (RAMP >> 8).astype(np.uint8)),
+    "tiff, big-endian": (encoded(Image.fromarray(RAMP.astype(">u2")), "TIFF"), (RAMP >> 8).astype(np.uint8)),
     "tiff, lzw": (encoded(Image.fromarray(RAMP), "TIFF", compression="tiff_lzw"), (RAMP >> 8).astype(np.uint8)),
     "tiff, white is zero": (tiff(RAMP, bits=16, photometric=0), (255 - (RAMP >> 8)).astype(np.uint8)),
     "tiff, 12 bits": (tiff(RAMP >> 4, bits=12), (RAMP >> 8).astype(np.uint8)),
