@@ -146,6 +146,7 @@ MISTAKES = {  # a recipe -> its line, the keys, values and numbers of the answer
     "a: [\n": "not YAML",
     "optim: {name: adam, epsilon: 0}\n": "optim.epsilon=0 adam 1.2e-38 auto",
     "optim: {name: rmsprop, epsilon: 1.0e-39}\n": "optim.epsilon=1e-39 rmsprop 1.2e-38 auto",
+    "optim: {name: lars, momentum: 0, nesterov: true}\n": "optim.nesterov needs momentum optim.momentum is 0",
 }
 AS_THEY_READ = 4  # every so many are golden: the style of all
 
