@@ -161,7 +161,7 @@ FOREIGN = {
         "folders of their classes, or as Parquet, TFRecords or tar files",
         r"\.mds(\.\w+)?|(^|/)chunk-\d+-\d+(\.\w+)?\.bin": "it is of MosaicML's streaming or of LitData: with that "
         f"package, {CONVERT}",
-        r"\.(rec|h5|hdf5|npz|npy|mat|pkl|pickle|beton)|(train_data_batch|val_data)(_\d+)?": CONVERT,
+        r"\.(rec|h5|hdf5|npz|npy|mat|pkl|pickle|beton)|train_data_batch_\d+": CONVERT,
     }.items()
 }
 
