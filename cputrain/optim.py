@@ -46,9 +46,18 @@ class GroupOptimizer(Optimizer):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises ValueError for a wrong option or a parameter of complex numbers, and adds none then."""
+        """Add a group.
+
+        Raises ValueError, and adds none, for a wrong option, a parameter of complex numbers, or one of which each rank
+        has a part (FSDP2), whose norm is not the parameter's.
+        """
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if any(hasattr(p, "placements") for p in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ValueError(
+                f"{type(self).__name__} takes whole parameters, found a DTensor: use DistributedDataParallel"
+            )
         wrong = [p.dtype for p in self.param_groups[-1]["params"] if not p.is_floating_point()]
         if wrong:
             self.param_groups.pop()

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from cputrain.optim import AdagradDA, Lamb, Lars
@@ -209,6 +211,18 @@ def test_a_wrong_option_is_refused_at_construction_also_in_a_group_of_its_own(
 def test_parameters_of_complex_numbers_are_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ValueError, match=r"found one of torch\.complex64"):
         kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
+def test_parameters_of_which_ranks_have_parts_are_refused(kind: type[Optimizer]) -> None:
+    """Under FSDP2: a norm of a rank's part is none of the parameter's."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        part = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        with pytest.raises(ValueError, match="takes whole parameters, found a DTensor"):
+            kind([part], lr=0.1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_lars_scales_beyond_float32_follow_the_formula() -> None:
