@@ -108,11 +108,14 @@ def test_two_folders_of_one_split_are_refused(tmp_path: Path) -> None:
         survey(str(folder))
 
 
-def example(**features: bytes | int) -> bytes:
+def example(**features: bytes | int | list[bytes] | list[int]) -> bytes:
     """A tf.train.Example of texts and integers, by example.proto and feature.proto."""
     entries = b""
     for name, value in features.items():
-        held = field(1, field(1, value)) if isinstance(value, bytes) else field(3, field(1, varint(value % (1 << 64))))
+        values = value if isinstance(value, list) else [value]
+        texts = b"".join(field(1, text) for text in values if isinstance(text, bytes))
+        packed = b"".join(varint(number % (1 << 64)) for number in values if isinstance(number, int))
+        held = field(1, texts) if texts else field(3, field(1, packed))
         entries += field(1, field(1, name.encode()) + field(2, held))
     return field(1, entries)
 
@@ -188,6 +191,10 @@ def test_records_that_are_no_labeled_images_are_named(tmp_path: Path) -> None:
         ),
         (example(image=jpeg(1), label=-1), "the first record has image, label: write"),
         (example(image=jpeg(1), label=b"dog"), "its label is no integer"),
+        (example(image=jpeg(1), label=[0, 1]), "its label has 2 values: an image has one class"),
+        (example(image=jpeg(1), label=[]), "no image .* has a label in image/class/label or label or class"),
+        (example(image=[jpeg(1), jpeg(2)], label=1), "it has 2 images as bytes"),
+        (example(image=3, label=1), "it has 0 images as bytes"),
     ):
         path.write_bytes(record(data))
         with pytest.raises(InputError, match=told):
@@ -236,6 +243,24 @@ LABELS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
     "texts": (lambda i: {"cls": ("dog", "cat")[i % 2].encode() + b"\n"}, ("cat", "dog")),
     "in JSON": (lambda i: {"json": json.dumps({"label": i % 2, "width": 8}).encode(), "txt": b"a photo"}, ("0", "1")),
 }
+
+
+def test_absent_shards_and_those_of_other_formats_are_said(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "in", LABELS["texts"][0])
+    assert not survey(str(folder)).notes
+    for number in (3, 4):
+        shutil.copy(folder / "imagenet1k-train-0001.tar", folder / f"imagenet1k-train-{number:04d}.tar")
+    (folder / "imagenet1k-train-0002.tar.zst").touch()
+    assert survey(str(folder)).notes == (
+        f"{folder}: 1 number absent among those of 4 files imagenet1k-train-*.tar, 0 to 4: is the download complete?",
+        f"{folder}: imagenet1k-train-0002.tar.zst: not used, as only the tar files are",
+    )
+
+
+def test_a_class_in_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "in", lambda i: {"cls": (i % 2).to_bytes(8, "little")})
+    with pytest.raises(InputError, match=r"cls has no label: '\\x00.*' is neither a number nor a text"):
+        survey(str(folder))
 
 
 @pytest.mark.parametrize("how", LABELS)

@@ -25,6 +25,7 @@ from cputrain.data.formats.source import (
     read_manifest,
     split_of,
     visible,
+    visible_in_splits,
 )
 
 if TYPE_CHECKING:  # numpy: only where records must be read to be counted
@@ -37,6 +38,7 @@ TABLE_NAME = re.compile(r"\.(parquet|arrow|feather)(-\d+-of-\d+)?$", re.IGNORECA
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
+NUMBERED = re.compile(r"(.*?)(\d{4,9})(\.[^\d]+)")  # imagenet1k-train-0012.tar
 COPY = re.compile(r" \(\d+\)$| - copy$")  # of a browser, of Windows
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
@@ -63,6 +65,9 @@ class Format:
             raise InputError(f"{root} has no {self.title} of the training split, {found_in}: give their folder")
         others = files.pop(NO_SPLIT, [])
         notes = [note for split, paths in files.items() for note in _check_shards(split, paths)]
+        taken = {path for paths in files.values() for path in (*paths, *others)}
+        if unread := [path.name for path in visible_in_splits(root) if cure_of(path.name) and path not in taken]:
+            notes.append(f"{root}: {first_named(unread)}: not used, as only the {self.title} are")
         if others:
             names = first_named([path.name for path in others])
             has = "names have" if len(others) > 1 else "name has"
@@ -79,8 +84,10 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
 
     Raises InputError where two files are one shard: its copy in another folder, in another format or by a browser.
     """
+    lines = []
     seen: dict[tuple[Path | None, str], Path] = {}
     numbers: dict[tuple[Path, str, str], dict[int, str]] = {}
+    rows: dict[tuple[Path, str, str], list[int]] = {}
     for path in paths:
         shard = SHARD.match(path.name)
         name = COPY.sub("", (shard[0] if shard else path.name.partition(".")[0]).lower())
@@ -89,7 +96,14 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
             raise InputError(f"{path} is the same part of the split {split} as {first}: remove one of the two")
         if shard:
             numbers.setdefault((path.parent, shard[1], shard[3]), {})[int(shard[2])] = path.name
-    lines = []
+        elif counted_name := NUMBERED.fullmatch(path.name):
+            rows.setdefault((path.parent, counted_name[1], counted_name[3]), []).append(int(counted_name[2]))
+    for (folder, prefix, suffix), row in rows.items():
+        if 0 < (absent := max(row) - min(row) + 1 - len(row)) < len(row):  # else the numbers count something else
+            lines.append(
+                f"{folder}: {counted(absent, 'number')} absent among those of {counted(len(row), 'file')} {prefix}"
+                f"*{suffix}, {min(row)} to {max(row)}: is the download complete?"
+            )
     for (_, prefix, total), present in numbers.items():
         start = 1 if int(total) in present else 0
         if absent := int(total) - len(present):

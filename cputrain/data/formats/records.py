@@ -246,15 +246,19 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, s
     encoded = next((features[key] for key in IMAGES if key in features), None)
     if encoded is None:
         raise ValueError(f"it has no {b' or '.join(IMAGES).decode()}, but {_named(features)}")
-    image = dict(_fields(data, *dict(_fields(data, *encoded))[1]))[1]
+    images = [image for _, span in _fields(data, *encoded, 1) for _, image in _fields(data, *span)]
+    if len(images) != 1:
+        raise ValueError(f"it has {len(images)} images as bytes")
+    image = images[0]
     label = None
     if label_key := next((key for key in LABELS if key in features), None):
         values = dict(_fields(data, *features[label_key]))
         if 3 not in values:
             raise ValueError(f"its {label_key.decode()} is no integer")
-        number, _ = _varint(data, dict(_fields(data, *values[3]))[1][0])
-        number -= (number >> 63) << 64  # an int64: -1 has ten bytes
-        label = None if number == UNLABELED else number
+        numbers = _integers(data, *values[3])
+        if len(numbers) > 1:
+            raise ValueError(f"its {label_key.decode()} has {len(numbers)} values: an image has one class")
+        label = None if numbers in ([], [UNLABELED]) else numbers[0]
     for key in (SYNSET_NAME, TEXT):
         if key in features:
             return (
@@ -265,6 +269,17 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, s
                 ),
             )
     return image, label, ""
+
+
+def _integers(data: mmap.mmap, start: int, end: int) -> list[int]:
+    """The values of an Int64List: packed one after another, or each a field, as of proto2."""
+    found = []
+    for _, (begin, stop) in _fields(data, start, end, 1):
+        at = begin
+        while at < stop:
+            number, at = _varint(data, at)
+            found.append(number - ((number >> 63) << 64))  # an int64: -1 has ten bytes
+    return found
 
 
 def _fields(data: mmap.mmap, start: int, end: int, wanted: int | None = None) -> Iterator[tuple[int, Span]]:
@@ -441,7 +456,7 @@ def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int,
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
     try:
         label = text.decode().strip() if "cls" in sample else _label_in(json.loads(text))
-        if type(label) not in (int, str) or label == "":
+        if type(label) not in (int, str) or label == "" or not str(label).isprintable():
             raise ValueError(f"{label!r} is neither a number nor a text")
     except ValueError as error:
         raise InputError(f"{path}: {label_name} has no {JSON_LABEL}: {error}") from None

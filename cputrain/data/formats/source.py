@@ -186,13 +186,18 @@ def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, li
     without any of them are the training split, or NO_SPLIT where others have its name (extra-00000-of-00002.parquet).
     """
     found: dict[str, list[Path]] = {}
-    folders = [root, *(path for path in visible(root) if path.name.lower() in ("data", *SPLIT_OF))]
-    for path in sorted(path for folder in folders for path in visible(folder) if is_wanted(path.name)):
-        if path.is_file():
+    for path in visible_in_splits(root):
+        if is_wanted(path.name) and path.is_file():
             found.setdefault(split_of(path.relative_to(root).parts), []).append(path)
     if NO_SPLIT in found and TRAIN not in found:
         found[TRAIN] = found.pop(NO_SPLIT)
     return found
+
+
+def visible_in_splits(root: Path) -> list[Path]:
+    """What is in a folder, in its data/ and in those that have a split's name, sorted, without hidden names."""
+    folders = [root, *(path for path in visible(root) if path.name.lower() in ("data", *SPLIT_OF))]
+    return sorted(path for folder in folders for path in visible(folder))
 
 
 def split_of(parts: Sequence[str]) -> str:
