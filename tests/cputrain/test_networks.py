@@ -503,6 +503,11 @@ def test_weights_in_several_files_are_loaded_by_their_index(suffix: str, tmp_pat
             load_initial_weights(small(), index)
 
 
+def test_moments_are_no_averaged_weights(tmp_path: Path) -> None:
+    torch.save({"exp_avg": small(2.0).state_dict(), "network": small(1.0).state_dict()}, tmp_path / "w.pt")
+    assert ", its network, no moving average" in load_initial_weights(small(), tmp_path / "w.pt")
+
+
 def test_weights_of_which_ranks_have_parts_are_refused(tmp_path: Path) -> None:
     """What torch.save writes of a network under FSDP2."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
