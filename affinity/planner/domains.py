@@ -254,18 +254,10 @@ WORKER_COUNT_FIGURES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenLayout:
-    """The layout of the workers that the rules chose, and why so many."""
-
-    layout: Layout
-    why: str
-
-
 def choose_layout(
     cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool
-) -> ChosenLayout:
-    """The layout that suits the cores and, if any does, the memory.
+) -> tuple[Layout, str]:
+    """The layout that suits the cores and, if any does, the memory; and why so many workers.
 
     Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Of the layouts that compute nearly
     the most: those with near-equal workers, then those that compute most, have whole level-3 caches, have the fewest
@@ -278,15 +270,14 @@ def choose_layout(
         suited = best_layout(cores, most, headroom, proportional=proportional)
         why = formatted("the batch and the images suffice for {most_workers:worker} per host", most_workers=most)
     if headroom(suited) >= 1:
-        return ChosenLayout(layout=suited, why=why)
+        return suited, why
     fewer = [best_layout(cores, ppn, headroom, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
     fitting = [layout for layout in fewer if headroom(layout) >= 1]
     if fitting:
         chosen = max(fitting, key=lambda one: (one.pace(proportional=proportional), -one.across, -len(one.parts)))
         why = "the memory is too small for the {suited:worker} that would suit the cores"
-        return ChosenLayout(layout=chosen, why=formatted(why, suited=len(suited.parts)))
-    chosen = max([suited, *fewer], key=headroom)
-    return ChosenLayout(layout=chosen, why="no worker count fits in the memory; this one comes nearest")
+        return chosen, formatted(why, suited=len(suited.parts))
+    return max([suited, *fewer], key=headroom), "no worker count fits in the memory; this one comes nearest"
 
 
 def _suited(cores: Cores, *, proportional: bool) -> Layout:
@@ -416,8 +407,7 @@ def partition_host(
         return headroom(domains_of(cores, layout))
 
     if ppn is None:
-        chosen = choose_layout(cores, most, room, proportional=proportional)
-        layout, ppn_why = chosen.layout, chosen.why
+        layout, ppn_why = choose_layout(cores, most, room, proportional=proportional)
     else:
         layout = best_layout(cores, ppn, room, proportional=proportional)
     faster = None if ppn is None or proportional else _faster(cores, layout, room)

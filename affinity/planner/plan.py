@@ -226,7 +226,7 @@ def plan_machine(
         worker_sizes(usable.machine, full, default_why, domain, measured, local_rank=i, ppn=len(partition.domains))
         for i, domain in enumerate(partition.domains)
     )
-    roles = tuple(_roles(domain, size, full) for domain, size in zip(partition.domains, sizes, strict=True))
+    roles = tuple(assign_roles(domain, size, full) for domain, size in zip(partition.domains, sizes, strict=True))
     workers, memories, misfit = _workers(usable.machine, full, partition.domains, roles, sizes, loaded)
     plan = Plan(
         machine=machine,
@@ -291,18 +291,6 @@ def _local_batch(request: Request, ppn: int) -> int | None:
     if request.local_batch is None:
         return None
     return most_per_pass(request.local_batch, request.global_batch, request.nodes * ppn)
-
-
-def _roles(domain: Domain, sizes: WorkerSizes, request: Request) -> CoreRoles:
-    return assign_roles(
-        domain,
-        comm_cores=sizes.comm_cores,
-        loader_cores=sizes.loader_cores,
-        comm_siblings=sizes.comm_siblings,
-        threads=sizes.intra_op,
-        smt=request.smt,
-        at_end=request.reserve_last,
-    )
 
 
 def _workers(

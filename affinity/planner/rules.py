@@ -131,6 +131,18 @@ def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSizes:
+    """Cores that communicate and load, second threads of compute cores that communicate, threads; with reasons."""
+
+    comm_cores: int
+    loader_cores: int
+    comm_siblings: int
+    intra_op: int
+    inter_op: int
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """A domain's cores: those reserved for communication and loading, those that compute, spare ones without work."""
 
@@ -183,23 +195,21 @@ def second_threads(cores: tuple[Core, ...], compute: tuple[int, ...], count: int
     return second
 
 
-def assign_roles(
-    domain: Domain, *, comm_cores: int, loader_cores: int, comm_siblings: int, threads: int, smt: bool, at_end: bool
-) -> CoreRoles:
+def assign_roles(domain: Domain, sizes: WorkerSizes, request: Request) -> CoreRoles:
     """Give each PU of a domain its role: comm cores come first among the reserved ones, then loader cores."""
-    cores = reserve(domain, comm_cores + loader_cores, at_end=at_end)
-    compute = compute_candidates(cores.compute, smt=smt)[:threads]
-    siblings = second_threads(cores.compute, compute, comm_siblings)
-    comm = _first_threads_first(cores.reserved[:comm_cores]) + siblings
-    loader = _pus(cores.reserved[comm_cores:])
+    cores = reserve(domain, sizes.comm_cores + sizes.loader_cores, at_end=request.reserve_last)
+    compute = compute_candidates(cores.compute, smt=request.smt)[: sizes.intra_op]
+    siblings = second_threads(cores.compute, compute, sizes.comm_siblings)
+    comm = _first_threads_first(cores.reserved[: sizes.comm_cores]) + siblings
+    loader = _pus(cores.reserved[sizes.comm_cores :])
     mask = {*compute, *comm, *loader}
     in_order = _first_threads_first(tuple(sorted(cores.compute + cores.reserved, key=lambda core: core.pus)))
     return CoreRoles(
         compute=compute,
         comm=comm,
         loader=loader,
-        packed=tuple(pu for pu in in_order if pu in mask)[:threads] == compute,
-        unused=_idle(cores, {*compute, *siblings}, threads),
+        packed=tuple(pu for pu in in_order if pu in mask)[: sizes.intra_op] == compute,
+        unused=_idle(cores, {*compute, *siblings}, sizes.intra_op),
     )
 
 
@@ -332,18 +342,6 @@ def local_batches(
     while sum(batches) > total:
         batches[max(range(len(batches)), key=lambda i: (batches[i], -i))] -= 1
     return tuple(batches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSizes:
-    """Cores that communicate and load, second threads of compute cores that communicate, threads; with reasons."""
-
-    comm_cores: int
-    loader_cores: int
-    comm_siblings: int
-    intra_op: int
-    inter_op: int
-    reasons: tuple[Reason, ...]
 
 
 def worker_sizes(
