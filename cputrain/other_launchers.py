@@ -16,9 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.planner.request import CPUS, NUMBER, OPTIONS, SWITCH
 from cputrain.affinity.ranks.host_names import is_loopback
 from cputrain.affinity.wording import counted
@@ -76,10 +75,7 @@ class Program:
     remark_without_ranks: str = ""
 
 
-TABLES = yaml.load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"),
-    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # libyaml's, where PyYAML has it, takes a tenth of the time
-)
+TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 REASONS: dict[str, str] = TABLES["reasons"]
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-import yaml
 from pydantic import field_validator
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -285,7 +284,7 @@ class ExperimentComparison:
 def published_tables(documents: Sequence[str]) -> Iterator[ExperimentComparison]:
     """Every experiment of these documents, in their order."""
     for name in documents:
-        read = tuples(yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+        read = tuples(read_yaml(FOLDER / f"{name}.yaml"))
         document = Document.model_validate(read)
         for table in document.tables:
             for experiment in table.experiments:

@@ -15,7 +15,6 @@ NAMES = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CXX", "TERM", "NO_COLOR"),
     *("MASTER_ADDR", "MASTER_PORT", *rank.ENV.rank_names),
 )
-COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|JWT|PRIVATE|AUTH|(^|_)(API)?KEY(S|_|$)")
 IN_ADDRESS = re.compile(r"://[^/@\s]+@")  # user:password@
 HIDDEN = "(not shown)"

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import shipped
-from cputrain.affinity.topology.hwloc import read_lstopo, read_synthetic
+from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.topology.kernel_files import MOST_BYTES, limit_files, text
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
@@ -56,10 +55,14 @@ def _described(spec: str, path: Path) -> Machine:
         with unpacked(path) as folder:
             return read_machine(tree_root(folder), name=path.name.split(".")[0])
     if (spec.endswith(".xml") and (path.is_file() or not path.exists())) or (path.is_file() and _starts_as_xml(path)):
+        from cputrain.affinity.topology.hwloc import read_lstopo  # XML: only where a machine is described by it
+
         return read_lstopo(path)
     if path.exists():
         raise InputError(f"{spec} is neither lstopo's XML nor a tarball with a host's sys/ and proc/: give one of them")
     if ":" in spec:
+        from cputrain.affinity.topology.hwloc import read_synthetic
+
         return read_synthetic(
             spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=ASSUMED_NODE_BYTES
         )
@@ -157,13 +160,12 @@ def processor_facts(model: str) -> ProcessorFacts:
 
 def _entry(path: Path) -> dict[str, Any]:
     try:
-        import yaml  # for the catalog alone: `python -m cputrain.affinity` reads every other description without it
-    except ModuleNotFoundError:
+        entry: dict[str, Any] = read_yaml(path)
+    except ModuleNotFoundError:  # `python -m cputrain.affinity` reads every other description without PyYAML
         raise InputError(
             "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "
             "tarball, lstopo's XML or a synthetic description"
         ) from None
-    entry: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return entry
 
 

@@ -17,10 +17,9 @@ from click.shell_completion import CompletionItem
 from cputrain import __version__
 from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain.cli.output import finished, is_closed, is_full, open_streams
-from cputrain.cli.words import answer, missing_argument, no_such_command, no_such_option, wording_of
+from cputrain.cli.words import COMPLETE, answer, missing_argument, no_such_command, no_such_option, wording_of
 from cputrain.mpi.supervise.signals import InterruptedBySignalError
 from cputrain.training.signals import signals_held
-from cputrain.variables import COMPLETE
 
 __all__ = ["group", "main"]
 

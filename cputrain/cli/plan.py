@@ -42,7 +42,6 @@ from cputrain.cli.words import (
     complete_recipe,
     wording_of,
 )
-from cputrain.launch.command import training_command
 from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
@@ -129,7 +128,12 @@ def plan_command(
     for note in allocation_notes(options, found, cluster):
         click.echo(f"note: {note}", err=True)
     here = training if options.machine == THIS_MACHINE else None
-    job = planned_job(options, cluster, training_command(recipe, settings, here) if recipe else ("CMD...",))
+    command: tuple[str, ...] = ("CMD...",)
+    if recipe:
+        from cputrain.launch.command import training_command  # it supervises ranks: a plan alone needs none of it
+
+        command = training_command(recipe, settings, here)
+    job = planned_job(options, cluster, command)
     if write is not None:
         click.echo(write_plan_files(job, options, write, training, env, partial(click.echo, err=True)))
     elif output_format == "command":

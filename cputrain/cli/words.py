@@ -21,9 +21,9 @@ from click.shell_completion import (
 )
 
 from cputrain.affinity.errors import Wording, as_option
+from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import either
-from cputrain.variables import COMPLETE
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # the others have options
 KEYS = {"local_batch": "batch.local"}
@@ -47,6 +47,7 @@ def wording_of(arguments: list[str]) -> Wording:
     return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key
 
 
+COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
 LEFT_TO_LAUNCHER = "--bind launcher leaves that to the launcher, and --ppn 1 gives one rank all cores"
 
 
@@ -54,10 +55,7 @@ LEFT_TO_LAUNCHER = "--bind launcher leaves that to the launcher, and --ppn 1 giv
 def tables() -> dict[str, dict[str, Any]]:
     """The tables of words.yaml: what is meant by other names of "commands" and "options", and what tells the values of
     "arguments"."""
-    import yaml  # some hundredths of a second: only for an error
-
-    text = Path(__file__).with_name("words.yaml").read_text(encoding="utf-8")
-    return cast(dict[str, dict[str, Any]], yaml.safe_load(text))
+    return cast(dict[str, dict[str, Any]], read_yaml(Path(__file__).with_name("words.yaml")))
 
 
 def no_such_command(name: str, known: Iterable[str]) -> str:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.filesystem import check_execution, check_writable
 from cputrain.affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
@@ -31,7 +29,6 @@ from cputrain.mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from cputrain.mpi.hosts.hostfile import fold
 from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, bound_command, local_commands
-from cputrain.mpi.supervise.run import remote_command
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -118,6 +115,8 @@ def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, l
     """The plans of a launch and the command that would run; `live`: the ranks' progress bars would be redrawn."""
     plans = (f"{plan_to_text(group.plan, wording=as_option)}\n" for group in job.groups)
     if launcher is not None:
+        from cputrain.mpi.supervise.run import remote_command  # it supervises ranks: a plan alone needs none of it
+
         start = remote_command(job, launcher, folder, "ADDRESS", "PORT", "TOKEN", live=live)
         return "\n".join(
             (
@@ -155,9 +154,15 @@ def _env(cluster: Cluster) -> str:
     return "\n".join(blocks)
 
 
+def _yaml(cluster: Cluster) -> str:
+    import yaml  # slow to import, and one format of several
+
+    return str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip()
+
+
 FORMATS: dict[str, Callable[[Cluster], str]] = {
     "json": cluster_json,
-    "yaml": lambda cluster: str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip(),
+    "yaml": _yaml,
     "svg": lambda cluster: plan_to_svg(cluster.groups[0].plan, wording=as_option),
     "env": _env,
 }

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.wording import either, first_sentence
 from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
 
@@ -23,8 +24,7 @@ Keys = tuple[str, ...]
 @cache
 def other_names() -> dict[str, list[str]]:
     """Names of keys in other trainers -> the keys here."""
-    text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
-    return cast(dict[str, list[str]], yaml.safe_load(text))
+    return cast(dict[str, list[str]], read_yaml(Path(__file__).with_name("other_names.yaml")))
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -4,10 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import yaml
-
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.planner.request import ALL_REDUCE, Measured
 from cputrain.mpi.fabric import FABRICS
 
@@ -32,7 +30,7 @@ class Link:
 @cache
 def _read(name: str) -> dict[str, Any]:
     """A file of configs/published: assumptions.yaml or speeds.yaml."""
-    return dict(yaml.safe_load((shipped("published") / name).read_text(encoding="utf-8")))
+    return dict(read_yaml(shipped("published") / name))
 
 
 _LINKS: dict[str, dict[str, Any]] = _read("assumptions.yaml")["links"]

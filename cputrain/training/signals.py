@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import discover
 from cputrain.affinity.terminal import status_of_signal
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
@@ -45,6 +44,8 @@ def signals_held(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
 
 
 def _is_rank(env: Mapping[str, str]) -> bool:
+    from cputrain.affinity.ranks.rank import discover  # not for every command that is no training
+
     try:
         return discover(env) is not None
     except InputError:  # the command says what is wrong
