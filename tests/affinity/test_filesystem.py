@@ -224,8 +224,7 @@ def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
 FILLED = """
 import os, subprocess, sys
 from cputrain.data import pixels
-from cputrain.doctor import cache_check
-from cputrain.doctor import native
+from cputrain.doctor import PARTS, cache_check
 from cputrain.native_build import _checksum, checksum_file
 place = pixels.built_path(os.environ)
 place.parent.mkdir(parents=True)
@@ -233,7 +232,7 @@ place.write_bytes(bytes(99))
 checksum_file(place).write_text(_checksum(place))
 for options, oneccl in (("ro", True), ("ro", False), ("ro,noexec", True)):
     subprocess.run(["mount", "-o", f"remount,{options}", "out"], check=True)
-    check = cache_check(os.environ, {**native(os.environ), "oneCCL": oneccl, "native kernels": True})
+    check = cache_check(os.environ, {**PARTS["native"](os.environ), "oneCCL": oneccl, "native kernels": True})
     print(check.status, check.found, file=sys.stderr)
 """
 
