@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import MIB
@@ -146,10 +145,7 @@ class OwnTask:
         assert isinstance(samples, OwnSamples)
 
         def inputs(batch: Batch) -> Any:
-            if DTYPES[recipe.precision] != torch.float64:
-                return batch.images
-            # in tuples, lists and dicts as well
-            return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch.images)
+            return _in_double(batch.images) if DTYPES[recipe.precision] == torch.float64 else batch.images
 
         return Task(
             build=lambda: self.network,
@@ -169,8 +165,23 @@ class OwnTask:
 
 
 def sum_of(outputs: Any) -> Tensor:
-    """The sum of all values that a network returns, in tuples, lists and dicts as well."""
-    return torch.stack([each.float().sum() for each in tree_leaves(outputs)]).sum()
+    """The sum of all values that a network returns, in tuples, lists and dicts as well.
+
+    Not by torch's pytrees, for which subclasses of dict are leaves.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs.float().sum()
+    values = outputs.values() if isinstance(outputs, dict) else outputs
+    return torch.stack([sum_of(each) for each in values]).sum()
+
+
+def _in_double(value: Any) -> Any:
+    """Tensors of floating-point numbers as float64, in tuples, lists and dicts as well."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _in_double(each) for key, each in value.items()}
+    return type(value)(map(_in_double, value)) if isinstance(value, tuple | list) else value
 
 
 # What differs between the releases of torch that are supported (2.8 to 2.13) is known here, by what they have: DDP's

@@ -48,7 +48,7 @@ MOST_OF_A_LINE = 1 << 20  # bytes: a longer line is shown and logged in parts
 PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one line this often
 
 
-OUR_LINE = re.compile(r"^(?:\r\x1b\[2K)?(\[[^\]\n]*\] )(cputrain: [^\n]*)\n", re.MULTILINE)
+OUR_LINE = re.compile(r"^(?:\r\x1b\[2K)?((?:\[[^\]\n]*\] )?)(cputrain: [^\n]*)\n", re.MULTILINE)
 MOST_REMEMBERED = 1000  # of our lines
 
 

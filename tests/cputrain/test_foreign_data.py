@@ -257,6 +257,12 @@ def test_absent_shards_and_those_of_other_formats_are_said(tmp_path: Path) -> No
     )
 
 
+def test_a_class_of_a_tar_may_have_joiners_and_other_spaces(tmp_path: Path) -> None:
+    words = ("می\u200cروم", "chat\u00a0noir")
+    folder = write_tars(tmp_path / "in", lambda i: {"cls": words[i % 2].encode()})
+    assert open_dataset(str(folder)).classes == tuple(sorted(words))
+
+
 def test_a_class_in_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
     folder = write_tars(tmp_path / "in", lambda i: {"cls": (i % 2).to_bytes(8, "little")})
     with pytest.raises(InputError, match=r"cls has no label: '\\x00.*' is neither a number nor a text"):
@@ -595,6 +601,18 @@ def test_tables_deep_below_the_folder_are_found(tmp_path: Path) -> None:
     folder = two_splits(tmp_path / "cache/user___beans/default/0.0.0/3f2a", table(image=[png(0)], label=[0]))
     with pytest.raises(InputError, match=f"Parquet or Arrow files only in folders below it: give {folder}$"):
         survey(str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("train", ["train", "training", ""])
+def test_an_archive_inside_a_class_is_no_data_set(tmp_path: Path, train: str) -> None:
+    images = write_images(tmp_path / "in", train=3, val=1) / "train"
+    folder = images.rename(tmp_path / "data") if not train else images.parent
+    if train:
+        images.rename(folder / train)
+    (folder / train / "class0/raw").mkdir()
+    tarfile.open(folder / train / "class0/raw/more.tar", "w").close()
+    found = survey(str(folder))
+    assert found.train + found.val == (12 if train else 9)
 
 
 def test_an_archive_of_class_folders_is_no_tar_of_samples(tmp_path: Path) -> None:

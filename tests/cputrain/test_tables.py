@@ -204,6 +204,29 @@ def test_parts_of_several_folders_and_configurations_are_no_copies(tmp_path: Pat
     assert survey(str(tmp_path)).train == 24
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("part.0.parquet", "part.1.parquet"),
+        ("flowers-v1.0-a.parquet", "flowers-v1.0-b.parquet"),
+        ("2012.parquet", "2014.parquet"),
+        ("shard (1).parquet", "shard (2).parquet"),
+    ],
+    ids=["Dask", "a version", "years", "renamed on Windows"],
+)
+def test_names_that_differ_in_any_part_are_no_copies(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        parquet.write_table(table_of(0, 6), tmp_path / name)
+    found = survey(str(tmp_path))
+    assert found.train + found.val == 12 and not [note for note in found.notes if "absent" in note]
+
+
+def test_numbers_that_are_counted_from_1_are_complete(tmp_path: Path) -> None:
+    for number in range(3):
+        parquet.write_table(table_of(0, 6), tmp_path / f"train-{number:05d}-of-00002.parquet")
+    assert not [note for note in survey(str(tmp_path)).notes if "absent" in note]
+
+
 def test_images_in_base64_are_named(tmp_path: Path) -> None:
     text = "/9j/4AAQSkZJRgABAQ"
     parquet.write_table(pyarrow.table({"image": [text] * 6, "label": [0, 1] * 3}), tmp_path / "train.parquet")

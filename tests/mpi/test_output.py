@@ -79,15 +79,20 @@ def test_a_relay_shows_no_more_than_a_stream() -> None:
     assert shown.getvalue() == "\x1b[31mred\x1b[0m\\x1b]0;title\\x07ä\\x1b["
 
 
-def test_a_refusal_of_all_ranks_is_shown_once_and_logged_by_each() -> None:
+@pytest.mark.parametrize("label", ["[0] ", ""])
+def test_a_refusal_of_all_ranks_is_shown_once_and_logged_by_each(label: str) -> None:
     refusal, other = b"cputrain: data.path=/none does not exist\n", b"cputrain: rank 1: no such file\n"
     shown, logs = io.StringIO(), [io.BytesIO(), io.BytesIO()]
     terminal = ranks.Terminal(stream=shown, name="stderr", logs=Path("logs"))
-    first, second = (Stream(label=f"[{i}] ", terminal=terminal, log=log, live=i > 0) for i, log in enumerate(logs))
+    labels = (label, "[1] ")
+    first, second = (
+        Stream(label=label, terminal=terminal, log=log, live=i > 0)
+        for i, (label, log) in enumerate(zip(labels, logs, strict=True))
+    )
     for rank in (first, first, second):
         rank.feed(refusal)
     second.feed(other)
-    assert shown.getvalue() == 2 * f"[0] {refusal.decode()}" + f"{CLEAR_LINE}[1] {other.decode()}"
+    assert shown.getvalue() == 2 * f"{label}{refusal.decode()}" + f"{CLEAR_LINE}[1] {other.decode()}"
     assert [log.getvalue() for log in logs] == [refusal * 2, refusal + other]
 
 

@@ -1,12 +1,15 @@
 """The command line as a user meets it, launchers by name, and honest skips."""
 
 import io
+import logging
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -49,12 +52,27 @@ def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
+@contextmanager
+def logged_to(stream: TextIO, lines: logging.Formatter) -> Iterator[None]:
+    """What our packages log is written to a stream, as the command writes it to stderr."""
+    logger, handler = logging.getLogger("cputrain"), logging.StreamHandler(stream)
+    handler.setFormatter(lines)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command that starts no ranks in this process, which takes milliseconds where `cputrain` takes a second.
 
     Fails where the command would start again, bound, in place of this process, as `predict` does.
     """
-    from cputrain.cli import _run
+    from cputrain.cli import _Lines, _run
 
     def restarts(*_: object) -> None:
         pytest.fail(f"{arguments[0]} takes the place of this process: run it by `cputrain`")
@@ -65,7 +83,7 @@ def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
             patch.setenv(name, value)
         for name in ("execv", "execve"):
             patch.setattr(os, name, restarts)
-        with redirect_stderr(io.StringIO()) as err:
+        with redirect_stderr(io.StringIO()) as err, logged_to(err, _Lines("%(message)s")):
             status = _run([*arguments])
     return subprocess.CompletedProcess(
         arguments, status, out.buffer.getvalue().decode(errors="surrogateescape"), err.getvalue()

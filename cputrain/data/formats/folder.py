@@ -237,14 +237,20 @@ def _split_folder(root: Path, split: str) -> Path | None:
     return next(iter(exact or found), None)
 
 
+def has_train_folder(root: Path) -> bool:
+    """Whether a folder has the training split in a folder, by any of its names, or where Kaggle's ImageNet has it."""
+    return any((root / inner / TRAIN).is_dir() for inner in KAGGLE) or _split_folder(root, TRAIN) is not None
+
+
+def has_image(folder: Path) -> bool:
+    """Whether an image lies in a folder itself; its entries are read until there is one."""
+    with _entries(folder) as entries:
+        return any(is_image(entry.name) for entry in entries)
+
+
 def _folders_with_images(root: Path) -> list[str]:
     """The names of the folders in a folder that contain an image."""
-    names = []
-    for name in folders_in(root):
-        with _entries(root / name) as entries:
-            if any(is_image(entry.name) for entry in entries):
-                names.append(name)
-    return names
+    return [name for name in folders_in(root) if has_image(root / name)]
 
 
 def _check_are_classes(root: Path, names: Sequence[str]) -> None:

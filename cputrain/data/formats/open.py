@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted, either, first_named
-from cputrain.data.formats.folder import folders_in, read_folder
+from cputrain.data.formats.folder import folders_in, has_image, has_train_folder, read_folder
 from cputrain.data.formats.source import (
     MANIFEST,
     NO_SPLIT,
@@ -39,6 +39,8 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
 NUMBERED = re.compile(r"(.*?)(\d{4,9})(\.[^\d]+)")  # imagenet1k-train-0012.tar
+ENDING = re.compile(r"(\.(parquet|arrow|feather|tar|tgz|tfrec(ord)?s?|gz))+$", re.IGNORECASE)
+LEAST_IN_ROW = 10  # of files whose numbers have no leading zero: fewer may be years
 COPY = re.compile(r" \(\d+\)$| - copy$")  # of a browser, of Windows
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
@@ -87,18 +89,24 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
     lines = []
     seen: dict[tuple[Path | None, str], Path] = {}
     numbers: dict[tuple[Path, str, str], dict[int, str]] = {}
-    rows: dict[tuple[Path, str, str], list[int]] = {}
-    for path in paths:
-        shard = SHARD.match(path.name)
-        name = COPY.sub("", (shard[0] if shard else path.name.partition(".")[0]).lower())
+    rows: dict[tuple[Path, str, str], list[str]] = {}
+    shards = {path: SHARD.match(path.name) for path in paths}
+    stems = {path: (shard[0] if shard else ENDING.sub("", path.name)).lower() for path, shard in shards.items()}
+    originals = {*stems.values()}
+    for path, shard in shards.items():
+        original = COPY.sub("", stems[path])
+        name = original if original in originals else stems[path]
         first = seen.setdefault((None if split_of((name,)) == split else path.parent, name), path)
         if first != path:
             raise InputError(f"{path} is the same part of the split {split} as {first}: remove one of the two")
         if shard:
             numbers.setdefault((path.parent, shard[1], shard[3]), {})[int(shard[2])] = path.name
         elif counted_name := NUMBERED.fullmatch(path.name):
-            rows.setdefault((path.parent, counted_name[1], counted_name[3]), []).append(int(counted_name[2]))
-    for (folder, prefix, suffix), row in rows.items():
+            rows.setdefault((path.parent, counted_name[1], counted_name[3]), []).append(counted_name[2])
+    for (folder, prefix, suffix), texts in rows.items():
+        if len(texts) < LEAST_IN_ROW and not any(text.startswith("0") for text in texts):
+            continue
+        row = [int(text) for text in texts]
         if 0 < (absent := max(row) - min(row) + 1 - len(row)) < len(row):  # else the numbers count something else
             lines.append(
                 f"{folder}: {counted(absent, 'number')} absent among those of {counted(len(row), 'file')} {prefix}"
@@ -106,7 +114,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
             )
     for (_, prefix, total), present in numbers.items():
         start = 1 if int(total) in present else 0
-        if absent := int(total) - len(present):
+        if (absent := int(total) - len(present)) > 0:
             number = next(number for number in count(start) if number not in present)
             name = next(iter(present.values()))
             width = len(SHARD.match(name)[2])  # type: ignore[index]  # it has matched before
@@ -216,8 +224,10 @@ def _folders_below(root: Path) -> list[Path]:
     """The nearest folders below a folder that have files of one of FORMATS, as configurations of a data set on the Hub
     and the folders in which tensorflow_datasets and `datasets` keep one; [] where it is an image folder itself."""
     found: list[Path] = []
-    waiting = [root] if root.is_dir() and not (root / TRAIN).is_dir() else []
+    waiting = [root] if root.is_dir() and not has_train_folder(root) else []
     for path in waiting:  # which grows
+        if has_image(path):
+            continue  # a class
         if path != root and any(each.find(path) for each in FORMATS):
             found.append(path)
         else:

@@ -14,6 +14,7 @@ or the text in KEY.cls, else what KEY.json has as "label".
 import json
 import mmap
 import os
+import re
 import struct
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -376,6 +377,7 @@ def member_problem(file: BinaryIO, key: int, offset: int, length: int, _end: int
 
 
 JSON_LABEL = "label"  # in KEY.json
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # as in a number that numpy wrote in bytes
 MOST_LABEL_BYTES = 1 << 20
 
 
@@ -456,7 +458,7 @@ def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int,
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
     try:
         label = text.decode().strip() if "cls" in sample else _label_in(json.loads(text))
-        if type(label) not in (int, str) or label == "" or not str(label).isprintable():
+        if type(label) not in (int, str) or label == "" or CONTROL.search(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a text")
     except ValueError as error:
         raise InputError(f"{path}: {label_name} has no {JSON_LABEL}: {error}") from None

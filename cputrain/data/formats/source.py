@@ -113,7 +113,7 @@ NOT_OF_USER = frozenset(
         *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
         *("icon\r", "__macosx", "network trash folder", "temporary items"),
         *("@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "lost+found"),
-        *("found.000", "recycler", "__pycache__"),
+        *("found.000", "__pycache__"),
     )
 )
 ORIGIN = "Zone.Identifier"  # ends the name of what Windows notes of a download, which is a file of its own in Linux
