@@ -17,7 +17,7 @@ from cputrain.runs import read_events
 from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain
 from tests.support.images import write_images
-from tests.support.trainings import PPN, SMALL
+from tests.support.trainings import SMALL
 
 TRAIN = ("train", "imagefolder", *SMALL, "engine=eager", "comm.backend=gloo")  # what starts soonest
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun")
