@@ -1,9 +1,12 @@
 """A recipe's keys: their list, their manual, and errors in words."""
 
+import ast
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
@@ -15,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.wording import either, first_sentence
+from cputrain.recipe import schema
 from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
 
 Keys = tuple[str, ...]
@@ -63,6 +67,27 @@ def field_at(keys: Keys) -> FieldInfo | None:
     return next((field for name, field in fields.items() if (field.alias or name) == keys[-1]), None)
 
 
+@cache
+def _docstrings() -> dict[tuple[str, str], str]:
+    """The docstrings under the fields of the schema's classes, by the names of class and field."""
+    tree = ast.parse(inspect.getsource(schema))
+    return {
+        (section.name, field.target.id): inspect.cleandoc(text.value.value)
+        for section in ast.walk(tree)
+        if isinstance(section, ast.ClassDef)
+        for field, text in pairwise(section.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def description_of(section: type[Section], name: str) -> str:
+    """What the docstring under a section's field says, or the manual of a planning option; "" where there is none."""
+    owners = (each.__name__ for each in section.__mro__)
+    found = (_docstrings().get((owner, name)) for owner in owners)
+    return section.model_fields[name].description or next(filter(None, found), "")
+
+
 def known_path(location: Iterable[int | str]) -> Keys:
     """The keys in the location of a pydantic error, without what pydantic adds below a value."""
     keys: Keys = ()
@@ -107,8 +132,10 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
 
 def describe_key(keys: Keys) -> str:
     """The first sentence of a key's description, without its period; "" where it has none."""
-    field = field_at(keys)
-    return first_sentence((field.description if field else None) or "").partition("; ")[0]
+    section = annotation_of(keys[:-1])
+    fields = getattr(section, "model_fields", {}) if keys else {}
+    name = next((name for name, field in fields.items() if (field.alias or name) == keys[-1]), None)
+    return "" if name is None else first_sentence(description_of(section, name)).partition("; ")[0]
 
 
 # pydantic's error types -> the required value; {} is the limit.
@@ -290,19 +317,19 @@ def _sections(prefix: str, section: type[Section]) -> Iterator[SectionReference]
         if inner is not None:
             inside.append((f"{key}." if inner is field.annotation else f"{key}[].", inner))
         if inner is not field.annotation:
-            keys.append(_key(key, field))
+            keys.append(_key(key, field, description_of(section, name)))
     yield SectionReference(name=prefix.removesuffix("."), description=_joined(section.__doc__), keys=tuple(keys))
     for below, inner in inside:
         yield from _sections(below, inner)
 
 
-def _key(key: str, field: FieldInfo) -> KeyReference:
+def _key(key: str, field: FieldInfo, description: str) -> KeyReference:
     limits = " and ".join(filter(None, map(_limits, field.metadata)))
     return KeyReference(
         key=key,
         values=", ".join(filter(None, (describe_type(field.annotation), limits))),
         default="required" if field.is_required() else _as_yaml(field.default),
-        description=_joined(field.description),
+        description=_joined(description),
     )
 
 

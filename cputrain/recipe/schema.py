@@ -44,9 +44,8 @@ class Section(BaseModel):
     the value is, with its unit, and stands alone.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    # keys.py reads the docstrings: pydantic would parse this file once for each class, whenever it is imported.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
