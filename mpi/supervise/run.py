@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 LOCAL_POLL_S = 0.05
 # Below those of mpirun's jobs (affinity/ranks/rank.py) and those that Linux gives to outgoing connections.
 PORTS, PORTS_TRIED = range(10_000, 20_000), 100
+CLAIMS_KEPT = 64
+_claims: deque[socket.socket] = deque()
 logger = logging.getLogger(__name__)
 
 
@@ -115,12 +117,21 @@ def _stopping(what: str, number: int, grace_s: float) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that is free on this host's loopback now. Not one of those that the kernel gives to outgoing
-    connections: seconds pass until ranks listen at it."""
+    """A TCP port that is free on this host's loopback now, and that no other process gets from here while this one
+    lives. Not one of those that the kernel gives to outgoing connections: seconds pass until ranks listen at it."""
     for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # the program's own random numbers stay as they are
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            return port
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0cputrain port {port}")  # an abstract address: gone with its process, and no file
+            with socket.socket() as probe:
+                probe.bind((LOOPBACK, port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        if len(_claims) > CLAIMS_KEPT:
+            _claims.popleft().close()
+        return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

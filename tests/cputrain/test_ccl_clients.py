@@ -40,7 +40,7 @@ def test_a_client_trains(client: str, backend: str, tmp_path: Path) -> None:
     with started("tests.support.ccl_clients", client, str(tmp_path), backend, PYTHONWARNINGS="ignore") as ranks:
         for rank in ranks:
             end = ended(rank, 480)  # DeepSpeed compiles
-            assert end.status == 0, end.err[-3000:]
+            assert end.status == 0, end.err
             assert [line["client"] for line in lines_of(end.out)] == [client]
 
 
@@ -77,7 +77,7 @@ def test_a_script_without_an_import_of_ours_has_the_backend_under_torchrun_and_l
     )
     for argv, env, count in cases:
         done = subprocess.run(argv, cwd=ROOT, env={**unset, **env}, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr
         said = sorted(lines_of(done.stdout), key=lambda line: line["rank"])
         assert said == [{"rank": i, "sum": 2.0, "backend": "ccl", "count": count} for i in (0, 1)]
 
@@ -89,9 +89,9 @@ def test_where_entry_points_are_off_an_import_registers_the_backend() -> None:
         return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
     refused = ran(PLAIN)
-    assert refused.returncode == 1 and "Unknown backend type ccl" in refused.stderr, refused.stderr[-3000:]
+    assert refused.returncode == 1 and "Unknown backend type ccl" in refused.stderr, refused.stderr
     done = ran(f"import cputrain.comm.ccl\n{PLAIN}")
-    assert done.returncode == 0 and lines_of(done.stdout)[0]["backend"] == "ccl", done.stderr[-3000:]
+    assert done.returncode == 0 and lines_of(done.stdout)[0]["backend"] == "ccl", done.stderr
 
 
 KNOWN = "import sys, torch; print(hasattr(torch.distributed.Backend, 'CCL'), 'cputrain.comm.ccl' in sys.modules)"
@@ -128,7 +128,7 @@ def test_the_names_of_intel_s_bindings_stand_in_and_never_before_an_original(tmp
             processes.append(stack.enter_context(command(*argv, **ALONE, MASTER_PORT=port, PYTHONPATH=STAND_INS)))
         for process in processes:
             end = ended(process, 240)
-            assert [line["said"] for line in lines_of(end.out)] == [[1.0, "2.8.0", "1"]], end.err[-3000:]
+            assert [line["said"] for line in lines_of(end.out)] == [[1.0, "2.8.0", "1"]], end.err
     # What a .pth file adds comes after what is installed.
     original = tmp_path / "oneccl_bindings_for_pytorch.py"
     original.write_text("name = 'original'")

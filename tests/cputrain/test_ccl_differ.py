@@ -61,7 +61,7 @@ def said_by(*processes: subprocess.Popen[bytes]) -> Found:
     for process in processes:
         end = ended(process, LIMIT_S)
         lines = lines_of(end.out)
-        assert lines, (end.status, end.err[-2000:])
+        assert lines, (end.status, end.err)
         for line in lines:
             said = Said(line["error"], line["seconds"], line["returned"])
             found.setdefault(line["case"], {})[line["rank"]] = said

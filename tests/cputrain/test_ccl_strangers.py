@@ -43,7 +43,7 @@ GOOD = [
 def passed(process: subprocess.Popen[bytes]) -> list[str]:
     """What the tasks of a rank, or of all ranks of a launcher, have passed; they must end well."""
     end = ended(process, LIMIT_S)
-    assert end.status == 0, end.out + end.err[-3000:]
+    assert end.status == 0, end.out + end.err
     return [line["passed"] for line in lines_of(end.out)]
 
 
@@ -119,7 +119,7 @@ def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with command(*argv, **mpi_path("intelmpi"), **meeting, **QUIET) as process:
         end = ended(process, LIMIT_S)
-    assert end.status == 0, end.err[-3000:]
+    assert end.status == 0, end.err
     said = sorted((line["rank"], line["transport"]) for line in lines_of(end.out))
     assert said == [(0, "ofi"), (1, "ofi"), (2, None)]
 
@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_sizes_that_never_repeat(starter: str, tmp_pat
     path = mpi_path("intelmpi") if starter == "mpirun" else {}
     with command(*argv, **meeting, **path, **QUIET) as process:
         end = ended(process, LIMIT_S)
-    assert end.status == 0, end.err[-3000:]
+    assert end.status == 0, end.err
     grown = [line["grown_mib"] for line in lines_of(end.out)]
     assert len(grown) == 2 and max(grown) < 50, grown
 

@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.topology import this_machine
 from cputrain.launch import new_folder
 from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import Monitor, run_local
+from cputrain.mpi.supervise import Monitor, run, run_local
 from tests.support.commands import cputrain
 from tests.support.jobs import agent_process, job_of, plan_here, poll_until
 
@@ -108,6 +108,23 @@ def start_launch(place: Path) -> subprocess.Popen[bytes]:
 
 
 @needs_two
+def test_no_two_processes_get_the_same_port_before_anything_listens_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PORTS_TRIED", 2)
+    monkeypatch.setattr(run, "PORTS", range(9_000, 9_002))
+    code = (
+        "from cputrain.mpi.supervise import run; "
+        "run.PORTS, run.PORTS_TRIED = range(9_000, 9_002), 2; print(run.free_port(), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        theirs = int(other.stdout.readline())
+        mine = [run.free_port() for _ in range(2)]
+        other.communicate("\n")
+    assert {theirs, mine[0]} == {9_000, 9_001} and mine[1] not in {theirs, mine[0]}
+
+
 def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     code = SPAWN + "import os; rank = os.environ['RANK']; print('here', flush=True); "
     code += "time.sleep(0.5 if rank == '1' else 300); print('the reason'); sys.exit(7)"

@@ -144,7 +144,7 @@ def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set:
         return _follow(rank, keys, own(), is_set=is_set)
     try:
         chosen = own()
-    except InputError:
+    except Exception:
         keys.set(KEY, json.dumps(None))  # the others wait for it
         raise
     keys.set(KEY, json.dumps(asdict(chosen)))
