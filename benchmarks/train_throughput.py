@@ -10,6 +10,7 @@ or one worker of two threads.
 """
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -39,12 +40,17 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="in bfloat16")
     parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="these and the expert")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if options.avx2:
             os.environ |= avx2_only(Path(scratch))
         data = options.data or make_images(Path(scratch) / "images")
-        contenders = contenders_of(data, Path(scratch), options)
+        contenders = {
+            name: run
+            for name, run in contenders_of(data, Path(scratch), options).items()
+            if name == EXPERT or any(word in name for word in options.only)
+        }
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for i in range(options.rounds):
             for name, run in contenders.items():
@@ -111,11 +117,12 @@ def torchrun(processes: int) -> Iterable[str]:
 def show(rates: dict[str, list[float]], precision: str) -> None:
     """Print the table: median and range of each contender, and its ratios to the expert's script and to the limit."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
+    limit = medians.get(LIMIT, math.nan)
     print(f"| training ResNet-50, 224 x 224, from JPEGs, {precision} | img/s (range) | to the expert | to the limit |")
     print("|---|---|---|---|")
     for name, values in rates.items():
         spread = f"{medians[name]:.2f} ({min(values):.2f}-{max(values):.2f})"
-        print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {medians[name] / medians[LIMIT]:.2f} |")
+        print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {medians[name] / limit:.2f} |")
 
 
 def trained(data: Path, run: Path, steps: int, own: Iterable[str]) -> float:

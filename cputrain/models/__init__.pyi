@@ -7,6 +7,7 @@ from .batchnorm_relu import built_path as built_path
 from .batchnorm_relu import checked as checked
 from .batchnorm_relu import load as load
 from .batchnorm_relu import second_use as second_use
+from .fusion import CacheBlocked as CacheBlocked
 from .fusion import FoldedConv2d as FoldedConv2d
 from .fusion import FoldedWinogradConv2d as FoldedWinogradConv2d
 from .fusion import PointwiseConv2d as PointwiseConv2d

@@ -17,7 +17,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
 from cputrain.affinity.wording import counted
 from cputrain.models.batchnorm_relu import Kernels, checked, load
-from cputrain.models.fusion import fold_batchnorms, fuse_batchnorms, has_amx, use_products
+from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms, has_amx, use_products
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd
 from cputrain.training import ipex
 
@@ -128,7 +128,8 @@ def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.M
     computes = {"float32": has_onednn, "bf16": has_bf16}.get(precision)
     if engine.kernels is None or computes is None or not computes():
         return model
-    return fold_batchnorms(model, torch.bfloat16 if precision == "bf16" else torch.float32)
+    folded = fold_batchnorms(model, torch.bfloat16 if precision == "bf16" else torch.float32)
+    return model if folded is model else CacheBlocked(folded)
 
 
 def has_onednn() -> bool:

@@ -3,12 +3,14 @@
 import gc
 import os
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cputrain.models import (
+    CacheBlocked,
     FoldedConv2d,
     FoldedWinogradConv2d,
     build_model,
@@ -138,3 +140,40 @@ def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is(caplog: pytest.Lo
     with caplog.at_level("INFO"):
         assert fold_batchnorms(network, torch.float32) is network
     assert "Odd cannot be traced: " in caplog.text
+
+
+class Counted(nn.Module):
+    """Per-pixel sums whose output is 2 MiB for each image of 8 x 8; keeps the sizes of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8192, 1)
+        self.batches: list[int] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.batches.append(len(images))
+        return self.layer(images).mean((2, 3))
+
+
+@torch.inference_mode()
+def test_batches_are_evaluated_in_blocks_that_fit_the_cache() -> None:
+    torch.set_num_threads(1)
+    network = Counted()
+    blocked = CacheBlocked(network)
+    images = torch.randn(20, 3, 8, 8)
+    whole = network(images)
+    for count in (20, 20, 9, 8, 0):
+        assert torch.allclose(blocked(images[:count]), whole[:count], atol=1e-5)
+    assert network.batches[1:] == [4, 8, 8, 7, 7, 6, 5, 4, 8, 0]
+
+
+@pytest.mark.parametrize("outputs", [lambda images: {"logits": images}, lambda images: images.sum()])
+def test_networks_without_a_row_for_each_image_get_whole_batches(outputs: Callable[[Tensor], object]) -> None:
+    class Network(nn.Module):
+        def forward(self, images: Tensor) -> object:
+            return outputs(images)
+
+    blocked, images = CacheBlocked(Network()), torch.ones(12, 3, 512, 512)
+    for _ in range(2):
+        found = blocked(images)
+        assert len(found["logits"]) == 12 if isinstance(found, dict) else float(found) == images.numel()
