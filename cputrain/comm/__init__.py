@@ -1,7 +1,7 @@
 """Communication between ranks: the process group over oneCCL or gloo, and gradient all-reduce hooks for DDP.
 
-A watchdog in every rank ends the job when a peer dies (watchdog.py). `ccl` is the oneCCL backend for c10d; any script
-can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
+A watchdog in every rank ends the job when a peer is lost (watchdog.py). `ccl` is the oneCCL backend for c10d; any
+script can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,7 +1,7 @@
-"""Gradient buckets of DistributedDataParallel and its communication hooks: float32, or rounded to bfloat16.
+"""Communication hooks of DistributedDataParallel: all-reduce in float32 or bfloat16; measurements for its bucket size.
 
-The hooks add up the gradients of all ranks. DDP itself divides the sums by the number of ranks, another pass over all
-gradients; the loss has that factor here.
+The hooks sum gradients over ranks. DDP would divide the sums by the number of ranks, in an extra pass over the
+gradients; here the loss includes this factor.
 """
 
 import operator
@@ -22,7 +22,7 @@ ROUNDS = 5
 
 
 def measure_alpha_beta() -> tuple[float, float]:
-    """Measure alpha and beta of the default group's float32 all-reduce; every rank gets those of the slowest rank."""
+    """Measure alpha and beta of the default group's float32 all-reduce; all ranks return the slowest rank's values."""
     medians = []
     for size in MEASURED_BYTES:
         values, seconds = torch.zeros(size // 4), []
@@ -39,64 +39,64 @@ def measure_alpha_beta() -> tuple[float, float]:
 
 @dataclass(slots=True)
 class AllReduceHook:
-    """The sum of gradients over the ranks, and the time when a step's last bucket was ready.
+    """All-reduce hook that also records when a step's last bucket became ready.
 
-    The rest of the backward pass after that time is waiting for communication.
+    From then on, the backward pass only waits for communication.
     """
 
     last_ready_s: float = 0.0
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """Add up a bucket of gradients over the ranks."""
+        """All-reduce a bucket of gradients."""
         self.last_ready_s = time.perf_counter()
         return _all_reduce(bucket.buffer(), bucket, group, _itself)
 
     def reset(self) -> None:
-        """Drop what is kept from earlier gradients, because they contained NaN or Inf."""
+        """Discard state from earlier gradients, which contained NaN or Inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16Bucket:
-    """What a bucket keeps from step to step: its rounding errors, and its gradients as bfloat16."""
+    """Buffers of a bucket: its rounding errors, and its gradients as bfloat16."""
 
     parameters: tuple[Tensor, ...]
     errors: Tensor
     compressed: Tensor
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the bucket has these parameters, in this order."""
+        """Return whether the bucket has these parameters, in this order."""
         return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
 
 
 @dataclass(slots=True)
 class Bf16AllReduceHook(AllReduceHook):
-    """Gradients added up as bfloat16, half the bytes; each rank adds its rounding errors to its next gradients.
+    """All-reduce hook that sends gradients as bfloat16, half the bytes, with error feedback: each rank adds its
+    rounding errors to its next gradients (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, 3).
 
-    `residuals` are the errors of each parameter's gradient, flat, whatever bucket it is in: DDP rebuilds its buckets
-    after the first step.
-
-    Error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, section 3.
+    `residuals` has the flattened errors by parameter and not by bucket, because DDP rebuilds its buckets after the
+    first step.
     """
 
     residuals: dict[Tensor, Tensor] = field(default_factory=dict)
     buckets: dict[int, Bf16Bucket] = field(default_factory=dict)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """Add up a bucket of float32 gradients over the ranks."""
+        """All-reduce a bucket of float32 gradients."""
         self.last_ready_s = time.perf_counter()
         gradients, kept = bucket.buffer(), self._kept(bucket)
         gradients.add_(kept.errors)
         kept.compressed.copy_(gradients)
-        torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)  # of one type: no temporary copy
+        # The copy converts bfloat16 to float32 first: operands of one dtype need no temporary copy.
+        torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)
         return _all_reduce(kept.compressed, bucket, group, gradients.copy_)
 
     def reset(self) -> None:
-        """Drop the rounding errors of gradients that contained NaN or Inf."""
+        """Discard the rounding errors of gradients that contained NaN or Inf."""
         self.residuals.clear()
         self.buckets.clear()
 
     def _kept(self, bucket: GradBucket) -> Bf16Bucket:
-        """The bucket's buffers; new ones, with the errors that its parameters have, where it is a new bucket."""
+        """Return the bucket's buffers; for a new bucket, allocate them and copy its parameters' errors into them."""
         parameters = tuple(bucket.parameters())
         kept = self.buckets.get(bucket.index())
         if kept is None or not kept.holds(parameters):
@@ -116,10 +116,10 @@ class Bf16AllReduceHook(AllReduceHook):
 def _all_reduce(
     values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
 ) -> Future[Tensor]:
-    """`finish` of the sum over the ranks, which is computed in place.
+    """All-reduce `values` in place and return a future of `finish(values)`.
 
-    dist.all_reduce does the same, and costs a small network's step more. The last bucket is waited for at once, as
-    nothing is left to compute beside it: a callback runs in the backend's thread, which needs Python's lock for it.
+    This has less overhead than dist.all_reduce, which matters for small networks. It waits for the last bucket at once,
+    because no computation is left to overlap; a callback would run in the backend's thread and need the GIL there.
     """
     work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
     if bucket.is_last():

@@ -1,4 +1,4 @@
-"""The process group of a training: choose the backend, join, check that ranks agree, leave."""
+"""Process group of a training: choose the backend, join, check that all ranks have the same settings, leave."""
 
 import faulthandler
 import gc
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
+# If this module were imported later (as by DDP and torchvision), its default arguments would hold the current group;
 # gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -34,10 +34,9 @@ FACTS = "facts"
 
 
 def check_same(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
-    """Compare this rank's facts, texts by name, with rank 0's, and wait until every rank has done so.
+    """Check that versions, settings and data (`facts`, texts by name) equal rank 0's, and wait for every rank's check.
 
-    Raises InputError on every rank where one differs, naming it and what differs, RunError where the store is another
-    job's.
+    Raises InputError on every rank if any rank differs, with the differences; RunError if the store is another job's.
     """
     own = {"host": socket.gethostname(), "facts": dict(facts)}
     if rank.rank == 0:
@@ -48,9 +47,8 @@ def check_same(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
 
 
 def describe_difference(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """A line about the facts in which a rank differs from rank 0; "" where there are none.
-
-    Both are {"host", "facts"}.
+    """Return a line about the facts in which a rank differs from rank 0, "" if none. `own` and `first` are
+    {"host", "facts"}.
     """
     ours, theirs = own["facts"], first["facts"]
     pairs = ((name, ours.get(name, "nothing"), theirs.get(name, "nothing")) for name in {**theirs, **ours})
@@ -64,15 +62,15 @@ def describe_difference(rank: int, own: Mapping[str, Any], first: Mapping[str, A
 
 
 def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, str]:
-    """The backend of all ranks and the reason for it; loads oneCCL if that is chosen. Waits for every rank's attempt.
+    """Choose the backend of all ranks; return it and the reason. Loads oneCCL if chosen, and waits for all ranks.
 
-    With "auto", all ranks use gloo if one cannot use oneCCL. With "ccl", raises InputError or RunError on every rank if
-    one cannot use oneCCL; with "mpi", InputError where torch is built without MPI.
+    With "auto", all ranks use gloo if any rank cannot use oneCCL. With "ccl", raises InputError or RunError on every
+    rank if any rank cannot use oneCCL; with "mpi", InputError if torch was built without MPI.
     """
     if requested == "mpi" and not dist.is_mpi_available():
         raise InputError(
-            "comm.backend=mpi: this torch is built without MPI, as every one from PyPI: build torch from source with "
-            "it, or set comm.backend=ccl, which communicates over MPI too"
+            "comm.backend=mpi needs a torch with MPI, which PyPI does not have: build torch from source with MPI, or "
+            "set comm.backend=ccl, which also communicates over MPI"
         )
     if requested in ("gloo", "mpi"):
         return requested, f"comm.backend={requested}"
@@ -94,8 +92,8 @@ def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, s
 
 
 T = TypeVar("T")
-SHUTDOWN_S = 60.0  # for destroying the group and exiting the process
-# gloo's causes; the last one comes without its name, from operations after one that timed out.
+SHUTDOWN_S = 60.0  # limit for destroying the group and exiting the process
+# Causes in gloo's messages; the last one appears without "gloo", in operations after one that timed out.
 FROM_GLOO = re.compile(
     r"gloo.*?(Connection \w+(?: by peer)?|Timed out waiting \w+|Socket closed|Broken pipe)"
     r"|(Application timeout caused pair closure)"
@@ -104,7 +102,7 @@ FROM_GLOO = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommGroup:
-    """A job's process group: its backend and the reason for it, the signed keys of its ranks, this rank's watchdog."""
+    """A job's process group: backend and the reason for it, signed keys in the store, and this rank's watchdog."""
 
     backend: str
     why: str
@@ -120,14 +118,14 @@ def start_group(
     env: Mapping[str, str],
     facts: Mapping[str, str] | None = None,
 ) -> CommGroup:
-    """Join the job's process group; its threads run on the worker's comm PUs, or on its compute PUs without any.
+    """Join the job's process group; its threads run on the worker's comm PUs, or on its compute PUs if it has none.
 
-    `env` is what the launcher has set for this rank; its place among the ranks is set in this process's environment.
+    `env` has the launcher's variables of this rank; the rank variables are also set in this process's environment.
 
-    Raises InputError where a job of several hosts has no address of rank 0 or one of the `facts` is not the same on all
-    ranks, InputError or RunError where the requested backend cannot be used.
+    Raises InputError if a job on several hosts has no address of rank 0 or the `facts` differ between ranks; InputError
+    or RunError if the requested backend cannot be used.
     """
-    os.environ.update(with_rank(rank, env))  # where torch and its backends read them, here and later
+    os.environ.update(with_rank(rank, env))  # torch and its backends read them here, now and later
     store = connect_store(rank, env)
     token = env.get(TOKEN_VARIABLE, "")
     keys = SignedKeys(store, token)
@@ -150,18 +148,19 @@ def start_group(
 
 
 def _join_mpi(rank: Rank) -> None:
-    """Join torch's own MPI, which numbers the ranks itself. Raises InputError where its mpirun has not started them."""
+    """Join the group over torch's MPI, which assigns ranks itself. Raises InputError if MPI's ranks differ, because the
+    ranks were not started by its mpirun."""
     dist.init_process_group("mpi")
     found = dist.get_rank(), dist.get_world_size()
     if found != (rank.rank, rank.world_size):
         raise InputError(
-            f"comm.backend=mpi: rank {rank.rank} of {rank.world_size} is rank {found[0]} of {found[1]} to MPI: start "
+            f"comm.backend=mpi: rank {rank.rank} of {rank.world_size} is rank {found[0]} of {found[1]} in MPI: start "
             "the ranks with mpirun of the MPI that torch was built with, or set comm.backend=ccl"
         )
 
 
 def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> Watchdog:
-    """The watchdog over gloo, or over MPI, which does not tell whether a rank waits."""
+    """Start the watchdog for gloo or MPI; MPI does not report whether a rank waits."""
 
     def pending() -> PendingCollective:
         if dist.get_backend() == dist.Backend.MPI:
@@ -183,23 +182,23 @@ def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> 
 
 
 def end_group(group: CommGroup) -> None:
-    """Leave the process group and end its threads, as a rank's last call but for work of its own.
+    """Leave the process group and end its threads, as a rank's last collective call.
 
-    If libraries or the interpreter's shutdown hang after that, the process exits with a traceback of every thread;
-    work of its own is done under `no_exit_limit`.
+    The process must then exit within SHUTDOWN_S, or it is ended with a traceback of every thread, in case libraries or
+    the interpreter's shutdown hang. Further work must run under `no_exit_limit`.
     """
-    dist.barrier()  # the watchdog still runs: rank 0 may arrive later than others
+    dist.barrier()  # under the watchdog, because rank 0 may arrive later than others
     group.watchdog.stop()
     dist.barrier()  # no rank leaves while another's watchdog still expects its heartbeats
     faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True)
     gc.unfreeze()
-    gc.collect()  # DDP's reference cycles hold the group too
+    gc.collect()  # DDP's reference cycles also refer to the group
     dist.destroy_process_group()
 
 
 @contextmanager
 def no_exit_limit() -> Iterator[None]:
-    """Suspend the limit that `end_group` sets on the process's exit."""
+    """Suspend the time limit that `end_group` sets for the process's exit."""
     faulthandler.cancel_dump_traceback_later()
     yield
     faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True)
@@ -207,11 +206,11 @@ def no_exit_limit() -> Iterator[None]:
 
 @contextmanager
 def convert_lost_peer_errors(rank: int) -> Iterator[None]:
-    """Raise a backend's error about a lost peer as a RunError of one line. The launcher names the peer itself."""
+    """Convert a backend's error about a lost peer to a RunError of one line. The launcher reports the peer itself."""
     try:
         yield
     except RuntimeError as error:
-        from_ccl = re.search(r"(?:^|: )ccl: (.*)", str(error))  # PyTorch adds text of its own where a hook failed
+        from_ccl = re.search(r"(?:^|: )ccl: (.*)", str(error))  # torch adds a prefix if a hook failed
         from_gloo = FROM_GLOO.search(str(error))
         if from_ccl:
             raise RunError(f"rank {rank}: {from_ccl[1]}") from error
@@ -226,7 +225,8 @@ def convert_lost_peer_errors(rank: int) -> Iterator[None]:
 
 
 def run_on_main_rank(action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0 while the others wait; None on the others. Every rank raises rank 0's InputError."""
+    """Run `action` on rank 0 while the others wait, and return its result, None on the others. If it raises InputError,
+    every rank raises it."""
     result, refused = None, [""]
     if dist.get_rank() == 0:
         try:
@@ -240,14 +240,14 @@ def run_on_main_rank(action: Callable[[], T]) -> T | None:
 
 
 def all_reduce_sum(*values: float) -> list[float]:
-    """The sum of each value over all ranks, in float64."""
+    """Return the sum of each value over all ranks, in float64."""
     summed = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(summed)
     return [float(value) for value in summed]
 
 
 def all_gather(value: T) -> list[T]:
-    """The values of all ranks, in the order of the ranks."""
+    """Return the values of all ranks, ordered by rank."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,4 +1,4 @@
-"""The store at which a job's ranks meet, served on one address of rank 0's host; keys that the job's token signs."""
+"""The job's c10d store, served by rank 0 on a single address, and its keys, signed with the job's token."""
 
 import ctypes
 import errno
@@ -20,16 +20,16 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 BY_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun serves the store
 ANY_ADDRESS = ""
 READ_S, POLL_S = 10.0, 0.02
-JOB = "job"  # the key by which a job's ranks know their own store
+JOB = "job"  # signed key by which ranks recognize their job's store
 RECONNECT_S = 0.5
 SERVERS = "rank 0's, or torchrun's"
 
 
 def connect_store(rank: Rank, env: Mapping[str, str], timeout: timedelta = default_pg_timeout) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves: on one host's loopback interface, or on its address by
-    that name. Raises RunError where it cannot, or where another job still serves that port at the timeout.
+    """Serve (rank 0) or connect to the store at MASTER_ADDR:MASTER_PORT, on the loopback interface if all ranks are on
+    one host. Raises RunError if rank 0 cannot listen, or another job still serves the port at the timeout.
 
-    torch's own env:// listens on every address of the host.
+    torch's env:// is not used because it listens on every address of the host.
     """
     token = env.get(TOKEN_VARIABLE, "")
     if env.get(BY_TORCHRUN) == "True":
@@ -47,7 +47,7 @@ def connect_store(rank: Rank, env: Mapping[str, str], timeout: timedelta = defau
         rank.world_size,
         is_master=True,
         timeout=default_pg_timeout,
-        wait_for_workers=not token,  # with a token, they wait for the key below
+        wait_for_workers=not token,  # with a token, workers wait for the key below
         master_listen_fd=listening.detach(),
     )
     if token:
@@ -56,7 +56,7 @@ def connect_store(rank: Rank, env: Mapping[str, str], timeout: timedelta = defau
 
 
 def _connect_to_own(address: str, port: int, token: str, timeout: timedelta) -> Store:
-    """The store of the rank 0 that has the job's token. Another job may serve the port, and end before the timeout."""
+    """Connect to the store of the rank 0 with the job's token; retry, as another job may still serve the port."""
     deadline = time.monotonic() + timeout.total_seconds()
     foreign = False
     while True:
@@ -67,11 +67,11 @@ def _connect_to_own(address: str, port: int, token: str, timeout: timedelta) -> 
                 store.set_timeout(default_pg_timeout)
                 return store
             foreign = True
-        except RuntimeError:  # c10d's only error: a foreign store that ends, or none
+        except RuntimeError:  # c10d's only error: no store yet, or another job's store that ended
             if time.monotonic() >= deadline and not foreign:
                 raise
         if time.monotonic() >= deadline:
-            raise RunError(f"{address}:{port} serves another job's store: set MASTER_PORT to a free one")
+            raise RunError(f"{address}:{port} serves another job's store: set MASTER_PORT to a free port")
         time.sleep(RECONNECT_S)
 
 
@@ -83,8 +83,8 @@ def _is_own(store: Store, token: str, deadline: float) -> bool:
 
 
 def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
-    """A socket that listens on the address alone. On all, where that is none of this host's (a proxy's), or where this
-    host knows its name by loopback only, at which the others do not reach it."""
+    """Listen on this address only; on all addresses if it is not an address of this host (but a proxy's), or if this
+    host resolves it to loopback although other hosts must connect."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     loopback = place[0] == "::1" or str(place[0]).startswith("127.")
     try:
@@ -93,7 +93,7 @@ def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise RunError(
-                f"cannot listen on {address}:{port}: {error.strerror}: set MASTER_PORT to a free one"
+                f"cannot listen on {address}:{port} ({error.strerror}): set MASTER_PORT to a free port"
             ) from None
     both = socket.has_dualstack_ipv6()
     every = socket.AF_INET6 if both else socket.AF_INET
@@ -101,14 +101,14 @@ def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
 
 
 def openssl_hmac() -> tuple[int, int] | None:
-    """The addresses of OpenSSL's HMAC and EVP_sha256, which hmac calls, for a thread that signs without Python.
+    """Return the addresses of OpenSSL's HMAC and EVP_sha256, for a native thread that signs without the GIL.
 
-    None where this Python's OpenSSL is linked into it so that nothing else can call it.
+    None if this Python's OpenSSL is linked statically, without visible symbols.
     """
     try:
         import _hashlib
 
-        library = ctypes.CDLL(_hashlib.__file__)  # and the libraries that it is linked with
+        library = ctypes.CDLL(_hashlib.__file__)  # also finds symbols of the libraries it is linked with
         hmac_, sha256 = (ctypes.cast(library[name], ctypes.c_void_p).value for name in ("HMAC", "EVP_sha256"))
     except (AttributeError, ImportError, OSError):
         return None
@@ -116,16 +116,16 @@ def openssl_hmac() -> tuple[int, int] | None:
 
 
 def describe_gone(error: RuntimeError) -> str:
-    """What the error of a store that no longer answers means. c10d's own text begins with it and may have 50 lines."""
+    """Return a line for the error of a store that no longer answers, with the first of c10d's up to 50 lines."""
     cause = str(error).splitlines()[0][:150]
-    return f"the job's store is gone, and with it the process that served it ({SERVERS}) or its host ({cause})"
+    return f"the job's store is gone, as the process that served it ({SERVERS}) or its host has ended ({cause})"
 
 
 class SignedKeys:
-    """Keys of a store whose values are signed by the job's token: what another process has set reads as absent.
+    """Keys of a store whose values are signed with the job's token; values without a valid signature read as absent.
 
-    Without a token (ranks that no cputrain launch or job script has started) anyone who reaches the store can sign.
-    The signatures cover the `prefix` of the keys too: what was signed under another one reads as absent.
+    Without a token (if ranks were not started by cputrain launch or a job script), anyone who can connect to the store
+    can sign. The signature includes the `prefix`, so values that were signed under another prefix read as absent.
     """
 
     def __init__(self, store: Store, token: str, prefix: str = "") -> None:
@@ -134,19 +134,19 @@ class SignedKeys:
         self._token = token.encode()
 
     def set(self, key: str, value: str) -> None:
-        """Set a key for all ranks."""
+        """Set a signed key."""
         self._store.set(key, f"{self._signature(key, value)} {value}")
 
     def get(self, key: str) -> str | None:
-        """A key's value; None where no rank of this job has set it."""
+        """Return a key's value, None if no rank of this job has set it."""
         return self._verified(key, self._store.get(key)) if self.has(key) else None
 
     def has(self, key: str) -> bool:
-        """Whether any process has set a key."""
+        """Return whether any process has set a key."""
         return bool(self._store.check([key]))
 
     def claim(self, key: str) -> bool:
-        """Whether this call is the first one of all ranks' with this key."""
+        """Return whether this is the first call with this key among all ranks."""
         return bool(self._store.add(key, 1) == 1)
 
     def wait(self, key: str) -> None:
@@ -154,17 +154,17 @@ class SignedKeys:
         self._store.wait([key])
 
     def read(self, key: str) -> str:
-        """A key's value, once a process has set it. Raises RunError where that was none of this job."""
+        """Wait for a key and return its value. Raises RunError if it was not set by this job."""
         self.wait(key)
         value = self.get(key)
         if value is None:
-            raise RunError(f"the job's store has another job's {key}: set MASTER_PORT to a free one")
+            raise RunError(f"the key {key} in the job's store is another job's: set MASTER_PORT to a free port")
         return value
 
     def problem_of_any(self, name: str, own: str, rank: Rank) -> str:
-        """A problem that a rank of the job has, "" where none has one: for all ranks the same. `own` is this rank's.
+        """Return one rank's problem, the same on all ranks, or "" if no rank has one. `own` is this rank's problem.
 
-        Waits until every rank has called this with the name.
+        Waits until every rank has called this with `name`.
         """
         if own:
             self.set(f"{name}/problem", own)
@@ -177,7 +177,7 @@ class SignedKeys:
         return found
 
     def _await_readers(self, key: str, rank: Rank) -> None:
-        """Keep the store, which ends with rank 0, until the others have read what may end all of them."""
+        """Wait on rank 0, whose exit ends the store, until the other ranks have read the problem that ends the job."""
         readers = self._store.add(key, 1)
         deadline = time.monotonic() + READ_S
         while rank.rank == 0 and readers < rank.world_size and time.monotonic() < deadline:
@@ -185,7 +185,7 @@ class SignedKeys:
             readers = self._store.add(key, 0)
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of keys that are set, as `get` returns them, in one exchange with the store."""
+        """Return the values of keys that are set, as `get` does, in one request to the store."""
         found = self._store.multi_get(list(keys)) if keys else []
         return [self._verified(key, signed) for key, signed in zip(keys, found, strict=True)]
 

@@ -1,10 +1,10 @@
-"""Heartbeats of ranks in the job's store, and the verdict on those that are silent.
+"""Rank heartbeats through the job's c10d store, and detection of silent ranks and of mismatched collectives.
 
-Each rank sends heartbeats to the job's store, reads those of some others, and publishes which of them is silent, or in
-a collective that differs. No rank judges alone: one whose Python is kept by a long call cannot. A rank that waits in a
-collective is then ended; a rank that computes, or has left the job, depends on no peer and goes on. The watchdog runs
-in threads of its own, with its own connection to the store. Where its process was suspended, the silence of the others
-counts anew.
+Each rank sends heartbeats to the store, reads the heartbeats of some other ranks, and publishes which rank is silent or
+in a different collective. Several ranks watch each rank, because a watchdog cannot run while a long call holds the GIL.
+When a peer is lost, ranks that wait in a collective are ended; ranks that compute, or have left the job, continue.
+The watchdog has its own threads and its own connection to the store. If its process was suspended, it restarts the
+timeouts of all other ranks.
 """
 
 import atexit
@@ -27,18 +27,18 @@ from cputrain.affinity.wording import first_named
 from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
-NOT_SCHEDULED = frozenset("TZXx")  # stopped, dead: proc(5), /proc/PID/stat; one in a debugger is in somebody's hands
+NOT_SCHEDULED = frozenset("TZXx")  # stopped or dead, in /proc/PID/stat, proc(5); not "t", which is in a debugger
 MOST_WATCHED = 16
 SAME = "with the same sizes, types and options"
-STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel says that it is stopped or dead
+STOPPED_TIMEOUT_S = 6.0  # timeout for a rank on this host if the kernel reports it as stopped or dead
 
 
 class PendingCollective(NamedTuple):
-    """The collective or message that a rank waits in ("": none), and the seconds since its timeout.
+    """The collective or message in which a rank waits ("" if none), and the seconds since its timeout.
 
-    `group` is the key of a collective's group ("": unknown; see name_of_group), `number` counts the group's
-    collectives, and `digest` tells whether two ranks have called the same ones up to this number. `peers` are the ranks
-    one of which a message comes from or goes to.
+    `group` is the key of a collective's group ("" if unknown; see name_of_group), `number` counts the group's
+    collectives, and `digest` is a hash of all of them up to this number. `peers` are the possible sources or
+    destinations of a message.
     """
 
     name: str
@@ -50,20 +50,20 @@ class PendingCollective(NamedTuple):
 
     @property
     def is_destruction(self) -> bool:
-        """Whether the group is being destroyed, as a rank does that leaves the job."""
-        return self.name.startswith("the destruction of ")  # as native/backend.cpp names it
+        """Whether the group is being destroyed, as when a rank leaves the job."""
+        return self.name.startswith("the destruction of ")  # name given in native/backend.cpp
 
 
 def name_of_group(key: str) -> str:
-    """PyTorch's name of a group, which another group may get once this one is destroyed: then "@" and what differs."""
+    """Return PyTorch's name of a group, without the "@" suffix that distinguishes successive groups of that name."""
     return key.rpartition("@")[0] or key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Where a rank runs: its host, the kernel and PID namespace in which its process has this PID and start time.
+    """Where a rank runs: its host, the kernel and PID namespace, and its PID and start time there.
 
-    `native`: its heartbeats come from a thread that needs no Python, so they stop only with the process.
+    `native`: a native thread sends its heartbeats, which does not need the GIL, so they only stop with the process.
     """
 
     host: str
@@ -75,12 +75,12 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeartbeat(ProcessPlace):
-    """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
+    """A rank's heartbeat; `waits_in` is the collective in which it waits.
 
-    `groups` has, by the key of each group, the number and the digest (PendingCollective) of the last collective that it
-    has called there, and its balance: all ranks' add up to 0 modulo 2**64 where each has sent what the others expected,
-    up to this number. Then come those of some collectives before it, of round numbers.
-    `left`: the rank has left the job in order and sends no more heartbeats.
+    `groups` maps each group's key to (number, digest, balance) of the last collective the rank has called in it,
+    followed by those of some earlier collectives with round numbers. Number and digest are as in PendingCollective.
+    Balances of all ranks sum to 0 modulo 2**64 if each rank has sent, up to this collective, what the others expected.
+    `left`: the rank has left the job normally and sends no more heartbeats.
     """
 
     count: int
@@ -89,7 +89,7 @@ class StoreHeartbeat(ProcessPlace):
     left: bool = False
 
     def has_joined(self, collective: PendingCollective) -> bool:
-        """Whether the rank has called a collective of its group, the very same one."""
+        """Return whether the rank has called this collective."""
         number, digest = self.groups.get(collective.group, [(0, 0)])[0][:2]
         same = (number, digest) == (collective.number, collective.digest) or self.waits_in == collective.name
         return number > collective.number or same
@@ -97,15 +97,15 @@ class StoreHeartbeat(ProcessPlace):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastHeartbeat:
-    """A rank's newest heartbeat, and when it arrived (this process's monotonic seconds)."""
+    """A rank's newest heartbeat, and its arrival by this process's monotonic clock, in seconds."""
 
     heartbeat: StoreHeartbeat
     at: float
 
 
 def place_of_this_process(*, native: bool) -> ProcessPlace:
-    """Where this process runs."""
-    with suppress(OSError):  # without it, no other process takes this kernel for its own
+    """Return where this process runs."""
+    with suppress(OSError):  # an empty kernel never matches another process's
         boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = (PROC / "self/ns/pid").readlink().name
         started = read_stat(os.getpid()).started
@@ -115,7 +115,7 @@ def place_of_this_process(*, native: bool) -> ProcessPlace:
 
 
 def is_scheduled(pid: int, started: int) -> bool:
-    """Whether a process of this host lives and may run: it is neither stopped nor dead."""
+    """Return whether a process on this host is neither stopped nor dead."""
     try:
         stat = read_stat(pid)
     except OSError:
@@ -124,10 +124,10 @@ def is_scheduled(pid: int, started: int) -> bool:
 
 
 def silence_limit(heartbeat: ProcessPlace, kernel: str, timeout_s: float) -> float:
-    """The seconds of silence after which a rank is lost, seen from a process in `kernel`.
+    """Return the seconds of silence after which a process in `kernel` considers a rank as lost.
 
-    A rank of this host that lives and is scheduled has all of the group's timeout: its heartbeats are only late. So has
-    one of another host whose heartbeats need Python, which a long call may keep.
+    The limit is the group's timeout for a running rank on this host, whose heartbeats are only late, and for a rank on
+    another host whose heartbeats need the GIL, which a long call may hold.
     """
     if kernel and heartbeat.kernel == kernel:
         lives, short_s = is_scheduled(heartbeat.pid, heartbeat.started), STOPPED_TIMEOUT_S
@@ -137,7 +137,7 @@ def silence_limit(heartbeat: ProcessPlace, kernel: str, timeout_s: float) -> flo
 
 
 def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[StoreHeartbeat], float]) -> str | None:
-    """A line about the rank that has been silent longest, if that is longer than its limit in seconds; else None."""
+    """Return a line about the longest silent rank if it has exceeded its limit in seconds, else None."""
     silent = [(seen.at, rank) for rank, seen in last.items() if not seen.heartbeat.left]
     for at, rank in sorted(silent):
         heartbeat, silent_for = last[rank].heartbeat, now - at
@@ -145,34 +145,34 @@ def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[
             break
         if silent_for > limit(heartbeat):
             was = _where(heartbeat)
-            return f"rank {rank} on {heartbeat.host} has sent no heartbeat for {silent_for:.0f} s: it was last {was}"
+            return f"rank {rank} on {heartbeat.host} has sent no heartbeat for {silent_for:.0f} s, last seen {was}"
     return None
 
 
 def absent_ranks(
     last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
 ) -> list[tuple[int, str]]:
-    """The members of a collective's group that have not joined it, each with what is known about it."""
+    """Return the members of a collective's group that have not joined it, each with a description."""
     absent = (rank for rank in members if rank not in last or not last[rank].heartbeat.has_joined(collective))
     return [(rank, _described(rank, last)) for rank in absent]
 
 
 def describe_absent(absent: Iterable[tuple[int, str]], own: int) -> str:
-    """A line about ranks that have not joined a collective, which the rank `own` has joined."""
+    """Return a line about ranks that have not joined a collective that the rank `own` has joined."""
     others = [described for rank, described in absent if rank != own]
     return f"not joined by {first_named(others)}" if others else "all of its ranks have joined"
 
 
 def describe_peers(last: Mapping[int, LastHeartbeat], peers: Iterable[int]) -> str:
-    """A line about the ranks one of which a message comes from or goes to."""
+    """Return a line about the possible sources or destinations of a message."""
     return f"it waits for {first_named([_described(rank, last) for rank in peers])}"
 
 
 def departed_rank(
     last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
 ) -> str | None:
-    """A line about a member that has left the job without a collective that this rank waits in, or about the peers of a
-    message, where all have left; None without one."""
+    """Return a line about a member that has left the job without joining the collective, or about a message's peers if
+    all of them have left; else None."""
     peers = [rank for rank in collective.peers if rank in last and last[rank].heartbeat.left]
     if peers and len(peers) == len(collective.peers):
         return f"nobody is left to answer: {first_named([_described(rank, last) for rank in peers])}"
@@ -185,9 +185,9 @@ def departed_rank(
 
 
 def differing_ranks(last: Mapping[int, LastHeartbeat], members: Callable[[str], Sequence[int]]) -> str | None:
-    """A line about ranks whose collectives of a group differ up to the same number; None where none are seen.
+    """Return a line about ranks whose collectives in a group differ up to the same number, None if there are none.
 
-    `members` returns the ranks of a group, none where it is unknown.
+    `members` returns the ranks of a group, an empty sequence if it is unknown.
     """
     groups = {group for seen in last.values() for group in seen.heartbeat.groups}
     for group in sorted(groups):
@@ -212,21 +212,21 @@ def _differ(group: str, number: int, what: str) -> str:
 
 
 def _unbalanced(called: Mapping[int, Sequence[Sequence[int]]], members: Sequence[int]) -> int | None:
-    """The number of a collective, called by all members, at which their balances do not add up to 0; else None."""
+    """Return the first collective, called by all members, at which their balances do not sum to 0; else None."""
     of_members = [{number: balance for number, _, balance in called.get(rank, ())} for rank in members]
     common = set.intersection(*map(set, of_members)) if of_members else set()
     return min((number for number in common if sum(each[number] for each in of_members) % 2**64), default=None)
 
 
-def places_of(last: Mapping[int, LastHeartbeat]) -> str:
-    """Which rank is in what."""
+def describe_collectives(last: Mapping[int, LastHeartbeat]) -> str:
+    """Return a line that says in which collective each rank is."""
     return first_named([_described(rank, last) for rank in sorted(last)])
 
 
 def watched_ranks(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The ranks that a rank watches: itself, the first one, and MOST_WATCHED at most, from all hosts.
+    """Return the ranks that a rank watches: the first rank, and up to MOST_WATCHED from all hosts, including itself.
 
-    All of them watch one another, so that any one of them that lives is enough.
+    These ranks watch each other, so that one running rank is enough.
     """
     position = ranks.index(rank)
     stride = math.ceil(len(ranks) / MOST_WATCHED)
@@ -246,16 +246,16 @@ def _where(heartbeat: StoreHeartbeat) -> str:
 
 
 def key_of(rank: int) -> str:
-    """The store's key for a rank's heartbeats."""
+    """Return the store's key for a rank's heartbeats."""
     return f"heartbeat/{rank}"
 
 
 def newest(
     keys: SignedKeys, ranks: Iterable[int], last: Mapping[int, LastHeartbeat], now: float
 ) -> tuple[dict[int, LastHeartbeat], list[int]]:
-    """The last heartbeats, those newer than `last` as of `now`, and the ranks whose heartbeats cannot be read.
+    """Return `last` updated with heartbeats that arrived by `now`, and the ranks whose heartbeats cannot be parsed.
 
-    Raises RuntimeError where the store is gone.
+    Raises RuntimeError if the store is gone.
     """
     started = [rank for rank in ranks if rank in last or keys.has(key_of(rank))]
     found = dict(last)
@@ -266,14 +266,14 @@ def newest(
         except (AttributeError, TypeError, ValueError):
             heartbeat = None
             unreadable.append(rank)
-        # One that is set again, by whom it may be, is no sign of life.
+        # An old heartbeat that was set again, by any process, is no sign of life.
         if heartbeat and (rank not in last or heartbeat.count > last[rank].heartbeat.count):
             found[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
     return found, unreadable
 
 
 def _parsed(text: str) -> StoreHeartbeat:
-    """Raises AttributeError, TypeError or ValueError where it is none of this version."""
+    """Parse a heartbeat. Raises AttributeError, TypeError or ValueError if it is not from this version."""
     heartbeat = StoreHeartbeat(**json.loads(text))
     groups = {
         key: [(number, digest, balance) for number, digest, balance in places]
@@ -283,7 +283,7 @@ def _parsed(text: str) -> StoreHeartbeat:
 
 
 class HeartbeatThread:
-    """Sends a rank's heartbeats from a Python thread, until it stops; for backends without a native one."""
+    """Sends a rank's heartbeats from a Python thread until stopped; for backends without a native thread."""
 
     def __init__(
         self,
@@ -301,12 +301,12 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self, patience_s: float) -> None:
-        """Stop, and tell the other ranks that this one has left; the store may not answer in `patience_s`."""
+        """Stop, and report that this rank has left; wait at most `patience_s` for the store."""
         self._stopped.set()
         self._thread.join(patience_s)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store has gone with rank 0, which the watchdog's own connection tells too
+        with suppress(RuntimeError):  # the store is gone, which the watchdog also detects by its own connection
             while not self._stopped.wait(HEARTBEAT_S):
                 self._send()
             self._send(left=True)
@@ -323,32 +323,32 @@ class HeartbeatThread:
         self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))
 
 
-ABSENT_S = 3 * HEARTBEAT_S  # before the timeout of a collective
-EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
+ABSENT_S = 3 * HEARTBEAT_S  # before a collective's timeout, when absent ranks are first looked up
+EXIT_S = 3.0  # between failing a rank's collectives and ending the process, for its code to report the error
 JOIN_S = 1.0
-OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
-# For the destruction of a group once the store has ended: rank 0 may have left the job, and oneCCL's destruction wait
-# until its process ends MPI.
+OVERDUE_S = 10.0  # after a collective's timeout, for the backend to return before the rank is ended
+# Limit for the destruction of a group once the store has ended: rank 0 may have left the job, and oneCCL's destruction
+# may wait until rank 0's process has finalized MPI.
 LEAVING_S = 30.0
-SUSPENDED_S = 2 * HEARTBEAT_S  # a thread that was away for longer did not run: suspension, or a call that kept Python
+SUSPENDED_S = 2 * HEARTBEAT_S  # after a longer gap, the process was suspended, or a call held the GIL
 
 log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """What sends this rank's heartbeats."""
+    """Sender of this rank's heartbeats."""
 
     def stop(self, patience_s: float, /) -> None:
-        """Stop, and tell the others that this rank has left."""
+        """Stop, and report that this rank has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedBackend:
-    """What a watchdog asks and tells the backend of this rank; gloo and MPI have `pending` only.
+    """A watchdog's interface to this rank's backend; gloo and MPI only have `pending`.
 
-    `pending` returns the collective that this rank waits in, `members` the ranks of a group by its key, `failure` the
-    backend's own error, `disagreement` what it has found to differ between ranks ("": nothing). `set_absent_ranks`
-    receives a collective and the line about the ranks that have not joined it, for the message of its timeout; `abort`
+    `pending` returns the collective in which this rank waits, `members` the ranks of a group by its key, `failure` the
+    backend's own error, `disagreement` a mismatch between ranks that the backend has detected ("" if none).
+    `set_absent_ranks` passes the line about ranks that have not joined a collective, for its timeout's message; `abort`
     and `disagree` fail this rank's collectives with a message.
     """
 
@@ -364,7 +364,7 @@ class WatchedBackend:
 class Watchdog:
     """Watches the ranks of a process group until `stop`, and ends this rank when a peer is lost.
 
-    `ranks` are the group's, as people number them, `rank` this one of them. `sender` sends its heartbeats.
+    `ranks` are the group's ranks, by their numbers in the job, and `rank` is this one. `sender` sends its heartbeats.
     """
 
     def __init__(
@@ -392,8 +392,8 @@ class Watchdog:
         self._failed: float | None = None
         self._warned = False
         self._store_answered = time.monotonic()
-        atexit.register(self.stop)  # a thread that is inside the store would not survive the interpreter's end
-        # Two, as the first may hang in the store when rank 0 is stopped or cut off.
+        atexit.register(self.stop)  # a thread in a call of the store would crash when the interpreter exits
+        # Two threads, as the first may hang in the store if rank 0 is stopped or disconnected.
         self._threads = tuple(
             threading.Thread(target=target, name="cputrain-watchdog", daemon=True)
             for target in (self._read_heartbeats, self._end_when_peer_lost)
@@ -402,8 +402,8 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop watching; the other ranks expect no more heartbeats from this one."""
-        if self._stopped.is_set() or os.getpid() != self._process:  # a forked child has none of these threads
+        """Stop watching, and report to the other ranks that this one sends no more heartbeats."""
+        if self._stopped.is_set() or os.getpid() != self._process:  # a forked child does not have these threads
             return
         self._stopped.set()
         for thread in self._threads:
@@ -412,7 +412,7 @@ class Watchdog:
         atexit.unregister(self.stop)
 
     def watches(self) -> bool:
-        """Whether it was not stopped and its store answers: that of a destroyed world may have ended with it."""
+        """Return whether the watchdog is running and its store answers, which may have ended with a destroyed world."""
         try:
             self._keys.has("lost")
         except RuntimeError:
@@ -422,20 +422,20 @@ class Watchdog:
     def _read_heartbeats(self) -> None:
         while True:
             before = time.monotonic()
-            if self._stopped.wait(HEARTBEAT_S / 4 if self._describes(self._backend.pending()) else HEARTBEAT_S):
+            if self._stopped.wait(HEARTBEAT_S / 4 if self._is_timeout_near(self._backend.pending()) else HEARTBEAT_S):
                 return
             if time.monotonic() - before > SUSPENDED_S:
-                self._count_anew()
+                self._restart_timeouts()
             before = time.monotonic()
             problem = self._check_peers()
             now = time.monotonic()
             if now - before > SUSPENDED_S:
-                self._count_anew()
+                self._restart_timeouts()
             else:
                 self._problem = problem
             self._store_answered = now
 
-    def _count_anew(self) -> None:
+    def _restart_timeouts(self) -> None:
         now = time.monotonic()
         self._last = {rank: replace(seen, at=now) for rank, seen in self._last.items()}
         self._problem = None
@@ -454,7 +454,7 @@ class Watchdog:
             name, overdue_s = pending.name, pending.overdue_s
             leaves = self._store_gone is not None and pending.is_destruction and now - self._store_gone < LEAVING_S
             if overdue_s > OVERDUE_S:
-                self._end(f"its timeout was {overdue_s:.0f} s ago, and the backend does not return", name)
+                self._end(f"it timed out {overdue_s:.0f} s ago, and the backend does not return", name)
             elif problem and name and not leaves:
                 self._end(problem, name)
 
@@ -466,14 +466,14 @@ class Watchdog:
         return self._limit(serving.heartbeat) if serving else HEARTBEAT_TIMEOUT_S
 
     def _check_peers(self) -> str | None:
-        """Read the heartbeats of the ranks that this one watches; a line about what is wrong, None if nothing is."""
+        """Read the heartbeats of the watched ranks; return a line about a problem, None if there is none."""
         try:
             now = time.monotonic()
             self._last, unreadable = newest(self._keys, self._watched, self._last, now)
             self._warn_of(unreadable)
             pending = self._backend.pending()
             self._describe_absent(pending)
-            # What a rank has sent before it left may take a moment.
+            # A message that was sent before its sender left may still be in flight.
             settled, self._waited_in = pending.name == self._waited_in, pending.name
             differ = self._backend.disagreement() or differing_ranks(self._last, self._backend.members)
             if differ:
@@ -494,34 +494,34 @@ class Watchdog:
             self._warned = True
             ranks = first_named([f"rank {rank}" for rank in unreadable])
             log.warning(
-                "cputrain: the heartbeats of %s cannot be read, so nobody watches these: install one version of "
-                "cputrain on all hosts",
+                "cputrain: cannot parse the heartbeats of %s, so these ranks are not watched: install the same version "
+                "of cputrain on all hosts",
                 ranks,
             )
 
     def _publish(self, own: str | None) -> str | None:
-        """What any rank has found to be wrong, this one's finding at first; one that is no longer so is withdrawn."""
+        """Publish this rank's finding, or withdraw an outdated one; return it, or else another rank's finding."""
         known = self._keys.get("lost") or ""
-        wanted = own or ("" if known == self._published_lost else known)
-        if wanted != known and (own is None or not known):  # a FileStore keeps whatever is ever set
-            self._published_lost = wanted
-            self._keys.set("lost", wanted)
-        return own or wanted or None
+        current = own or ("" if known == self._published_lost else known)
+        if current != known and (own is None or not known):  # set rarely, as a FileStore grows with every call
+            self._published_lost = current
+            self._keys.set("lost", current)
+        return own or current or None
 
     @staticmethod
-    def _describes(pending: PendingCollective) -> bool:
-        """Whether the timeout of a message, or of a collective whose group is known, is near."""
+    def _is_timeout_near(pending: PendingCollective) -> bool:
+        """Return whether the timeout is near, for a message or for a collective in a known group."""
         return bool(pending.group or pending.peers) and pending.overdue_s > -ABSENT_S
 
     def _describe_absent(self, pending: PendingCollective) -> None:
-        """Say whom a message waits for, or who has not joined the collective that this rank waits in, anew until its
-        timeout.
+        """Pass to the backend, repeatedly until the timeout, the peers of the message or the ranks that have not joined
+        the collective in which this rank waits.
 
-        One of a collective's ranks reads the heartbeats of all, for all of them. In a world that is not ours, groups
-        whose ranks are not all among the watched ones have a watchdog of their own.
+        Only one rank of a collective reads the heartbeats of all members, on behalf of all. In a world that cputrain
+        did not create, groups with ranks outside `self.ranks` have their own watchdog.
         """
         members = pending.peers or self._backend.members(pending.group)
-        if not self._describes(pending) or not set(members) <= set(self.ranks):
+        if not self._is_timeout_near(pending) or not set(members) <= set(self.ranks):
             return
         if pending.peers:
             seen, _ = newest(self._keys, members, {}, time.monotonic())
@@ -537,7 +537,7 @@ class Watchdog:
             self._backend.set_absent_ranks(pending.name, describe_absent(json.loads(found), self._rank))
 
     def _explained_failure(self, now: float) -> str | None:
-        """The backend's own error with the places of the ranks, once all have been heard of since; None until then."""
+        """Return the backend's error with each rank's collective once all ranks have reported since, else None."""
         failure = self._backend.failure()
         if not failure:
             return None
@@ -545,10 +545,10 @@ class Watchdog:
         living = [seen for seen in self._last.values() if not seen.heartbeat.left]
         if any(seen.at <= self._failed for seen in living) and now - self._failed < HEARTBEAT_TIMEOUT_S + HEARTBEAT_S:
             return None
-        return f"{failure}; {places_of(self._last)}"
+        return f"{failure}; {describe_collectives(self._last)}"
 
     def _end(self, problem: str, collective: str) -> None:
-        """Fail this rank's collectives, then end the rank, even where the backend never returns from failing them."""
+        """Fail this rank's collectives, then end the process, even if the backend never returns from `abort`."""
         message = f"{problem}; rank {self._rank} waits in {collective}"
         threading.Thread(target=self._backend.abort, args=(message,), daemon=True).start()
         time.sleep(EXIT_S)
@@ -559,11 +559,11 @@ class Watchdog:
 
 
 def _flush_output() -> None:
-    """Write what the program has printed, as os._exit does not; where nobody reads it, the process still ends."""
+    """Flush the output, which os._exit does not do, in a thread, so that the process ends even if nobody reads it."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:  # a program may have closed it, or have none
+            if stream is not None and not stream.closed:  # closed by the program, or None
                 stream.flush()
 
     thread = threading.Thread(target=flush, daemon=True)

@@ -1,6 +1,6 @@
-"""Networks: networks.py makes a recipe's network, weights.py loads weights into it. fusion.py makes its layers
-native for training (batchnorm_relu.py, by the kernels in native/) and makes a faster network for evaluation. sizes.py
-knows parameters, activations and FLOP without torch.
+"""Networks: networks.py builds a recipe's network, weights.py loads weights into it. fusion.py replaces its layers by
+native ones for training (batchnorm_relu.py and winograd.py, with the kernels in native/) and builds a faster network
+for evaluation. sizes.py returns parameters, activations and FLOP without importing torch.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,6 +1,7 @@
-"""Batch-norm with the addition of a residual and ReLU in one layer, by native kernels, and the check of the kernels.
+"""Batch-norm fused with residual addition and ReLU by native kernels, and the check of the kernels.
 
-State dicts are BatchNorm2d's. What the kernels do not support (float64, other devices) goes through torch's operators.
+State dicts are the same as BatchNorm2d's. Inputs that the kernels do not support (float64, other devices) use torch's
+operators.
 """
 
 import ctypes
@@ -44,16 +45,16 @@ class _Images(ctypes.Structure):
 
 
 class NormLayer(ctypes.Structure):
-    """A layer's parameters, the statistics that it normalizes by (mean and variance, float64) and whether ReLU follows.
+    """A layer's parameters, the statistics it normalizes by (mean and variance, float64), and whether ReLU follows.
 
-    The tensors must live as long as this.
+    It has pointers to the tensors, which must live as long.
     """
 
     _fields_ = (("statistics", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("eps", c_double), ("relu", c_int))
 
     @classmethod
     def of(cls, statistics: Tensor, weight: Tensor, bias: Tensor, eps: float, *, relu: bool) -> "NormLayer":
-        """The layer of statistics (2, C) float64, weight and bias (C,) float32."""
+        """Make the layer from statistics (2, C) float64, weight and bias (C,) float32."""
         return cls(statistics.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps, relu)
 
 
@@ -99,7 +100,7 @@ class Kernels:
         self._update_running(parts, channels, statistics.data_ptr(), values, momentum, *pointers)
 
     def forward(self, layer: NormLayer, images: Tensor, residual: Tensor | None, out: Tensor) -> None:
-        """Write the normalized images plus the residual, through ReLU where it follows, to out."""
+        """Write the normalized images plus the residual, and ReLU if the layer has it, to out."""
         added = None if residual is None else residual.data_ptr()
         self._forward(byref(_Images.of(images)), byref(layer), images.data_ptr(), added, out.data_ptr())
 
@@ -115,7 +116,8 @@ class Kernels:
     ) -> None:
         """Write the sums of the gradient before ReLU, and of its product with (x - mean), to out, (2, C) float64.
 
-        With `outputs`, write the gradient before ReLU to `before`; the one after it is then `gradient` + `second`.
+        The gradient after ReLU is `gradient`, plus `second` if given. With `outputs`, the gradient before ReLU is also
+        written to `before`.
         """
         at = [None if each is None else each.data_ptr() for each in (gradient, second, images, outputs, before, out)]
         self._gradient_sums(byref(_Images.of(images)), byref(layer), *at)
@@ -123,7 +125,7 @@ class Kernels:
     def input_gradient(
         self, layer: NormLayer, gradient: Tensor, images: Tensor, sums: Tensor | None, count: float, out: Tensor
     ) -> None:
-        """Write the images' gradient to out; `sums` over `count` values, None for statistics that are constants."""
+        """Write the images' gradient to out; `sums` are over `count` values, or None if the statistics are constant."""
         totals = None if sums is None else sums.data_ptr()
         at = gradient.data_ptr(), images.data_ptr(), totals
         self._input_gradient(byref(_Images.of(images)), byref(layer), *at, count, out.data_ptr())
@@ -138,9 +140,9 @@ class Kernels:
 
 
 def load(env: Mapping[str, str]) -> Kernels:
-    """The kernels, compiled if that is not done.
+    """Load the kernels, compiling them if necessary.
 
-    Raises InputError where there is no compiler, RunError where it fails or torch's OpenMP threads cannot be used.
+    Raises InputError if there is no compiler, RunError if it fails or torch's OpenMP threads cannot be used.
     """
     kernels = _load(ensure_compiled(EXTENSION, built_path(env), env))
     if not kernels.has_threads:
@@ -154,14 +156,14 @@ def _load(path: Path) -> Kernels:
 
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
-    """The tokens that compile the kernels."""
-    # No contraction: the backward pass repeats the forward pass's sums to the bit, in another loop.
+    """Return the compiler's command line."""
+    # Without contraction to FMA, so that the backward pass recomputes the forward pass's values bit for bit.
     return (cxx, *library_options(), "-ffp-contract=off", str(SOURCES[0]), "-o", str(output))
 
 
 def library_options() -> tuple[str, ...]:
-    """What all kernels of networks are compiled with, for the CPU at hand."""
-    # Compilers prefer half of AVX-512's registers, with which bfloat16 is computed 0.8 to 0.9 times as fast.
+    """Return the compiler options of all kernels, for this CPU."""
+    # By default, compilers use 256-bit vectors on AVX-512, with which bfloat16 runs at 0.8 to 0.9 times the speed.
     wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
     return ("-std=c++20", "-O3", "-march=native", *wide, "-fPIC", "-shared")
 
@@ -175,12 +177,12 @@ EXTENSION = NativeExtension(
 
 
 def built_path(env: Mapping[str, str]) -> Path:
-    """Where the compiled library lies."""
+    """Return the path of the compiled library."""
     return library_path("batchnorm", SOURCES, command_line("", Path()), env)
 
 
 def library_path(name: str, sources: tuple[Path, ...], command: tuple[str, ...], env: Mapping[str, str]) -> Path:
-    """Where a compiled library lies: its folder depends on the sources, the command and the CPU's instructions."""
+    """Return the path of a compiled library; its folder is a hash of sources, command line and CPU flags."""
     parts = (*(path.read_text(encoding="utf-8") for path in sources), *command, platform.machine(), _cpu_flags())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"{name}-{platform.machine()}-{key}" / f"{name}.so"
@@ -195,26 +197,26 @@ SECOND_USE = "_second_use"
 
 
 def second_use(images: Tensor) -> Tensor:
-    """The outputs of a fused layer with a residual, for a second use of them; other and changed tensors as they are.
+    """Return an alias of a fused layer's outputs for their second use, or `images` if they are not such outputs.
 
-    The layer's backward pass then adds up the two gradients while it reads them: autograd takes a pass of its own. So
-    do outputs whose gradient is kept or has hooks, which are for the sum.
+    The layer's backward pass then sums both gradients while it reads them, which saves autograd's extra pass. Outputs
+    that were modified, retain their gradient or have hooks are returned unchanged: hooks must see the sum.
     """
-    second, version = vars(images).get(SECOND_USE, (images, None))  # a tracer's stand-in has every attribute
+    second, version = vars(images).get(SECOND_USE, (images, None))  # vars(), as fx proxies have every attribute
     if version is None or version != images._version or images._backward_hooks or images.retains_grad:
         return images
     return cast(Tensor, second)
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d, then the addition of a residual if there is one, then ReLU if `relu`."""
+    """BatchNorm2d, followed by the addition of a residual, if given, and ReLU, if `relu`."""
 
     kernels: Kernels
     relu = False
     all_ranks = False
-    """Whether statistics are those of all ranks."""
+    """Whether to normalize by the statistics over all ranks."""
     constant = False
-    """Whether statistics are the running ones in training too."""
+    """Whether to normalize by the running statistics also in training."""
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W), channels-last in memory; a residual has the same shape."""
@@ -241,11 +243,11 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
         return cast(Tensor, outputs)
 
     def ghosts(self, images: int) -> int:
-        """The number of parts of a batch that are normalized each by its own statistics."""
+        """Return the number of ghost batches, each normalized by its own statistics."""
         return 1
 
     def _supports(self, images: Tensor) -> bool:
-        """Whether the kernels can do this; with one value a channel, torch raises an error."""
+        """Return whether the kernels support the images; for a single value per channel, torch raises an error."""
         return images.dtype in DTYPES and self.weight.dtype == torch.float32 and images.numel() > images.shape[1]
 
     def _by_torch(self, normalized: Tensor, residual: Tensor | None) -> Tensor:
@@ -261,21 +263,21 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
 
 
 class FusedGhostBatchNorm2d(FusedBatchNorm2d, GhostBatchNorm2d):
-    """FusedBatchNorm2d by the statistics of ghost batches."""
+    """FusedBatchNorm2d with the statistics of ghost batches."""
 
     def ghosts(self, images: int) -> int:
-        """The number of ghost batches."""
+        """Return the number of ghost batches."""
         return max(1, -(-images // self.ghost_batch)) if self.training else 1
 
 
 class FusedSyncBatchNorm2d(FusedBatchNorm2d, SyncBatchNorm2d):
-    """FusedBatchNorm2d by the statistics over all ranks."""
+    """FusedBatchNorm2d with the statistics over all ranks."""
 
     all_ranks = True
 
 
 class FusedRunningBatchNorm2d(FusedBatchNorm2d, RunningBatchNorm2d):
-    """FusedBatchNorm2d by the running statistics, which stay as they are."""
+    """FusedBatchNorm2d with the running statistics, which are not updated."""
 
     constant = True
 
@@ -290,7 +292,7 @@ FUSED: dict[type[nn.BatchNorm2d], type[FusedBatchNorm2d]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormOptions:
-    """How a layer normalizes: in so many ghost batches, by its own statistics or those of all ranks."""
+    """Options of a fused layer: epsilon, ReLU, number of ghost batches, statistics over all ranks or this rank."""
 
     kernels: Kernels
     eps: float
@@ -300,7 +302,7 @@ class NormOptions:
 
 
 class _FusedBatchNorm(torch.autograd.Function):
-    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167), residual and ReLU."""
+    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) with residual and ReLU."""
 
     @staticmethod
     def forward(
@@ -312,10 +314,10 @@ class _FusedBatchNorm(torch.autograd.Function):
         fixed: tuple[Tensor, Tensor] | None,
         options: NormOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor, list[float]]:
-        """The outputs, twice where there are a residual and ReLU; mean and variance (ghosts, 2, C) in float64, and of
-        how many values a channel each.
+        """Return the outputs, an alias of them if there are a residual and ReLU (else None), mean and variance
+        (ghosts, 2, C) in float64, and the number of values per channel in each ghost batch.
 
-        `fixed` are the mean and variance to normalize by, None for the batch's own.
+        `fixed` are mean and variance to normalize by, or None for the batch's own.
         """
         kernels, outputs = options.kernels, torch.empty_like(images)
         counts: list[float] = []
@@ -333,13 +335,13 @@ class _FusedBatchNorm(torch.autograd.Function):
             layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
             kernels.forward(layer, part, added, out)
         ctx.options, ctx.counts, ctx.has_residual = options, counts, residual is not None
-        # With a residual, only the outputs tell which values ReLU has cut. The next convolution keeps them anyway.
+        # With a residual, only the outputs show which values ReLU has cut. The next convolution saves them anyway.
         kept = outputs if options.relu and residual is not None else None
         ctx.save_for_backward(images, kept, weight, bias, statistics)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         second = None
-        if kept is not None:  # the same memory, and no view: that would hold the outputs
+        if kept is not None:  # shares memory without being a view, which would keep the outputs alive
             second = outputs.new_empty(0)
             second.set_(outputs.untyped_storage(), outputs.storage_offset(), outputs.shape, outputs.stride())
         return outputs, second, statistics, counts
@@ -347,9 +349,8 @@ class _FusedBatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *used: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; means over all ranks with sync.
-
-        dL/dy is the sum over the two uses of the outputs.
+        """Compute dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; with sync, means are over
+        all ranks. dL/dy is the sum over the two uses of the outputs.
         """
         images, outputs, weight, bias, statistics = ctx.saved_tensors
         options: NormOptions = ctx.options
@@ -382,33 +383,33 @@ class _FusedBatchNorm(torch.autograd.Function):
 
 
 def _split(parts: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """Each tensor in so many parts of its images; None stays None."""
+    """Split each tensor along its images into `parts`; None remains None."""
     if parts == 1:
         return [(each,) for each in tensors]
     return [torch.tensor_split(each, parts) if each is not None else (None,) * parts for each in tensors]
 
 
-SHAPE = (4, 35, 5, 5)  # more rows than are summed in float32, and channels that no vector length divides
-NEAR_ZERO = 1e-2  # of ReLU's input, where rounding may decide whether it is cut
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest value; 100 and 8 times rounding
+SHAPE = (4, 35, 5, 5)  # more rows than a block summed in float32; 35 is not a multiple of any vector length
+NEAR_ZERO = 1e-2  # inputs of ReLU below this are not compared, as rounding may decide whether they are cut
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # error relative to the largest value, 100 and 8 times rounding
 
 
 def checked(kernels: Kernels) -> Kernels:
-    """The kernels, once they have computed what they should; checked once in a process.
+    """Check the kernels against formulas, once in a process, and return them.
 
-    Raises RunError where a value differs by more than rounding: compiled by a broken compiler, or for another CPU.
+    Raises RunError if a value differs by more than rounding, because of a broken compiler or another CPU's code.
     """
     if wrong := _difference(kernels):
         raise RunError(
-            f"engine=native: the compiled kernels compute wrongly ({wrong}): remove {kernels.path.parent} and set CXX "
-            "to another compiler, or set engine=eager"
+            f"engine=native: the compiled kernels give wrong results ({wrong}): remove {kernels.path.parent} and set "
+            "CXX to another compiler, or set engine=eager"
         )
     return kernels
 
 
 @cache
 def _difference(kernels: Kernels) -> str:
-    """The first result that is wrong, "" where none is."""
+    """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(SHAPE[1], generator=generator) for _ in range(2))
     given = [torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last) for _ in range(3)]
@@ -423,7 +424,7 @@ def _difference(kernels: Kernels) -> str:
                 got = _by_kernels(layer, images, residual, gradient * kept)
                 for name, value in expected.items():
                     off = float((got[name].double() - value.view_as(got[name])).abs().max() / value.abs().max())
-                    if not off <= ALLOWED[dtype]:  # NaN neither
+                    if not off <= ALLOWED[dtype]:  # also true for NaN
                         return f"{name} in {str(dtype).removeprefix('torch.')} is {off:.1g} off"
     return ""
 
@@ -431,9 +432,8 @@ def _difference(kernels: Kernels) -> str:
 def _by_formula(
     layer: FusedBatchNorm2d, images: Tensor, residual: Tensor | None, gradient: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Output, gradients and running statistics of a new layer in float64, and the values whose gradient was used.
-
-    Operator by operator, as torch's batch_norm starts threads.
+    """Compute output, gradients and running statistics of a new layer in float64; also return the mask of values whose
+    gradient was used. It uses elementary operators because torch's batch_norm starts threads.
     """
     assert layer.momentum is not None
     x, weight, bias = (each.detach().double().requires_grad_() for each in (images, layer.weight, layer.bias))
@@ -460,7 +460,7 @@ def _by_formula(
 def _by_kernels(
     layer: FusedBatchNorm2d, images: Tensor, residual: Tensor | None, gradient: Tensor
 ) -> dict[str, Tensor]:
-    """The same of the layer itself."""
+    """Compute the same values with the layer."""
     x, added = images.clone().requires_grad_(), None if residual is None else residual.clone().requires_grad_()
     outputs = layer(x, added)
     uses = [outputs] if added is None else [outputs, second_use(outputs)]

@@ -1,4 +1,4 @@
-"""Faster forms of a network: fused batch-norm for training, folded for evaluation, pointwise layers as products."""
+"""Layer fusion: fused batch-norm for training, folded batch-norm for evaluation, 1 x 1 layers as matrix products."""
 
 import logging
 from itertools import pairwise
@@ -12,16 +12,17 @@ from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, sec
 from cputrain.models.winograd import WinogradConv2d
 
 RESIDUAL_BLOCKS = {"BasicBlock": 2, "Bottleneck": 3}
-"""Convolutions of torchvision's residual blocks, of one class or the other."""
+"""Number of convolutions in torchvision's residual blocks, by class."""
 
 FOLLOWED = {"ResNet": (("bn1", "relu"),), "_DenseLayer": (("norm1", "relu1"), ("norm2", "relu2"))}
-"""Batch-norm layers and the ReLU after each, in torchvision's modules."""
+"""Pairs of batch-norm layer and following ReLU in torchvision's modules, by class."""
 
 
 def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
-    """Make the batch-norm layers native, with the ReLU after them in nn.Sequential and torchvision's ResNets.
+    """Replace batch-norm layers by native ones, fused with the ReLU after them in nn.Sequential and torchvision's
+    ResNets and DenseNets.
 
-    Parameters, buffers and their names stay. So do layers without parameters or running statistics.
+    Parameters, buffers and their names do not change. Layers without parameters or running statistics are skipped.
     """
     for layer in list(network.modules()):
         fused = FUSED.get(cast(type[nn.BatchNorm2d], type(layer)))
@@ -42,7 +43,7 @@ def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
 
 
 class FusedResidualBlock(nn.Module):
-    """torchvision's BasicBlock or Bottleneck (He et al. 2016, arXiv:1512.03385) with its children under their names."""
+    """torchvision's BasicBlock or Bottleneck (He et al. 2016, arXiv:1512.03385), with the same children and names."""
 
     downsample: nn.Module | None
 
@@ -71,12 +72,12 @@ class FusedResidualBlock(nn.Module):
 
 
 def _torchvision_class(module: nn.Module) -> str:
-    """The name of a class of torchvision's networks, "" for others."""
+    """Return the class name of a torchvision module, "" for other modules."""
     return type(module).__name__ if type(module).__module__.startswith("torchvision.models.") else ""
 
 
 def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
-    """Let batch-norm layers take in the ReLU after them, which then passes its input on."""
+    """Fuse each batch-norm layer with the ReLU after it, which is replaced by an identity."""
     for first, second in pairs:
         norm, relu = getattr(module, first), getattr(module, second)
         if isinstance(norm, FusedBatchNorm2d) and type(relu) is nn.ReLU:
@@ -87,24 +88,24 @@ def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
 class PointwiseConv2d(nn.Conv2d):
     """A 1 x 1 convolution whose forward and backward passes are matrix products over all pixels.
 
-    On AMX the products of ResNet-50's 1 x 1 layers take 0.82 times the time of oneDNN's convolutions, those of its last
-    stage 0.4 to 0.7 times (benchmarks/pointwise.py).
+    On AMX, ResNet-50's 1 x 1 layers take 0.82 times the time of oneDNN's convolutions; in the last stage 0.4 to 0.7
+    times (benchmarks/pointwise.py).
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) as torch does it."""
+        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) is computed by torch."""
         if images.dim() != 4:
             return super().forward(images)
         down, right = self.stride
         pixels = images if down == right == 1 else images[:, :, ::down, ::right]
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
         places = pixels.permute(0, 2, 3, 1)
-        rows = places.flatten(0, 2)  # two dimensions: of more, torch may multiply image by image
+        rows = places.flatten(0, 2)  # 2-D, because torch may multiply more dimensions image by image
         return functional.linear(rows, weight, self.bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
 
 
 def use_products(network: nn.Module) -> None:
-    """Let the 1 x 1 convolutions compute as products; parameters and their names stay."""
+    """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
     for layer in network.modules():
         pointwise = type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1
         if pointwise and layer.padding in ((0, 0), "valid", "same"):
@@ -112,8 +113,8 @@ def use_products(network: nn.Module) -> None:
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX, matrix registers for bfloat16 (Sapphire Rapids and later), and the kernel lets this
-    process use them: kernels before Linux 5.16 do not, and oneDNN then computes without."""
+    """Return whether this CPU has AMX (bfloat16 matrix registers, from Sapphire Rapids on) and the kernel permits its
+    use. Kernels before Linux 5.16 do not; oneDNN then does not use it either."""
     return bool(torch.cpu._init_amx())
 
 
@@ -121,15 +122,15 @@ logger = logging.getLogger(__name__)
 
 
 def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A network with the outputs of `network` in evaluation, within the rounding of `dtype`, by oneDNN's convolutions.
+    """Return a network for evaluation in which native batch-norm layers are folded into the convolutions before them.
 
-    It computes in float32 or bfloat16, has folded weights of its own, and shares other layers. Native batch-norm layers
-    that follow a convolution are folded; a network whose forward pass cannot be traced is returned as it is, and the
-    reason is logged.
+    Its outputs equal those of `network` in evaluation, within the rounding of `dtype` (float32 or bfloat16). It has its
+    own folded weights and shares all other layers. If the forward pass cannot be traced, the reason is logged and
+    `network` is returned.
     """
     try:
         graph = _Tracer().trace(network)
-    except Exception as error:  # noqa: BLE001  a forward pass may do anything with the tracer's stand-ins
+    except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for fx proxies
         logger.info("evaluation without folding: %s cannot be traced: %s", type(network).__name__, error)
         return network
     layers = dict(network.named_modules())
@@ -145,7 +146,7 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     made = fx.GraphModule(network, graph)
     for name, layer in folded.items():
         made.set_submodule(name, layer)
-    # Without this cycle the folded weights go with the network's last use, not with a garbage collection at some time.
+    # Break the reference cycle, so that the folded weights are freed at once and not by a later garbage collection.
     made.graph.owning_module = None
     return made.eval()
 
@@ -161,14 +162,14 @@ def _can_fold(conv: nn.Module | None) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """A tracer to which a convolution or batch-norm is one step, torch's and ours."""
+    """Tracer that treats convolutions and batch-norm layers, torch's and ours, as leaf modules."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Conv2d | nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _folded(conv: nn.Conv2d, norm: FusedBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """The weight and bias in float64 of a convolution that includes the scale and shift of the batch-norm after it."""
+    """Return weight and bias, in float64, of the convolution with the batch-norm after it folded in."""
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
     shift = norm.bias - scale * norm.running_mean
@@ -176,10 +177,10 @@ def _folded(conv: nn.Conv2d, norm: FusedBatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 class FoldedConv2d(nn.Module):
-    """A convolution with the scale and shift of the batch-norm after it, a residual and ReLU, in one call of oneDNN.
+    """A convolution with folded batch-norm, residual and ReLU, in one call of oneDNN.
 
-    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta. The first images decide
-    the order in which oneDNN keeps the weights; from then on none are reordered.
+    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta. The weights are reordered
+    once, to oneDNN's layout for the shape of the first images.
     """
 
     weight: Tensor
@@ -204,7 +205,7 @@ class FoldedConv2d(nn.Module):
             self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True
         operators = torch.ops.mkldnn._convolution_pointwise
         layer: Any = (self.weight, self.bias, *self.options)
-        if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call refuses single pixels
+        if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call rejects 1 x 1 maps
             added = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
             return added.relu_() if self.relu else added
         if residual is None:
@@ -215,7 +216,7 @@ class FoldedConv2d(nn.Module):
 
 
 class FoldedWinogradConv2d(nn.Module):
-    """FoldedConv2d by Winograd's algorithm: bias and ReLU while the outputs are written, weights transformed once."""
+    """FoldedConv2d by Winograd's algorithm, with fused bias and ReLU; the weights are transformed once."""
 
     transformed: Tensor
     bias: Tensor

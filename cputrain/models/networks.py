@@ -1,4 +1,4 @@
-"""Networks of recipes: torchvision's and ours, batch-norm by the recipe, frozen layers."""
+"""Networks of recipes: torchvision's and our own, batch-norm variants, frozen layers."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -19,9 +19,10 @@ DROPOUT = 0.5
 
 
 def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
-    """AlexNet with batch-norm after each convolution: B. Ginsburg's network for batches of 32K (You et al. 2018, 4).
+    """Build AlexNet with batch-norm after each convolution, B. Ginsburg's network for batches of 32K (You et al. 2018,
+    section 4).
 
-    Its layers are torchvision's; their indexes in `features` are shifted by the batch-norm layers between them.
+    Layers are torchvision's; the batch-norm layers between them shift their indices in `features`.
     """
     model = alexnet(num_classes=classes)
     layers: list[nn.Module] = []
@@ -41,7 +42,7 @@ class LeNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.pool = nn.MaxPool2d(2)
-        last_side = ((side - 4) // 2 - 4) // 2  # of the feature maps: 4 for images of 28 x 28
+        last_side = ((side - 4) // 2 - 4) // 2  # side of the last feature maps, 4 for images of 28 x 28
         self.fc1 = nn.Linear(50 * last_side**2, 500)
         self.relu = nn.ReLU(inplace=True)
         self.fc = nn.Linear(500, classes)
@@ -87,9 +88,10 @@ class Linear(nn.Module):
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """In training, splits the batch into ghost batches of at most `ghost_batch` images, each normalized by itself.
+    """Batch-norm over ghost batches (Hoffer et al. 2017, arXiv:1705.08741): in training, the batch is split into parts
+    of at most `ghost_batch` images, each normalized separately.
 
-    The running statistics take the mean over the ghost batches (Hoffer et al. 2017, arXiv:1705.08741).
+    The running statistics are updated with the mean over the ghost batches.
     """
 
     ghost_batch: int
@@ -101,7 +103,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         ghosts = torch.tensor_split(images, -(-len(images) // self.ghost_batch))
         statistics = images.new_zeros(len(ghosts), 2, self.num_features)
         normalized = [
-            # with momentum 1 the buffers take the ghost batch's own statistics
+            # with momentum 1 the buffers become the statistics of this ghost batch
             functional.batch_norm(
                 ghost, own[0], own[1], self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
             )
@@ -112,7 +114,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """In training, normalizes by the statistics over all ranks; torch's SyncBatchNorm does not run on CPUs."""
+    """Batch-norm with the statistics over all ranks in training; torch's SyncBatchNorm does not run on CPUs."""
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W). N may differ between ranks."""
@@ -125,7 +127,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 class RunningBatchNorm2d(nn.BatchNorm2d):
-    """Normalizes by the running statistics in training too, and does not update them."""
+    """Batch-norm with the running statistics also in training, without updating them."""
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W)."""
@@ -145,7 +147,7 @@ def update_running_stats(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) 
 
 
 def over_all_ranks(statistics: Tensor, count: float) -> float:
-    """Replace mean and variance (2, C) of this rank's `count` values by those of all ranks; return their number."""
+    """Replace mean and variance (2, C) of this rank's `count` values by all ranks' and return their number."""
     mean, variance = statistics
     packed = torch.cat([count * mean, count * (variance + mean.square()), mean.new_tensor([count])])
     dist.all_reduce(packed)
@@ -157,7 +159,7 @@ def over_all_ranks(statistics: Tensor, count: float) -> float:
 
 
 class _Normalize(torch.autograd.Function):
-    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) over all ranks, two all-reduces a layer."""
+    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) over all ranks, with two all-reduces per layer."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Any, ...]:
@@ -180,7 +182,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)) for the loss L and g = dL/dy, means over all ranks."""
+        """Compute dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy, with means over all ranks."""
         images, weight, mean, scale = ctx.saved_tensors
         gradient = gradients[0]
 
@@ -199,12 +201,12 @@ class _Normalize(torch.autograd.Function):
 def freeze(model: nn.Module, last: str) -> None:
     """Freeze all layers up to and including `last`, in the model's order, with their batch-norm statistics.
 
-    Raises InputError where there is no such layer, or no layer would be left to train.
+    Raises InputError if there is no such layer, or if no layer would remain trainable.
     """
     names = [name for name, _ in model.named_modules() if name]
     if last not in names:
         top = ", ".join(name for name, _ in model.named_children())
-        raise InputError(f"model.freeze_to={last}: the network has no such layer: choose {top}, or a layer inside one")
+        raise InputError(f"model.freeze_to={last} is not a layer of the network: choose {top}, or a layer inside one")
     end = max(i for i, name in enumerate(names) if name == last or name.startswith(f"{last}."))
     frozen = set(names[: end + 1])
     for name, module in model.named_modules():
@@ -215,7 +217,7 @@ def freeze(model: nn.Module, last: str) -> None:
             if isinstance(module, nn.BatchNorm2d):
                 module.__class__ = RunningBatchNorm2d
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(f"model.freeze_to={last} leaves no layer to train: choose an earlier layer")
+        raise InputError(f"model.freeze_to={last} freezes all layers: choose an earlier layer")
 
 
 OWN_NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
@@ -223,10 +225,11 @@ BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": Run
 
 
 def build_model(section: ModelSection, classes: int, side: int, features: int | None = None) -> nn.Module:
-    """The network of a recipe, with its batch-norm, for `classes` outputs and images of side x side pixels.
+    """Build a recipe's network for `classes` outputs and images of side x side pixels.
 
-    Input (N, 3, side, side) float32, output (N, classes) logits; with `features` a linear layer from (N, features).
-    Raises InputError for a network that torchvision does not have, that needs larger images, or that is no classifier.
+    Input (N, 3, side, side) float32, output (N, classes) logits; with `features`, a linear layer from (N, features).
+    Raises InputError if torchvision does not have the network, it does not accept this image size, or it is not a
+    classifier.
     """
     if section.classes is not None and section.classes < classes:
         raise InputError(
@@ -258,14 +261,14 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
 
 
 def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None:
-    """Pass one image through the network, to find an unsuitable size before the training's first step."""
+    """Run one image through the network, to detect an unsuitable size before the first training step."""
     model.eval()
     try:
         with torch.inference_mode():
             logits = model(torch.zeros(1, 3, side, side))
     except (RuntimeError, AssertionError, ValueError) as error:
         why = str(error).splitlines()[0]
-        raise InputError(f"data.crop={side}: {name} does not accept images of {side} x {side} pixels: {why}") from None
+        raise InputError(f"data.crop={side}: {name} does not accept images of {side} x {side} pixels ({why})") from None
     finally:
         model.train()
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
@@ -277,15 +280,15 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
     known = models.list_models(module=models)
     if name not in known:
         near = get_close_matches(name, known, n=3, cutoff=0.4)
-        advice = f"nearest are {', '.join(near)}" if near else f"it has {', '.join(known[:5])} and others"
-        raise InputError(f"model.name: torchvision has no classifier {name!r}: {advice}")
+        advice = f" (did you mean {', '.join(near)}?)" if near else f": choose {', '.join(known[:5])} or others"
+        raise InputError(f"model.name={TORCHVISION}{name} is not a classifier of torchvision{advice}")
     build: Callable[..., nn.Module] = models.get_model_builder(name)
-    # these two have auxiliary classifiers, whose losses the original papers add
+    # these two have auxiliary classifiers, which are not used here
     return partial(build, aux_logits=False) if name in ("googlenet", "inception_v3") else build
 
 
 def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
-    """Set the stride and the initial gamma of a torchvision ResNet's blocks."""
+    """Set the strides and the initial gamma of the blocks of a torchvision ResNet."""
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         blocks = list(stage.children())  # type: ignore[union-attr]
         first = blocks[0]
@@ -297,5 +300,5 @@ def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
 
 
 def batchnorms(model: nn.Module) -> list[nn.BatchNorm2d]:
-    """The batch-norm layers, in the model's order."""
+    """Return the batch-norm layers, in the model's order."""
     return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -1,4 +1,4 @@
-"""Sizes of networks without torch, as tools/network_table.py has traced them: configs/networks/NAME.json."""
+"""Sizes of networks, without torch, from the files that tools/network_table.py traces: configs/networks/NAME.json."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,17 +9,17 @@ from typing import Any
 from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
 from cputrain.recipe.schema import LINE, NETWORKS, TORCHVISION, OptimSection, Recipe
 
-SIDE, CLASSES = 224, 1000  # of images as ImageNet's, of all traced networks
-BF16_KEPT = 0.55  # bytes kept for the backward pass with bf16, over float32's: 0.51 to 0.59, by network
+SIDE, CLASSES = 224, 1000  # image side and classes (ImageNet's) of all traced networks
+BF16_KEPT = 0.55  # memory of activations with bf16 relative to float32; 0.51 to 0.59, depending on the network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSize:
-    """An operation of a network and its weights; the rest is per image.
+    """An operation of a network with the sizes of its weights, and input, output and FLOP per image.
 
-    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool or copy; norm+act where the one
-    follows the other. `weights`: values of each tensor, in the order of registration. `inputs`, `outputs`: values.
-    `flop`: those of the forward and of the backward pass.
+    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool, copy, or norm+act if fused.
+    `weights`: number of values of each tensor, in the order of registration. `inputs`, `outputs`: number of values.
+    `flop`: FLOP of the forward pass and of the backward pass.
     """
 
     name: str
@@ -30,7 +30,7 @@ class LayerSize:
     flop: tuple[int, int]
 
 
-# Tensors of the weights' size that an optimizer keeps by default.
+# Tensors of the weights' size in an optimizer's state, with default options.
 COPIES = {
     "sgd": 0,
     "momentum": 1,
@@ -46,20 +46,20 @@ COPIES = {
 
 
 def network_file(name: str) -> Path:
-    """The file of a network's sizes, which exists for those that were traced; torchvision:resnet50 is resnet50."""
+    """Return the path of a network's sizes, which exists if it was traced. torchvision:resnet50 shares resnet50's."""
     file = NETWORKS / f"{name.replace(':', '/')}.json"
     return file if file.exists() else NETWORKS / f"{name.removeprefix(TORCHVISION)}.json"
 
 
 @lru_cache(maxsize=8)
 def read_network(name: str) -> dict[str, Any] | None:
-    """A network's file; None for one that was not traced."""
+    """Read a network's sizes; None if it was not traced."""
     file = network_file(name)
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:
-    """The layers of a traced network in the order of its forward pass; the first has no gradient of its input."""
+    """Return the layers of a traced network in forward order; the first layer computes no input gradient."""
     layers: list[LayerSize] = []
     for name, kind, weights, *quantities in network["layers"]:
         inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
@@ -80,8 +80,8 @@ def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tup
 
 
 def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
-    """A number of values for images of side x side: the same for all, or [factor, index of a map] for so many values
-    of each position of a map, whose side is floor((side + offset) / stride)."""
+    """Evaluate a quantity for images of side x side: a constant, or [factor, index of a map], which is factor times the
+    positions of a feature map with side floor((side + offset) / stride)."""
     if not isinstance(quantity, list):
         return int(quantity)
     offset, stride = maps[quantity[1]]
@@ -89,12 +89,12 @@ def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
 
 
 def gflop_of(layers: tuple[LayerSize, ...]) -> float:
-    """1e9 operations of a forward and a backward pass, to four digits."""
+    """Return the GFLOP of a forward and a backward pass, to four digits."""
     return float(f"{sum(sum(layer.flop) for layer in layers) / 1e9:.4g}")
 
 
 def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
-    """The layers of a bottleneck ResNet whose blocks halve the image in their first convolution (v1)."""
+    """Change a bottleneck ResNet's layers to resnet_version=v1, with the stride in each block's first convolution."""
     named = {layer.name: layer for layer in layers}
     for name, second in tuple(named.items()):
         if name.endswith(".conv2") and second.outputs != second.inputs:
@@ -108,7 +108,7 @@ def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
 
 
 def layer_sizes(recipe: Recipe, classes: int = CLASSES) -> tuple[LayerSize, ...] | None:
-    """The layers of a recipe's network at its crop; None for a network that was not traced."""
+    """Return the layers of a recipe's network at its crop; None if the network was not traced."""
     if recipe.data.path == LINE:
         return (LayerSize(name="fc", kind="linear", weights=(1, 1), inputs=1, outputs=1, flop=(2, 2)),)
     network = read_network(recipe.model.name)
@@ -119,9 +119,9 @@ def layer_sizes(recipe: Recipe, classes: int = CLASSES) -> tuple[LayerSize, ...]
 
 
 def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
-    """The computation of one worker under a recipe; activations grow with the area of the crop.
+    """Return the computation of one worker under a recipe; activations grow with the area of the crop.
 
-    A network that was not traced counts as ResNet-50, and the workload's name says so.
+    A network that was not traced is assumed to have ResNet-50's size, as stated in the workload's name.
     """
     name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
     layers, network = layer_sizes(recipe, classes), read_network(name)
@@ -138,7 +138,7 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         workload,
         activation_bytes=round(kept),
         decoder="Pillow" if recipe.data.decoder == "pillow" else "libjpeg-turbo",
-        # Images of other data sets are assumed to be as much larger than their crops as ImageNet's.
+        # Images of other data sets are assumed to have ImageNet's ratio of image to crop size.
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
         optimizer_copies=state_copies(recipe.optim) + (recipe.ema_decay is not None),
         precision=recipe.precision,
@@ -146,7 +146,7 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
 
 
 def state_copies(optim: OptimSection) -> int:
-    """Tensors of the weights' size that an optimizer keeps under its options."""
+    """Return the number of tensors of the weights' size in an optimizer's state."""
     if optim.name == "momentum" and optim.momentum == 0:
         return 0
     return COPIES[optim.name] + (optim.name == "rmsprop" and optim.momentum > 0)

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import library
 
-# torchvision's CUDA wheels cannot load their operators into a CPU build of torch; the import then fails because it
-# refers to operators that are not defined. Training a classifier needs none of them.
+# torchvision's CUDA wheels cannot load their operators into a CPU build of torch, so the import fails on undefined
+# operators. Training a classifier does not need them.
 MISSING = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_declared: list[library.Library] = []  # an operator is declared as long as its Library object lives
+_declared: list[library.Library] = []  # operators stay declared while their Library object is alive
 
 
 def import_torchvision(part: str) -> ModuleType:
-    """Import `torchvision.PART`, even where torchvision was built for CUDA and torch was not."""
+    """Import `torchvision.PART`, even if torchvision was built for CUDA and torch for CPU."""
     name = f"torchvision.{part}"
     try:
         return importlib.import_module(name)
@@ -26,7 +26,7 @@ def import_torchvision(part: str) -> ModuleType:
         if "torchvision::" not in str(error):
             raise
     for known in [known for known in sys.modules if known.split(".")[0] == "torchvision"]:
-        del sys.modules[known]  # the failed import left incomplete modules
+        del sys.modules[known]  # incomplete modules of the failed import
     declared: Any = library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator, schema in MISSING.items():
         if not hasattr(torch.ops.torchvision, operator):

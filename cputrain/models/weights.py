@@ -1,4 +1,4 @@
-"""Weights of files: ours, of other trainers, pretrained ones of torchvision."""
+"""Read weights from files of cputrain and other trainers, load them into a network, download torchvision's."""
 
 import hashlib
 import json
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.wording import first_named
+from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints import EMA, MODEL, SUFFIX, is_checkpoint, read_file, read_manifest, read_tensors
 from cputrain.files import check_fetched
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TORCHVISION
 
-# Keys under which training programs keep their networks, in the order in which they are taken: averaged weights first,
-# which are what these programs evaluate, and what timm's load_checkpoint takes.
+# Keys under which training programs save their networks, in order of preference: averaged weights first, because these
+# programs evaluate them and timm's load_checkpoint prefers them.
 KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "model_state", "module")
 AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg|averaged?)(?:[^a-z]|$)", re.IGNORECASE)
 NO_WEIGHTS = re.compile(
     "optim|grad|exp_avg|momentum", re.IGNORECASE
-)  # moments and gradients have a network's names and shapes, too
-MOST_KEYS = 3  # on the way to the weights: checkpoint.model.state_dict
-# Layers whose losses are added in a training, and which no evaluation has: torchvision's GoogLeNet and Inception v3.
+)  # keys of moments and gradients, which have the names and shapes of weights
+MOST_KEYS = 3  # deepest nesting of the weights, as in checkpoint.model.state_dict
+# Auxiliary classifiers of torchvision's GoogLeNet and Inception v3, which are only used in training.
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
-# Modules that wrap a network, or a part of it as pytorch/examples does with VGG's features, by torch.compile, DDP and
-# DataParallel, FSDP, activation checkpointing.
+# Names that wrappers insert before a network, or a part of it such as VGG's features in pytorch/examples:
+# torch.compile, DDP and DataParallel, FSDP, activation checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint
-# Hugging Face's weights in several files: model-00001-of-00002.safetensors, and which of them has which weight.
+DISTRIBUTED = ".metadata"  # file of torch.distributed.checkpoint
+# Hugging Face's sharded weights: model-00001-of-00002.safetensors, and an index from weights to files.
 INDEX, PART = ".index.json", re.compile(r"-\d+-of-\d+\.\w+$")
-STEPS = "num_batches_tracked"  # of batch-norm: without effect here, and old files lack it
-# Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code. Releases of
-# Python and numpy have names of their own for some.
+STEPS = "num_batches_tracked"  # batch-norm buffer that is not used here and missing in old files
+# Types of plain values that are saved beside weights, such as a program's arguments, paths and numpy scalars; loading
+# them runs no code. Some have different names in different releases of Python and numpy.
 _SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]  # such as the state of numpy's generator
 PLAIN_VALUES: list[Any] = [
     *(Namespace, np.dtype, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")),
@@ -53,8 +53,8 @@ PLAIN_VALUES: list[Any] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights by name, and where in their file they are: "state_dict", "model.state_dict", or "" where they are all of
-    it; whether they are a moving average."""
+    """Weights by name, their key in the file ("state_dict", "model.state_dict", or "" if the file has nothing else),
+    and whether they are a moving average."""
 
     tensors: dict[str, Tensor]
     key: str = ""
@@ -62,16 +62,16 @@ class Weights:
 
 
 def read_weights(path: Path) -> tuple[Weights, ...]:
-    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save, which may have several: those
-    first that an evaluation takes. Raises InputError."""
+    """Read weights from a checkpoint folder, a safetensors file, or a torch.save file, which may have several sets;
+    they are returned in order of preference for evaluation. Raises InputError if there are none."""
     if path.is_dir():
         if (path / DISTRIBUTED).is_file():
             convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-            raise InputError(f"{path} is a checkpoint of torch.distributed: convert it with {convert} {path} FILE")
+            raise InputError(f"{path} is a torch.distributed checkpoint: convert it with {convert} {path} FILE")
         indices = sorted(path.glob(f"*{INDEX}"))
         if not is_checkpoint(path) and (inside := indices or sorted(filter(_may_be_weights, path.iterdir()))):
             raise InputError(
-                f"{path} is a folder and no checkpoint of cputrain: name the file of its weights: "
+                f"{path} is a folder but not a checkpoint of cputrain: name its file of weights, "
                 f"{first_named(list(map(str, inside)))}"
             )
         manifest = read_manifest(path)
@@ -98,14 +98,14 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
 
 
 def _read_parts(index: Path) -> dict[str, Tensor]:
-    """The weights of all files that an index names, which lie beside it."""
+    """Read the weights of all files that an index names, from the index's folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]
     except OSError as error:
         raise InputError(f"cannot read {index}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(f"{index} names no files of weights in its weight_map: download it again") from None
+        raise InputError(f"{index} has no valid weight_map: download it again") from None
     tensors: dict[str, Tensor] = {}
     for file in files:
         for weights in read_weights(file):
@@ -118,7 +118,7 @@ def _may_be_weights(path: Path) -> bool:
 
 
 def _places(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The dicts of tensors in a file, and where they are."""
+    """Yield the dicts of tensors in a file with their keys."""
     if tensors := {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}:
         yield ".".join(way), tensors
     for name, value in state.items():
@@ -127,15 +127,15 @@ def _places(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _is_swapped(state: Mapping[str, Any]) -> bool:
-    """Whether a program saved the average as state_dict: MMEngine's EMAHook, whose ema_state_dict is what it trains,
-    and Lightning's WeightAveraging."""
+    """Return whether the moving average was saved as state_dict, as by MMEngine's EMAHook, which saves the trained
+    weights as ema_state_dict, and by Lightning's WeightAveraging."""
     about = state.get("meta")
     by_mmengine = "ema_state_dict" in state and isinstance(about, dict) and "mmengine_version" in about
     return by_mmengine or "averaging_state" in state
 
 
 def _order(weights: Weights) -> tuple[int, int]:
-    """Averages before others; under usual keys, then a file that is a state dict, then under keys that nobody knows."""
+    """Sort key: averaged weights first; then known keys, weights without a key, unknown keys."""
     first = weights.key.partition(".")[0]
     usual = KEYS.index(first) if first in KEYS else len(KEYS)
     return (0 if weights.averaged else 1 if first in KEYS else 3 if first else 2), usual
@@ -145,23 +145,23 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read a dict that torch.save wrote, without running code in it. Raises InputError."""
     try:
         with torch.serialization.safe_globals(PLAIN_VALUES), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TorchScript, which is refused in a line
+            warnings.simplefilter("ignore")  # about TorchScript, which _unreadable reports
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  the unpickler may raise anything on a file of another format
         raise InputError(_unreadable(path, error)) from None
     if not isinstance(state, dict):
-        raise InputError(f"{path} contains a {type(state).__name__}, no weights: save a state dict")
+        raise InputError(f"{path} contains a {type(state).__name__} instead of weights: save a state dict")
     return state
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """Why torch cannot load a file, in a line."""
+    """Return a line that says why torch cannot load a file."""
     code = re.search(r"(?:GLOBAL|unrecognized function|unsupported class) (\S+)", str(error))
     if code:
         return (
-            f"{path} asks to run code ({code[1]}), which was not done: name a file of weights alone; where this one is "
-            "your own, load it by torch.load(FILE, weights_only=False) in the program that wrote it, and torch.save "
-            "the network's state_dict()"
+            f"{path} would run code ({code[1]}) when loaded: use a file that has only weights; if you trust this one, "
+            "load it with torch.load(FILE, weights_only=False) in the program that wrote it, and torch.save the "
+            "network's state_dict()"
         )
     if isinstance(error, OSError):
         return f"cannot read {path}: {error.strerror}"
@@ -171,11 +171,11 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> str:
-    """Load the weights of a checkpoint or of another program's file; return a line that says what was taken.
+    """Load weights from a checkpoint or another program's file; return a line that says which were loaded.
 
-    Of several weights in a file the first are taken that are the network's. Their names lose the prefixes that programs
-    put before a network's own. Only the last layer may differ in shape, for other classes: it keeps its initial values.
-    Raises InputError that names the differing keys.
+    If a file has several sets of weights, the first that fits the network is loaded. Prefixes that programs put before
+    the network's names are removed. Only the last layer may differ in shape, for other classes; it keeps its initial
+    values. Raises InputError that names the differing keys.
     """
     initial = model.state_dict()
     head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
@@ -184,7 +184,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> str:
     if not fitting:
         nearest = min(tried, key=lambda fit: fit.differing)
         if PART.search(path.name):
-            raise InputError(f"model.weights={path} is a part of the weights: name the {INDEX[1:]} file beside it")
+            raise InputError(f"model.weights={path} is only a part of the weights: name the {INDEX[1:]} file beside it")
         raise InputError(f"model.weights={path}{_place(nearest.weights)}: {nearest.problem}")
     taken, *others = fitting
     if unknown := [fit.weights.key for fit in others if _order(fit.weights) == _order(taken.weights)]:
@@ -194,17 +194,17 @@ def load_initial_weights(model: nn.Module, path: Path) -> str:
     return _describe(path, taken, tried)
 
 
-SAVE_ONE = "save the one that you want in a file of its own"
+SAVE_ONE = "save the one to load in a separate file"
 
 
 def _place(weights: Weights) -> str:
-    return f", its {weights.key}" if weights.key else ""
+    return f", key {weights.key}" if weights.key else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a network takes of weights: tensors by its names; layers of other shapes, which stay as they are; why it
-    cannot take them, and how many keys differ."""
+    """Result of matching weights with a network: tensors by the network's names; last-layer weights of other shapes,
+    which keep their initial values; the problem if they do not fit, and the number of differing keys."""
 
     weights: Weights
     match: "Match"
@@ -217,7 +217,7 @@ class Fit:
 def _fit(weights: Weights, initial: Mapping[str, Tensor], head: str) -> Fit:
     match = match_names(weights.tensors, [name for name in initial if not name.endswith(STEPS)])
     saved = {name: weights.tensors[theirs] for name, theirs in match.names.items()}
-    problem = _odd_tensor({name: value for name, value in saved.items() if name in initial})
+    problem = _tensor_problem({name: value for name, value in saved.items() if name in initial})
     if match.places:
         problem = f"has the network several times, as {first_named(match.places)}: {SAVE_ONE}"
     if problem:
@@ -242,8 +242,8 @@ def _fit(weights: Weights, initial: Mapping[str, Tensor], head: str) -> Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Names in a file by the network's names; what a file's names have beside these; names that are not taken; the
-    places of the network where there are several."""
+    """Names in a file by the network's names; prefixes and wrappers removed from them; unused names in the file; where
+    the network is found, if several times."""
 
     names: dict[str, str]
     removed: tuple[str, ...] = ()
@@ -251,18 +251,18 @@ class Match:
     places: tuple[str, ...] = ()
 
 
-def match_names(saved: Collection[str], wanted: Sequence[str]) -> Match:
-    """Which of a file's names is which of the network's.
+def match_names(saved: Collection[str], expected: Sequence[str]) -> Match:
+    """Match the names in a file with the network's names.
 
-    Left out of a name are a prefix that all of the network has, as Lightning's `model.`, or one of its last layer and
-    one of all others, as MMPretrain's `head.` and `backbone.`, and the names of wrappers within it. Auxiliary
-    classifiers are left out where the network has none.
+    Wrappers' names are removed, and a prefix of all names, such as Lightning's `model.`, or one prefix of the last
+    layer and one of all others, such as MMPretrain's `head.` and `backbone.`. Auxiliary classifiers are ignored if the
+    network has none.
     """
-    alone = not any(name.startswith(AUXILIARY) for name in wanted)
+    alone = not any(name.startswith(AUXILIARY) for name in expected)
     unwrapped = {_unwrapped(name): name for name in saved}
     views = [{name: name for name in saved}, *([unwrapped] if len(unwrapped) == len(saved) else [])]
     for names in views:
-        placements = _placements(names, wanted)
+        placements = _placements(names, expected)
         if len(placements) > 1:
             return Match(names={}, places=tuple(f"{prefix}*" for prefix, _ in placements))
         if placements:
@@ -286,43 +286,43 @@ def _unwrapped(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
 
-def _placements(names: Collection[str], wanted: Sequence[str]) -> list[tuple[str, str]]:
-    """The prefixes of the network and of its last layer, mostly the same ones: each way to find all wanted names."""
-    if whole := _prefixes(names, wanted):
+def _placements(names: Collection[str], expected: Sequence[str]) -> list[tuple[str, str]]:
+    """Return all pairs of prefixes (network, last layer), often equal, under which all `expected` names are found."""
+    if whole := _prefixes(names, expected):
         return [(prefix, prefix) for prefix in whole]
-    head = wanted[-1].rpartition(".")[0]
-    last = [name for name in wanted if name.rpartition(".")[0] == head]
-    others = [name for name in wanted if name.rpartition(".")[0] != head]
+    head = expected[-1].rpartition(".")[0]
+    last = [name for name in expected if name.rpartition(".")[0] == head]
+    others = [name for name in expected if name.rpartition(".")[0] != head]
     return [(prefix, own) for prefix in _prefixes(names, others) for own in _prefixes(names, last)] if others else []
 
 
-def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
-    """The prefixes under which all wanted names are; none but the empty one where that is one of them."""
-    first = wanted[0]
+def _prefixes(names: Collection[str], expected: Sequence[str]) -> list[str]:
+    """Return the prefixes under which all `expected` names are found; only the empty prefix if it is one of them."""
+    first = expected[0]
     found = [name.removesuffix(first) for name in names if name == first or name.endswith(f".{first}")]
-    whole = [prefix for prefix in found if all(f"{prefix}{name}" in names for name in wanted)]
+    whole = [prefix for prefix in found if all(f"{prefix}{name}" in names for name in expected)]
     return [""] if "" in whole else whole
 
 
-def _odd_tensor(tensors: Mapping[str, Tensor]) -> str:
-    """Which tensor is not one real number after another: copied into a weight it would fail, or be other values.
-    Integers and 8-bit floats are mostly quantized weights, whose scales are elsewhere."""
+def _tensor_problem(tensors: Mapping[str, Tensor]) -> str:
+    """Return the problem of the first tensor that is not a dense, finite tensor of real numbers, "" if none. Integers
+    and 8-bit floats are refused because they are usually quantized weights with separate scales."""
     values = {name: value for name, value in tensors.items() if not name.endswith(STEPS)}
-    odd = ((name, _odd_kind(value)) for name, value in values.items())
+    odd = ((name, _unusable_kind(value)) for name, value in values.items())
     if cause := next(
         (f"{name} is {kind}: save it as a dense tensor of real numbers" for name, kind in odd if kind), ""
     ):
         return cause
     diverged = (name for name, value in values.items() if not value.float().isfinite().all())
-    return next((f"{name} is NaN or infinite in places: take the weights of an earlier step" for name in diverged), "")
+    return next((f"{name} contains NaN or Inf: use the weights of an earlier step" for name in diverged), "")
 
 
-def _odd_kind(value: Tensor) -> str | None:
-    """What a tensor is that cannot be copied into a weight."""
+def _unusable_kind(value: Tensor) -> str | None:
+    """Describe a tensor that cannot be copied into a weight; None if it can."""
     if value.is_nested:
         return "nested"
     if hasattr(value, "placements"):
-        return "a DTensor, of which each rank has a part (save full_tensor())"
+        return "a DTensor, split over ranks (save full_tensor())"
     if value.is_meta:
         return "without values (on the meta device)"
     if value.is_complex() or value.is_quantized:
@@ -335,22 +335,22 @@ def _odd_kind(value: Tensor) -> str | None:
 
 
 def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:
-    """A line about initial weights: their key, what their names have lost, what was not taken."""
+    """Return a line about loaded weights: their key, removed prefixes, and what was not loaded."""
     weights, match = taken.weights, taken.match
     parts = [f"weights of {path}"]
     if weights.key:
-        parts.append(f"its {weights.key}, {'a moving average' if weights.averaged else 'no moving average'}")
+        parts.append(f"key {weights.key}{' (moving average)' if weights.averaged else ''}")
     if others := [fit.weights.key for fit in tried if fit is not taken and not fit.problem]:
-        parts.append(f"not its {first_named(others)} (to have that, save it in a file of its own)")
-    unfit = [f"its {fit.weights.key} ({fit.problem})" for fit in tried if fit.weights.averaged and fit.problem]
+        parts.append(f"not {first_named(others)} (to load it, save it in a separate file)")
+    unfit = [f"{fit.weights.key} ({fit.problem})" for fit in tried if fit.weights.averaged and fit.problem]
     if unfit and not weights.averaged:
         parts.append(f"not {unfit[0]}")
     if match.removed:
         parts.append(f"names without {' and '.join(match.removed)}")
     if match.left_out:
-        parts.append(f"left out {first_named(match.left_out)}")
+        parts.append(f"ignored {first_named(match.left_out)}")
     if taken.reinitialized:
-        parts.append(f"except {', '.join(taken.reinitialized)}, which are new")
+        parts.append(f"newly initialized {', '.join(taken.reinitialized)}")
     return ", ".join(parts)
 
 
@@ -358,40 +358,40 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes(state: Mapping[str, Tensor]) -> Shapes:
-    """The shape of each weight."""
+    """Return the shape of each weight."""
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
 def describe_difference(names: list[str], saved: Shapes, model: Shapes) -> str:
-    """A line about the weights `names`, which differ between a file and a model."""
+    """Describe the weights `names`, which differ between a file and a model."""
     name = names[0]
     return (
-        f"weights of another model: {len(names)} keys differ, first {name}: "
-        f"{saved.get(name, 'absent')} in the file, {model.get(name, 'absent')} in the model"
+        f"weights of another model ({counted(len(names), 'key')} different, first {name}, "
+        f"{saved.get(name, 'absent')} in the file and {model.get(name, 'absent')} in the model)"
     )
 
 
-# torchvision loads its own weights of GoogLeNet and Inception v3 with transform_input=True, which is in no state dict:
-# from ImageNet's normalization it makes the one by 0.5 that these were trained with.
-BY_HALF = ("googlenet-", "inception_v3_google-")
+# torchvision's GoogLeNet and Inception v3 convert ImageNet's normalization to the one by 0.5 with which their weights
+# were trained (transform_input=True). The option is not in the state dict.
+HALF_NORMALIZED = ("googlenet-", "inception_v3_google-")
 HALF = (0.5, 0.5, 0.5)
 
 
 def normalization_of(file: Path) -> str | None:
-    """The settings of the normalization that a file of torchvision's weights needs, by its name; None for the usual."""
+    """Return the data.mean and data.std settings that a file of torchvision's weights needs, None for the defaults."""
     halves = f"[{','.join(map(str, HALF))}]"
-    return f"data.mean={halves} data.std={halves}" if file.name.startswith(BY_HALF) else None
+    return f"data.mean={halves} data.std={halves}" if file.name.startswith(HALF_NORMALIZED) else None
 
 
-HASH = re.compile(r"-([0-9a-f]{8,})\.")  # of a file name: the first digits of the file's SHA-256
+HASH = re.compile(r"-([0-9a-f]{8,})\.")  # first digits of the SHA-256 in a file's name
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
-    """A file of pretrained weights: its URL, its place in torch's cache, the first digits of its SHA-256.
+    """A file of pretrained weights: its URL, its path in torch's cache, the first digits of its SHA-256.
 
-    `name` is torchvision's, as in IMAGENET1K_V2; `accuracy` the published top-1 in percent, None where there is none.
+    `name` is torchvision's, such as IMAGENET1K_V2; `accuracy` is the published top-1 in percent, None if there is none.
     """
 
     name: str
@@ -402,25 +402,25 @@ class Pretrained:
 
     @property
     def remedy(self) -> str:
-        """What to do by hand."""
-        return f"on a machine with a network, fetch {self.url} and put it at {self.path}"
+        """How to download the file by hand."""
+        return f"on a machine with internet access, download {self.url} to {self.path}"
 
 
 def find_pretrained(network: str, weights: str | None = None, mirror: str | None = None) -> Pretrained:
-    """The weights of a network of torchvision, its best ones unless named; `mirror` is a URL with torchvision's files.
+    """Find pretrained weights of a torchvision network, by default its best; `mirror` is a URL with the same files.
 
-    Raises InputError for another name, or a network without weights.
+    Raises InputError if the network or the weights are unknown.
     """
     models: Any = import_torchvision("models")
     name = network.removeprefix(TORCHVISION)
     known = models.list_models(module=models)
     if name not in known:
         near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known[:5])
-        raise InputError(f"torchvision has no weights of a classifier {name!r}: nearest are {near}")
+        raise InputError(f"torchvision has no weights for a classifier {name!r} (did you mean {near}?)")
     kinds = {each.name: each for each in models.get_model_weights(name)}
     chosen = weights or models.get_model_weights(name).DEFAULT.name
     if chosen not in kinds:
-        raise InputError(f"torchvision has no weights {chosen!r} of {name}: it has {', '.join(kinds)}")
+        raise InputError(f"torchvision has no weights {chosen!r} for {name}: choose from {', '.join(kinds)}")
     value = kinds[chosen].value
     file = value.url.rpartition("/")[2]
     digits = HASH.search(file)
@@ -434,29 +434,29 @@ def find_pretrained(network: str, weights: str | None = None, mirror: str | None
     )
 
 
-def fetch(wanted: Pretrained) -> bool:
-    """Have the file in its place, with the right checksum; whether it had to be fetched.
+def fetch(pretrained: Pretrained) -> bool:
+    """Download the weights if missing and verify their checksum; return True if they were downloaded.
 
-    Raises RunError where the file that is there is damaged, there is no network, or what came is another file.
+    Raises RunError if the existing file is damaged, the download fails, or its checksum is wrong.
     """
-    if wanted.path.is_file():
-        found = _sha256(wanted.path)
-        if not found.startswith(wanted.digits):
+    if pretrained.path.is_file():
+        found = _sha256(pretrained.path)
+        if not found.startswith(pretrained.digits):
             raise RunError(
-                f"{wanted.path} is damaged: its SHA-256 begins with {found[: len(wanted.digits)]}, not "
-                f"{wanted.digits}: remove it, then {wanted.remedy}"
+                f"{pretrained.path} is damaged, its SHA-256 begins with {found[: len(pretrained.digits)]} instead of "
+                f"{pretrained.digits}: remove it, then {pretrained.remedy}"
             )
         return False
     try:
-        wanted.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(wanted.url, str(wanted.path), wanted.digits or None)
+        pretrained.path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(pretrained.url, str(pretrained.path), pretrained.digits or None)
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", None) or error
-        raise RunError(f"cannot fetch the weights ({reason}): {wanted.remedy}") from None
-    except RuntimeError:  # torch's, for another checksum
+        raise RunError(f"cannot download the weights ({reason}): {pretrained.remedy}") from None
+    except RuntimeError:  # raised by torch if the checksum is wrong
         raise RunError(
-            f"{wanted.url} is not the file that was expected: its SHA-256 does not begin with {wanted.digits}: "
-            f"{wanted.remedy}"
+            f"{pretrained.url} is not the expected file, its SHA-256 does not begin with {pretrained.digits}: "
+            f"{pretrained.remedy}"
         ) from None
     return True
 

@@ -1,8 +1,8 @@
-"""3 x 3 convolutions by Winograd's F(4x4, 3x3), with native kernels, and the check of the kernels.
+"""3 x 3 convolutions by Winograd's algorithm F(4x4, 3x3) with native kernels, and the check of the kernels.
 
 Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016, arXiv:1509.09308), section 4. A tile of 4 x 4
-outputs takes 36 products instead of 144. Sums are float32; errors are 1e-5 of the largest value, where the direct
-algorithm has 1e-6 and TF32 1e-3.
+outputs takes 36 multiplications instead of 144. Sums are float32; errors are 1e-5 of the largest value, compared to
+1e-6 with the direct algorithm and 1e-3 with TF32.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCES = tuple(NATIVE / name for name in ("winograd.cpp", "winograd.hpp", "rows.hpp", "values.hpp"))
 DTYPES = (torch.float32, torch.bfloat16)
-CHANNELS = 16  # of which the kernels compute multiples
-LARGE = 4 << 20  # bytes of transformed weights, which no second-level cache holds
+CHANNELS = 16  # channels must be a multiple of this
+LARGE = 4 << 20  # bytes of transformed weights that exceed any L2 cache
 
 
 class _Layer(ctypes.Structure):
-    """`Convolution` of winograd.cpp: sizes of the input, channels, padding, and how it is computed."""
+    """struct Convolution of winograd.cpp: input sizes, channels, padding, precision, threads and tiles per block."""
 
     _fields_ = (
         *((name, c_size_t) for name in ("images", "height", "width", "in_channels", "out_channels", "padding")),
@@ -45,7 +45,7 @@ class WinogradKernels:
     """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16; weights
     (K, C, 3, 3) are channels-last and float32.
 
-    Each thread that calls keeps scratch memory of the size that its largest layer needs.
+    Each calling thread keeps scratch memory of the size of its largest layer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class WinogradKernels:
         return _load, (self.path,)  # copies of networks share the library
 
     def transform(self, weight: Tensor, *, mirrored: bool = False, out: Tensor | None = None) -> Tensor:
-        """The transformed weights for `convolve`, which are 4 times as large; `mirrored`: for the input's gradient."""
+        """Return transformed weights for `convolve`, 4 times as large; `mirrored` ones compute the input gradient."""
         outputs, inputs = weight.shape[:2]
         size = self._weights_size(outputs, inputs)
         made = torch.empty(size) if out is None else out
@@ -81,8 +81,7 @@ class WinogradKernels:
     def convolve(
         self, images: Tensor, transformed: Tensor, channels: int, padding: int, bias: Tensor | None, *, relu: bool
     ) -> Tensor:
-        """(N, C, H, W) -> (N, `channels`, H', W'), plus bias (`channels`,) float32 if there is one, through ReLU if
-        `relu`."""
+        """(N, C, H, W) -> (N, `channels`, H', W'), plus bias (`channels`,) float32 if given, then ReLU if `relu`."""
         layer = _layer(images, channels, padding)
         count, _, height, width = images.shape
         shape = count, channels, height + 2 * padding - 2, width + 2 * padding - 2
@@ -94,17 +93,17 @@ class WinogradKernels:
         return made
 
     def output(self, images: Tensor, weight: Tensor, padding: int, bias: Tensor | None = None) -> Tensor:
-        """The convolution of images (N, C, H, W) and weight (K, C, 3, 3)."""
+        """Convolve images (N, C, H, W) with weight (K, C, 3, 3)."""
         channels = weight.shape[0]
         return self.convolve(images, self._for_once(weight, mirrored=False), channels, padding, bias, relu=False)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
-        """The gradient of the images from that of the outputs: a convolution with the mirrored weights."""
+        """Return the gradient of the images: the outputs' gradient convolved with the mirrored weights."""
         channels = weight.shape[1]
         return self.convolve(gradient, self._for_once(weight, mirrored=True), channels, 2 - padding, None, relu=False)
 
     def weight_gradient(self, images: Tensor, gradient: Tensor, padding: int) -> Tensor:
-        """The gradient (K, C, 3, 3) float32 of the weights from images and the gradient of the outputs."""
+        """Return the gradient of the weights, (K, C, 3, 3) float32, from images and the outputs' gradient."""
         layer = _layer(images, gradient.shape[1], padding, gradient=True)
         made = torch.empty((layer.out_channels, layer.in_channels, 3, 3), memory_format=torch.channels_last)
         scratch = self._memory("scratch", self._scratch(byref(layer), 1) // 4)
@@ -113,12 +112,12 @@ class WinogradKernels:
         return made
 
     def _for_once(self, weight: Tensor, *, mirrored: bool) -> Tensor:
-        """Transformed weights in memory that the next call overwrites."""
+        """Return transformed weights in a buffer that the next call overwrites."""
         size = self._weights_size(*weight.shape[:2])
         return self.transform(weight, mirrored=mirrored, out=self._memory("weights", size))
 
     def _memory(self, name: str, floats: int) -> Tensor:
-        """Memory of the calling thread, which stays: the kernel takes a quarter of a microsecond for each new page."""
+        """Return the calling thread's buffer, which is kept because each new page costs 0.25 us in the kernel."""
         found: Tensor | None = getattr(self._kept, name, None)
         if found is None or found.numel() < floats:
             found = torch.empty(floats)
@@ -135,10 +134,10 @@ def _layer(images: Tensor, channels: int, padding: int, *, gradient: bool = Fals
 
 
 def _tiles(products: int, *, gradient: bool) -> int:
-    """How many tiles are computed at once, of layers with so many products of channels.
+    """Return the number of tiles per block for a layer with `products` = input x output channels.
 
-    Few, so that the transformed tiles stay in a core's cache; more where the weights do not, as they are read for each
-    block; and more for sums over tiles, which are read and written for each.
+    Small blocks keep the transformed tiles in a core's cache. Blocks are larger if the weights do not fit there, which
+    are read once per block, and for weight gradients, whose sums over tiles are read and written once per block.
     """
     transformed = 36 * 4 * products
     if gradient:
@@ -147,7 +146,7 @@ def _tiles(products: int, *, gradient: bool) -> int:
 
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
-    """The tokens that compile the kernels."""
+    """Return the compiler's command line."""
     return (cxx, *library_options(), "-ffp-contract=fast", str(SOURCES[0]), "-o", str(output))
 
 
@@ -160,16 +159,16 @@ EXTENSION = NativeExtension(
 
 
 def load_winograd(env: Mapping[str, str]) -> WinogradKernels:
-    """The kernels, compiled if that is not done, once they have computed what they should.
+    """Load the kernels, compiling them if necessary, and check them against formulas.
 
-    Raises InputError where there is no compiler, RunError where it fails, or where a value differs by more than
-    rounding: compiled by a broken compiler, or for another CPU.
+    Raises InputError if there is no compiler; RunError if it fails, or if a value differs by more than rounding because
+    of a broken compiler or another CPU's code.
     """
     path = library_path("winograd", SOURCES, command_line("", Path()), env)
     kernels = _load(ensure_compiled(EXTENSION, path, env))
     if wrong := _difference(kernels):
         raise RunError(
-            f"engine=native: the Winograd kernels compute wrongly ({wrong}): remove {path.parent} and set CXX to "
+            f"engine=native: the Winograd kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
             "another compiler"
         )
     return kernels
@@ -180,14 +179,14 @@ def _load(path: Path) -> WinogradKernels:
     return WinogradKernels(path)
 
 
-SHAPE = (2, 16, 9, 6)  # tiles that hang over two edges
-OUTPUTS = 80  # a whole panel of columns and a narrower one
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value; 10 and 5 times rounding
+SHAPE = (2, 16, 9, 6)  # with partial tiles at two edges
+OUTPUTS = 80  # a full panel of columns and a partial one
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # error relative to the largest value, 10 and 5 times rounding
 
 
 @cache
 def _difference(kernels: WinogradKernels) -> str:
-    """The first result that is wrong, "" where none is."""
+    """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last)
     weight = torch.randn((OUTPUTS, SHAPE[1], 3, 3), generator=generator).to(memory_format=torch.channels_last)
@@ -198,13 +197,13 @@ def _difference(kernels: WinogradKernels) -> str:
         got = kernels.output(x, weight, 1), kernels.input_gradient(g, weight, 1), kernels.weight_gradient(x, g, 1)
         for name, own, value in zip(("output", "gradient", "gradient of the weight"), got, expected, strict=True):
             off = float((own.double() - value).abs().max() / value.abs().max())
-            if not off <= ALLOWED[dtype]:  # NaN neither
+            if not off <= ALLOWED[dtype]:  # also true for NaN
                 return f"{name} in {str(dtype).removeprefix('torch.')} is {off:.1g} off"
     return ""
 
 
 def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients in float64, by matrix products over the nine taps: torch's convolution starts threads."""
+    """Compute output and gradients in float64 by nine matrix products, because torch's convolution starts threads."""
     padded = nn.functional.pad(images, (1, 1, 1, 1))
     height, width = images.shape[2:]
     output = torch.zeros_like(gradient)
@@ -220,7 +219,7 @@ def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tenso
 
 
 class WinogradConv2d(nn.Conv2d):
-    """A 3 x 3 convolution of stride 1 by Winograd's algorithm; images that the kernels do not support go to torch."""
+    """A 3 x 3 convolution of stride 1 by Winograd's algorithm; inputs that the kernels do not support use torch."""
 
     kernels: WinogradKernels
 
@@ -235,7 +234,7 @@ class WinogradConv2d(nn.Conv2d):
 
 
 def covers(layer: nn.Module) -> bool:
-    """Whether the kernels can compute this layer."""
+    """Return whether the kernels support this layer."""
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or layer.weight.dtype != torch.float32:
         return False
     same = layer.kernel_size == (3, 3) and layer.stride == layer.dilation == (1, 1) and layer.groups == 1
@@ -244,7 +243,7 @@ def covers(layer: nn.Module) -> bool:
 
 
 def use_winograd(network: nn.Module, kernels: WinogradKernels) -> None:
-    """Let the convolutions that `covers` names compute by Winograd's algorithm; parameters and their names stay."""
+    """Convert the layers that the kernels support to WinogradConv2d; parameters and their names do not change."""
     for layer in network.modules():
         if covers(layer):
             layer.__class__ = WinogradConv2d
@@ -252,13 +251,13 @@ def use_winograd(network: nn.Module, kernels: WinogradKernels) -> None:
 
 
 class _Winograd(torch.autograd.Function):
-    """A convolution whose three passes are the kernels'."""
+    """Autograd function of the kernels: output, input gradient and weight gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, padding: int, kernels: WinogradKernels
     ) -> Tensor:
-        """The outputs, in the data type of the images."""
+        """Return the outputs, in the dtype of the images."""
         images = images.contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(images, weight)
         ctx.padding, ctx.kernels = padding, kernels
@@ -267,7 +266,7 @@ class _Winograd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """The gradients of images, weight and bias, where they are needed."""
+        """Return the gradients of images, weight and bias, as needed."""
         images, weight = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -293,7 +292,7 @@ class ConvolutionShape:
 
 @torch.no_grad()
 def covered_shapes(network: nn.Module, example: Tensor) -> dict[str, ConvolutionShape]:
-    """The layers of a network, by name, that the kernels can compute, as they see an example (N, C, H, W)."""
+    """Return the shapes of the layers that the kernels support, by name, for an example input (N, C, H, W)."""
     found: dict[str, ConvolutionShape] = {}
     hooks = []
     for name, layer in network.named_modules():
@@ -309,7 +308,7 @@ def covered_shapes(network: nn.Module, example: Tensor) -> dict[str, Convolution
             hooks.append(layer.register_forward_hook(record))
     training = [one for one in network.modules() if one.training]
     try:
-        network.eval()(example)  # in training, batch-norm's statistics would change
+        network.eval()(example)  # training mode would change batch-norm's statistics
     finally:
         for hook in hooks:
             hook.remove()
@@ -319,15 +318,15 @@ def covered_shapes(network: nn.Module, example: Tensor) -> dict[str, Convolution
 
 
 TURNS = 2
-WORK = 4e9  # multiplications and additions of a direct pass that is timed: some 20 ms on a core
+WORK = 4e9  # FLOP of a timed direct pass, about 20 ms on one core
 
 
 @torch.no_grad()
 def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: WinogradKernels) -> float:
-    """How many times as fast as oneDNN's a layer's three passes are by Winograd's algorithm, on this thread's cores.
+    """Measure the speedup of Winograd's algorithm over oneDNN for a layer's three passes, on this thread's cores.
 
-    With fewer images where that is enough work. The shortest times of three turns: whatever else runs only lengthens
-    them.
+    At most `images` images are used, fewer if that is enough work. The shortest times count, after a warm-up: other
+    load only lengthens them.
     """
     pixels = shape.height * shape.width
     count = min(images, math.ceil(WORK / (18 * shape.inputs * shape.outputs * pixels)))
@@ -354,5 +353,5 @@ def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: W
         passes()
         return time.perf_counter() - started
 
-    taken = [(seconds(direct), seconds(winograd)) for _ in range(TURNS + 1)][1:]  # the first is a warm-up
+    taken = [(seconds(direct), seconds(winograd)) for _ in range(TURNS + 1)][1:]  # the first round is a warm-up
     return min(one for one, _ in taken) / min(one for _, one in taken)

@@ -1,9 +1,9 @@
 """Training and evaluation in one rank.
 
-entry.py is what `train` and, for a user's own code, `cputrain.train` run, evaluation.py what `eval` runs. session.py
-is what a rank opens first: threads, data and its batches, process group, engine. entry.py then builds a training, and
-loop.py repeats step.py, whose steps watchers.py and log.py hear of, evaluation.py and saving.py, which also puts back
-what it has written; signals.py stops all ranks together. The learning rate with its warm-up is in
+entry.py runs one rank of `cputrain train` and, for a user's script, `cputrain.train`; evaluation.py runs `cputrain
+eval`. Both first open a session (session.py): threads, data, process group and engine. loop.py then repeats training
+steps (step.py), notifies watchers.py and log.py after each, evaluates, and saves checkpoints, which saving.py also
+restores. signals.py stops all ranks after the same step. The learning-rate schedule is in
 cputrain/recipe/derivation.py.
 """
 

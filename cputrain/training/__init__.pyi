@@ -31,10 +31,10 @@ from .saving import check_savable as check_savable
 from .saving import find_newest as find_newest
 from .saving import load as load
 from .saving import load_eval_model as load_eval_model
-from .saving import put_back as put_back
-from .saving import set_damaged_aside as set_damaged_aside
+from .saving import rename_damaged as rename_damaged
+from .saving import restore as restore
 from .saving import take_snapshot as take_snapshot
-from .session import TRIED as TRIED
+from .session import SAMPLE_IMAGES as SAMPLE_IMAGES
 from .session import Session as Session
 from .session import SessionData as SessionData
 from .session import check_sample as check_sample
@@ -79,4 +79,4 @@ from .watchers import find_stragglers as find_stragglers
 from .watchers import in_memory_order as in_memory_order
 from .watchers import odd_ranks as odd_ranks
 from .watchers import replica_tensors as replica_tensors
-from .watchers import to_name as to_name
+from .watchers import to_report as to_report

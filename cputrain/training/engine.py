@@ -1,4 +1,4 @@
-"""How a network runs on the CPU: native kernels, memory format, precision, compilation."""
+"""Engines: native kernels, memory format, precision and compilation of a network on the CPU."""
 
 import tempfile
 import time
@@ -21,7 +21,7 @@ from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorm
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd
 from cputrain.training import ipex
 
-DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
+DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # precision -> dtype of weights
 ENGINES = ("native", "eager", "compile", "ipex")
 ROUNDS = 5
 PASSES = 4
@@ -29,7 +29,7 @@ PASSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How a rank runs its network: native, eager, compile or ipex, and why; `kernels` are those of native."""
+    """Engine of a rank (native, eager, compile or ipex), the reason for it, and the kernels if it is native."""
 
     name: str
     why: str
@@ -37,11 +37,11 @@ class Engine:
 
 
 def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
-    """The engine for engine=`requested`: with "auto" native, where its kernels compile, compute what torch does and
-    support the precision.
+    """Choose the engine for engine=`requested`. "auto" is native if its kernels compile, match torch's results and
+    support the precision, else eager.
 
-    Raises InputError or RunError where "native" is requested and its kernels cannot be used, InputError where "ipex" is
-    and cannot be used.
+    Raises InputError or RunError if "native" is requested and its kernels cannot be used; InputError if "ipex" is
+    requested and cannot be used; RunError if torch.compile has no usable cache directory.
     """
     if requested == "compile":
         _check_compile(env)
@@ -49,10 +49,10 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name=requested, why=f"engine={requested}")
     if requested == "ipex":
         if precision == "float64":
-            raise InputError("engine=ipex does not compute in precision=float64: set engine=eager")
+            raise InputError("engine=ipex does not support precision=float64: set engine=eager")
         return Engine(name="ipex", why=f"engine=ipex, {ipex.PACKAGE} {ipex.check_ipex()}")
     if precision == "float64":
-        return Engine(name="eager", why="precision=float64, for which there are no native kernels")
+        return Engine(name="eager", why="precision=float64, which the native kernels do not support")
     try:
         kernels = checked(load(env))
     except (InputError, RunError) as error:
@@ -63,19 +63,19 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
 
 
 def _check_compile(env: Mapping[str, str]) -> None:
-    """Raise RunError where torch.compile cannot load what it compiles, from the folder that it uses."""
+    """Raise RunError if torch.compile cannot load compiled code from its cache directory."""
     folder = Path(env.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
     try:
         try_cache(folder)
     except OSError as error:
         raise RunError(
-            f"engine=compile: torch cannot use {folder}: {error.strerror}: set TORCHINDUCTOR_CACHE_DIR to another "
-            "folder, or set engine=eager"
+            f"engine=compile cannot use the cache directory {folder}, {error.strerror}: set TORCHINDUCTOR_CACHE_DIR "
+            "to another directory, or set engine=eager"
         ) from None
 
 
 def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
-    """The engine of all ranks from each rank's name and reason: eager, if one rank cannot use native kernels."""
+    """Return the engine for all ranks, given each rank's engine name and reason: eager if any rank needs eager."""
     for rank, (name, why) in enumerate(engines):
         if name != own.name and name == "eager":
             return Engine(name="eager", why=f"rank {rank}: {why}")
@@ -83,13 +83,13 @@ def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
 
 
 def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """Convert the weights to channels-last, which oneDNN's convolutions need; fuse layers or compile on first use.
+    """Convert weights to channels-last, which oneDNN's convolutions need, and fuse layers or set up compilation.
 
-    Raises InputError for complex tensors, whose imaginary parts the conversion to a real type would drop.
+    Raises InputError for complex tensors: converting them to a real dtype would drop the imaginary parts.
     """
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if value.is_complex():
-            raise InputError(f"{name} of the network is {value.dtype}: make it real, by torch.view_as_real")
+            raise InputError(f"{name} of the network is {value.dtype}: convert it with torch.view_as_real")
     model.to(dtype=DTYPES[precision], memory_format=torch.channels_last)  # type: ignore[call-overload]
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)
@@ -100,31 +100,31 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
     return model
 
 
-WINOGRAD = "winograd"  # the kind of record that says how many times as fast it is
-LEAST_GAIN = 1.05  # below it, rounding is not worth it
+WINOGRAD = "winograd"  # kind of the records with measured speedups
+LEAST_GAIN = 1.05  # smallest speedup that is worth the larger rounding error
 
 
 def winograd_kernels(requested: str, engine: Engine, precision: str, env: Mapping[str, str]) -> WinogradKernels | None:
-    """The kernels for model.winograd=`requested`; None where none are to be used: another engine, or bfloat16 on AMX,
-    whose products are faster. Raises InputError or RunError where they cannot be used."""
+    """Return the kernels for model.winograd=`requested`, or None if it is off, the engine is not native, or the
+    precision is bf16 on AMX, whose matrix products are faster. Raises InputError or RunError if they cannot be used."""
     if requested == "off" or engine.kernels is None or (precision == "bf16" and has_amx()):
         return None
     return load_winograd(env)
 
 
 def shape_key(shape: ConvolutionShape, images: int) -> str:
-    """The name of a measured convolution."""
+    """Return the key of a convolution's measured speedup."""
     sizes = f"{shape.inputs} to {shape.outputs} channels, {shape.height} x {shape.width}, padding {shape.padding}"
     return f"{sizes}, {counted(images, 'image')}"
 
 
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:
-    """The model and its optimizer as the engine trains them, once before the first step."""
+    """Apply the engine's optimization of model and optimizer, once before the first step."""
     return ipex.optimize(model, optimizer) if engine.name == "ipex" else (model, optimizer)
 
 
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """A network with the outputs of `model` in evaluation, for its present weights: with native, a faster one."""
+    """Return a network for evaluation with the current weights of `model`; the native engine returns a faster copy."""
     computes = {"float32": has_onednn, "bf16": has_bf16}.get(precision)
     if engine.kernels is None or computes is None or not computes():
         return model
@@ -133,29 +133,29 @@ def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.M
 
 
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN."""
+    """Return whether this torch has oneDNN."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def has_bf16() -> bool:
-    """Whether oneDNN has convolutions in bfloat16 for this CPU."""
+    """Return whether oneDNN has bfloat16 convolutions for this CPU."""
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:
-    """Normalized images in the data type of the weights."""
+    """Convert normalized images to the dtype of the weights."""
     return images.to(DTYPES[precision])
 
 
 def autocast(precision: str) -> AbstractContextManager[object]:
-    """A context in which bf16 computes convolutions and matrix products in bfloat16; no effect for others."""
+    """Return the context that runs convolutions and matrix products in bfloat16 if `precision` is bf16."""
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def bf16_speedups() -> list[float]:
-    """The speed of a 3 x 3 convolution of ResNet-50 in bfloat16, relative to float32, in each of 5 rounds.
+    """Measure the speedup of bfloat16 over float32 for a 3 x 3 convolution of ResNet-50, in each of 5 rounds.
 
-    Below 1 on CPUs without instructions for bfloat16.
+    It is below 1 on CPUs without bfloat16 instructions.
     """
     images = torch.zeros(4, 64, 56, 56).to(memory_format=torch.channels_last)
     weights = torch.zeros(64, 64, 3, 3).to(memory_format=torch.channels_last)
@@ -167,9 +167,9 @@ def bf16_speedups() -> list[float]:
         return time.perf_counter() - started
 
     def ratio() -> float:
-        """Of the shortest times, in turn: whatever else runs on these cores only ever lengthens them."""
+        """Return the ratio of the shortest times, measured alternately: other load on the cores only lengthens them."""
         passes = [[seconds(x, w) for x, w in pairs] for _ in range(PASSES)]
         return min(wide for wide, _ in passes) / min(narrow for _, narrow in passes)
 
     with torch.inference_mode():
-        return [ratio() for _ in range(ROUNDS + 1)][1:]  # the first is a warm-up
+        return [ratio() for _ in range(ROUNDS + 1)][1:]  # the first round is a warm-up

@@ -1,5 +1,4 @@
-"""One rank of a training, from its start to its end: of a recipe, or of `cputrain.train`, which a user's own script
-calls with its network, loss and samples."""
+"""Training in one rank, start to end: of a recipe, or of a user's network, loss and samples with `cputrain.train`."""
 
 import faulthandler
 import json
@@ -62,7 +61,7 @@ from cputrain.training.log import (
     summary_lines,
 )
 from cputrain.training.loop import TrainingLoop
-from cputrain.training.saving import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
+from cputrain.training.saving import Loaded, Position, check_savable, find_newest, rename_damaged, restore
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
 from cputrain.training.step import Loss, OwnTask, TrainResult, TrainState, make_train_state, sum_of
@@ -70,7 +69,8 @@ from cputrain.variables import is_restarted, lock_name_in
 
 
 def start_training(session: Session, events: EventLog, options: StartOptions) -> TrainingLoop:
-    """Build the training. Raises InputError."""
+    """Build a training, restored from the newest checkpoint with options.resume. Raises InputError if the state cannot
+    be saved or the checkpoint does not fit."""
     env, rank = session.context.env, session.rank.rank
     recipe, sizes = session.recipe, session.sizes
     folder = recipe.folder / CHECKPOINTS
@@ -99,7 +99,7 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     for note in notes:
         progress.line(note)
     if found:
-        set_damaged_aside(found, log.warn, position.step, rank)
+        rename_damaged(found, log.warn, position.step, rank)
     loop = TrainingLoop(
         session=session,
         state=state,
@@ -118,8 +118,8 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
 def build_state(
     session: Session, loaded: Loaded | None, all_reduce: AllReduceHook | None = None
 ) -> tuple[TrainState, list[str]]:
-    """The network and its optimizer, new or as in a checkpoint; and lines about where the weights are from. Gradients
-    go through `all_reduce` if there is one, else through the recipe's."""
+    """Build network and optimizer, or restore them from a checkpoint; also return lines about the initial weights and
+    Winograd layers. `all_reduce` replaces the recipe's communication hook."""
     recipe, notes = session.recipe, []
     network = session.task.build()
     if recipe.model.weights is not None and loaded is None:
@@ -128,7 +128,7 @@ def build_state(
         if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
         if (settings := normalization_of(path)) and (recipe.data.mean, recipe.data.std) != (HALF, HALF):
-            notes.append(f"{path.name} is of images normalized by 0.5, torchvision's transform_input: set {settings}")
+            notes.append(f"{path.name} expects images normalized by 0.5, as by transform_input: set {settings}")
     prepare_model(network, session.engine, recipe.precision)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
@@ -145,13 +145,13 @@ def build_state(
         return state, notes
     if session.rank.world_size > 2:
         _rebuild_buckets(state, session)
-    put_back(loaded, state, recipe.optim.name)
+    restore(loaded, state, recipe.optim.name)
     return state, notes
 
 
 def _rebuild_buckets(state: TrainState, session: Session) -> None:
-    """Make DDP put gradients into the buckets that it has from its second step on: sums of more than two ranks are
-    rounded differently in others. It takes a backward pass, after which everything is restored."""
+    """Make DDP assign gradients to the buckets it uses from its second step on, so that sums over more than two ranks
+    round as in an uninterrupted run. This takes one backward pass; restore the state afterwards."""
     with autocast(session.recipe.precision):
         outputs = state.ddp(session.task.example(session.mean_local_batch))
     sum_of(outputs).backward()  # type: ignore[no-untyped-call]
@@ -162,31 +162,31 @@ def _rebuild_buckets(state: TrainState, session: Session) -> None:
 def train_rank(
     context: RankContext, recipe: Recipe, options: StartOptions, own: OwnTask | None = None
 ) -> TrainResult | None:
-    """Train as one rank; the result, None where the run in the recipe's folder is finished. `own` is a user's own
-    network and data, whose run is never left alone: the network is to have its weights."""
+    """Train as one rank. Return the result, or None if the run in the recipe's folder is already finished. With `own`,
+    a user's network and data, a finished run is restored instead, because the caller expects trained weights."""
     session = start_session(context, recipe, own=own)
-    if own is None:  # what was measured are recipes' networks
+    if own is None:  # engines are only measured for recipes' networks
         session = with_measured_engine(session)
-    # after a restart it depends on the folder, which another host may see later
+    # After a restart, `resume` depends on the run folder, which another host's file system may show later.
     options = replace(options, resume=all_gather(options.resume)[0])
-    with ExitStack() as held:
+    with ExitStack() as stack:
         message = None
         if not options.prepared:
             ends = options.resume and own is None
-            message = run_on_main_rank(lambda: _make_run(session, held, options, ends=ends))
+            message = run_on_main_rank(lambda: _make_run(session, stack, options, ends=ends))
         if finished_run := all_gather(message)[0]:
             if session.is_main_rank:
                 print(finished_run, flush=True)
             end_group(session.group)
             return None
         if not options.prepared:
-            held.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
-        held.enter_context(staged(session.data.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
+            stack.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
+        stack.enter_context(staged(session.data.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
         result = _run_training(session, options)
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     ignore_preemption()
     end_group(session.group)
-    if session.is_main_rank:  # without the others, which would keep their cores busy while they wait
+    if session.is_main_rank:  # after the group has ended: waiting ranks would keep their cores busy
         with no_exit_limit():
             _print_summary(session, result, max(peaks))
     if result.ends_by:
@@ -254,9 +254,9 @@ def _write_end(events: EventLog, session: Session, result: TrainResult) -> None:
     )
 
 
-def _make_run(session: Session, held: ExitStack, options: StartOptions, *, ends: bool) -> str | None:
-    """Check and make the run's folder, locked in `held`; with `ends`, return a message about a finished run and write
-    nothing."""
+def _make_run(session: Session, stack: ExitStack, options: StartOptions, *, ends: bool) -> str | None:
+    """Check, lock (until `stack` closes) and create the run folder. With `ends`, if the run is finished, write nothing
+    and return a message."""
     recipe, env = session.recipe, session.context.env
     restarted, job = is_restarted(env), lock_name_in(env)
     replaces = {"resume": options.resume, "overwrite": options.overwrite}
@@ -265,7 +265,7 @@ def _make_run(session: Session, held: ExitStack, options: StartOptions, *, ends:
         return message
     if resumption:
         print(resumption, flush=True)
-    held.enter_context(locked(recipe.folder, restarted=restarted, job=job))
+    stack.enter_context(locked(recipe.folder, restarted=restarted, job=job))
     make_folder(recipe, None, overwrite=options.overwrite)
     write_atomic(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
     return None
@@ -285,7 +285,7 @@ POLL_S = 0.5
 
 @contextmanager
 def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[None]:
-    """Sample this rank, and its host if it is the first rank there, into a run's folder, in a thread on these PUs."""
+    """Record resource usage of this rank, and of the host on local rank 0, in the run folder, in a thread on `pus`."""
     sampler = Sampler(folder / USAGE, {rank.rank: os.getpid()}, whole_host=rank.local_rank == 0)
     done = threading.Event()
 
@@ -305,8 +305,8 @@ def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[Non
 
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
-OWN_SECTIONS = ("model.", "data.", "loss", "label_smoothing")  # keys that are of no use here, but these:
-USED_KEYS = ("data.last_batch", "data.images_per_epoch")
+REPLACED_KEYS = ("model.", "data.", "loss", "label_smoothing")  # keys that the user's code replaces
+KEPT_KEYS = ("data.last_batch", "data.images_per_epoch")  # exceptions, which still apply
 
 
 def train(
@@ -324,35 +324,35 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a network of your own, with the plan, DDP, optimizers, schedules, checkpoints and report of a recipe.
+    """Train your own network with the plan, DDP, optimizers, schedules, checkpoints and report of a recipe.
 
     The same script works in one process and on many ranks: `cputrain launch -- python mine.py`, torchrun, mpirun, srun.
     Every rank calls this with the same arguments, from its main thread.
 
-    network: trained in place; called with the inputs of a batch. Rank 0's initial weights count: call
-        torch.manual_seed before you make it, for the same ones in every run.
-    loss: called with the outputs and the targets of N samples; returns their losses, shape (N,), or the mean, ().
-    train_data, val_data, test_data: objects with a length whose items are pairs (input, target), such as map-style
-        torch Datasets, the same on all ranks. Samples are read in a thread, in the order of a permutation by seed and
-        epoch. Let random changes depend on sample and epoch (`set_epoch(epoch)` is called where it exists), or a
-        resumed training sees other ones. Without val_data nothing is evaluated.
-    settings: keys of a recipe, {"epochs": 3, "optim.name": "lars"} or ["epochs=3"]; `output` is the run's folder.
-        Those of model and of images, loss and label_smoothing are your code's and cannot be set.
-    recipe: a recipe's file or shipped name, whose optimizer, schedule and sizes are used beneath the settings.
-    classes: names of the classes where targets are class numbers (N,) int64 and outputs logits (N, len(classes)):
-        top-1 and top-5 are counted then.
+    network: trained in place; called with the inputs of a batch. All ranks start from rank 0's initial weights; call
+        torch.manual_seed before you build it to get the same weights in every run.
+    loss: called with the outputs and targets of N samples; returns their losses, shape (N,), or the mean, shape ().
+    train_data, val_data, test_data: map-style datasets, such as torch Datasets, that return (input, target) pairs, the
+        same on all ranks. A thread reads the samples in an order that is shuffled by seed and epoch. Random
+        augmentation must depend on sample and epoch only (`set_epoch(epoch)` is called if it exists); otherwise a
+        resumed training differs. Without val_data nothing is evaluated.
+    settings: recipe keys, {"epochs": 3, "optim.name": "lars"} or ["epochs=3"]; `output` is the run folder. Keys of
+        model, images, loss and label_smoothing cannot be set, because your code replaces them.
+    recipe: a recipe file or the name of a shipped recipe, the source of all keys that are not in settings.
+    classes: class names, if targets are class indices (N,) int64 and outputs are logits (N, len(classes)); top-1 and
+        top-5 are then computed.
     collate: makes the inputs and targets of a batch from a list of samples; torch's default stacks them.
     resume: continue from the newest checkpoint of the run in `output`. A rank that torchrun or cputrain launch has
-        restarted does so in any case.
-    overwrite: delete the run in `output` first. quiet: print warnings and the summary only.
+        restarted always does.
+    overwrite: delete the run in `output` first. quiet: print only warnings and the summary.
 
     Returns the result, the same on all ranks: `step`, `accuracy.loss`, `accuracy.top1` in percent (None without
-    classes), `test`; `accuracy` is None where a signal has stopped the training.
-    Raises InputError where arguments do not fit, RunError where the training fails. On several ranks the process that
-    fails prints its error and ends, with status 2 or 1, so that the launcher ends the others.
+    classes), `test`; `accuracy` is None if a signal stopped the training.
+    Raises InputError if arguments do not fit, RunError if the training fails. With several ranks, the failing process
+    prints its error and exits with status 2 or 1, so that the launcher ends the other ranks.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise InputError("train is called in a thread, where signals cannot stop it: call it in the main thread")
+        raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
     training = _own_recipe(recipe, settings)
     own = OwnTask(
         network=network,
@@ -375,7 +375,7 @@ def _own_dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None,
 
 
 def _train_own(training: Recipe, own: OwnTask, env: MutableMapping[str, str], options: StartOptions) -> TrainResult:
-    """Train as the rank that this process is, or alone."""
+    """Train as this process's rank, or as the only process if it was not launched as a rank."""
     rank = discover(env)
     if rank is None:
         rank = ALONE
@@ -388,7 +388,7 @@ def _train_own(training: Recipe, own: OwnTask, env: MutableMapping[str, str], op
 
     def work() -> None:
         result = train_rank(context, training, options, own)
-        assert result is not None, "only a recipe's run is left alone when it is finished"
+        assert result is not None, "only a recipe's finished run returns None"
         found.append(result)
 
     if rank.world_size > 1:
@@ -397,23 +397,23 @@ def _train_own(training: Recipe, own: OwnTask, env: MutableMapping[str, str], op
     try:
         work()
     finally:
-        if dist.is_initialized():  # where it has failed: a notebook may try again
+        if dist.is_initialized():  # the training failed, and a notebook may try again
             dist.destroy_process_group()
     return found[0]
 
 
 def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Recipe:
-    """The recipe of the settings; of a `base`, which has a network and images of its own, the rest. Raises InputError
+    """Build the recipe for own code from settings, and from `base` without its model, data and loss. Raises InputError
     for a setting that own code replaces."""
     if isinstance(settings, Mapping):
         settings = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     for setting in settings:
         key = setting.partition("=")[0]
-        if key.startswith(OWN_SECTIONS) and key not in USED_KEYS:
-            raise InputError(f"setting {key}: your own network, loss and data decide it: remove it")
+        if key.startswith(REPLACED_KEYS) and key not in KEPT_KEYS:
+            raise InputError(f"setting {key} has no effect with your own network, loss and data: remove it")
     settings = (*settings, f"data.path={OWN_SAMPLES}")
     recipe = load_recipe(base, settings) if base else recipe_of({}, Path("settings"), settings=settings)
-    data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in USED_KEYS}
+    data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in KEPT_KEYS}
     without_images = {"crop": None, "train_crop": None}
     return recipe.model_copy(
         update={
@@ -427,10 +427,10 @@ def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -
 
 
 def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
-    """This process as a rank that is bound; its threads can be checked where a plan had bound it.
+    """Bind this process as a rank, or verify its binding if `cputrain launch` or affinity.bind has bound it.
 
-    A process that no plan has bound is bound here, as one of this host's ranks. Its libraries are loaded already: the
-    plan's allocator and the pinning of each thread need `cputrain launch`.
+    Only bindings by a plan are checked later: libraries are already loaded here, so the plan's allocator and the
+    pinning of each thread are not available without `cputrain launch`.
     """
     worker = bound_worker(env)
     check = worker is not None
@@ -448,12 +448,11 @@ def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: b
 
 @contextmanager
 def environment_restored(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Afterwards environment and streams are as before, and the process may go on for as long as it
-    likes."""
+    """Restore environment variables and streams on exit, and cancel the limit on the time until the process exits."""
     variables = dict(env)
     streams = [(each, each.errors) for each in (sys.stdout, sys.stderr) if isinstance(each, TextIOWrapper)]
     for stream, _ in streams:
-        stream.reconfigure(errors=CODES)  # a name that the locale cannot show is no reason to end
+        stream.reconfigure(errors=CODES)  # a name that the locale cannot encode must not end the training
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Evaluate over each image once: loss, top-1, top-5, predictions; and the rank of `eval`, to its last line."""
+"""Evaluation of each image once (loss, top-1, top-5, predictions), and one rank of `cputrain eval`."""
 
 import json
 import math
@@ -46,12 +46,12 @@ from cputrain.training.watchers import DamageCheck
 
 @dataclass(slots=True, kw_only=True)
 class PredictionLog:
-    """This rank's predictions, batch by batch; images that could not be read are left out."""
+    """This rank's predictions, collected batch by batch, without damaged images."""
 
     parts: list[np.ndarray] = field(default_factory=list)
 
     def add(self, outputs: Tensor, losses: Tensor, batch: Batch, numbers: Indices) -> None:
-        """Take a batch's outputs (N, classes), losses (N,) and the numbers of its images (N,)."""
+        """Add a batch: outputs (N, classes), losses (N,) and image indices (N,)."""
         shares = torch.softmax(outputs.double(), dim=1)
         highest, predicted = shares.max(dim=1)
         of_label = shares.gather(1, batch.labels[:, None])[:, 0]
@@ -60,7 +60,7 @@ class PredictionLog:
         self.parts.append(rows.numpy())
 
     def gathered(self) -> Predicted:
-        """The predictions of all ranks, in the order of the images' numbers. To be called by every rank."""
+        """Gather the predictions of all ranks, ordered by image index. Every rank must call this."""
         own = np.concatenate(self.parts) if self.parts else np.empty((0, len(Predicted.__dataclass_fields__)))
         rows = np.concatenate(all_gather(own))
         image, label, predicted, loss, of_label, highest = rows[rows[:, 0].argsort()].T
@@ -81,8 +81,8 @@ def evaluate(
     on_batch: Callable[[], None] = lambda: None,
     predictions: PredictionLog | None = None,
 ) -> Accuracy:
-    """Evaluate a model on a split, each image once; damaged images do not count. Calls `on_batch` after each batch;
-    `predictions` takes what is predicted for each image of a classification."""
+    """Evaluate a model on a split, each image once, without damaged images. Calls `on_batch` after each batch;
+    `predictions` collects the predicted class of each image if the task is a classification."""
     recipe, task = session.recipe, session.task
     loss_sum, correct1, correct5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
@@ -118,8 +118,8 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """A checkpoint's accuracy, damaged images and predictions over all ranks, and the seconds of the evaluation;
-    without predictions where labels are no classes."""
+    """Result of evaluating a checkpoint on all ranks, and its duration in seconds. `predicted` is None if the labels
+    are not classes."""
 
     checkpoint: Path
     step: int
@@ -130,7 +130,7 @@ class EvalResult:
 
 
 def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: Survey) -> None:
-    """Raise InputError for a file that is not a checkpoint, or not of the recipe's network."""
+    """Raise InputError if a path is not a checkpoint, or is one of another network than the recipe's."""
     network = build_model(recipe.model, len(found.classes), recipe.data.crop, found.features)
     for path in paths:
         load_eval_model(path, network)
@@ -145,8 +145,8 @@ def eval_rank(
     bar: bool,
     page: Path | None,
 ) -> None:
-    """Evaluate checkpoints one after another as one rank; rank 0 prints, and writes the page of the last one."""
-    if recipe.engine == "ipex":  # takes part in training steps alone, and is not installed wherever runs are evaluated
+    """Evaluate checkpoints one after another as one rank; rank 0 prints, and writes the page of the last checkpoint."""
+    if recipe.engine == "ipex":  # only affects training steps, and may not be installed where runs are evaluated
         recipe = recipe.model_copy(update={"engine": "auto"})
     session = start_session(context, recipe, splits=("val",))
     context.startup.done()
@@ -174,7 +174,7 @@ def eval_rank(
 def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, lines: TextIO) -> EvalResult:
     step = load_eval_model(path, network)
     if len(set(all_gather((path, step)))) > 1:
-        raise InputError(f"the ranks find different files at {path}: copy it to a file system that all hosts share")
+        raise InputError(f"the ranks find different files at {path}: copy it to a file system shared by all hosts")
     started = time.perf_counter()
     steps = evaluation_steps(session)
     progress = EvaluationProgress(steps, shown=session.is_main_rank, bar=bar, lines=lines)
@@ -192,10 +192,10 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
 
 
 def _write_page(page: Path, one: EvalResult, session: Session) -> Path:
-    """Write the page of an evaluation. Raises InputError where labels are no classes."""
+    """Write the HTML page of an evaluation. Raises InputError if the labels are not classes."""
     recipe, data = session.recipe, session.data
     if one.predicted is None:
-        raise InputError(f"--report {page}: {recipe.data.kind} have no classes: remove --report")
+        raise InputError(f"--report {page} needs classes, which {recipe.data.kind} do not have: remove --report")
     images = data.dataset.val
     decode = images.decode if isinstance(images, SyntheticImages) else data.decode
 
@@ -222,8 +222,8 @@ def _write_page(page: Path, one: EvalResult, session: Session) -> Path:
     )
 
 
-MOST_PAIRS = 1000  # of confused classes in the JSON output, the most frequent
-COLUMNS = (  # of the table for several checkpoints
+MOST_PAIRS = 1000  # most frequent pairs of confused classes in the JSON output
+COLUMNS = (  # table for several checkpoints
     Column("checkpoint", "checkpoint", str),
     Column("step", "step", ","),
     Column("top-1 %", "accuracy.top1", ".2f"),
@@ -234,7 +234,7 @@ COLUMNS = (  # of the table for several checkpoints
 
 
 def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> str:
-    """The lines about one checkpoint; `kind` is the recipe's data.kind."""
+    """Format the result of one checkpoint; `kind` is the recipe's data.kind."""
     accuracy = one.accuracy
     percents = {"top-1": accuracy.top1, "top-5": accuracy.top5}
     figures = [f"{name} {value:.2f} %" for name, value in percents.items() if value is not None]
@@ -250,7 +250,7 @@ def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> st
 
 
 def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, object]:
-    """The JSON output: accuracies in percent; `batch` is the number of images of one worker's forward pass."""
+    """Return the JSON output. Accuracies are in percent; `batch` is the images of one worker's forward pass."""
     classes = session.data.dataset.classes
 
     def of_classes(predicted: Predicted | None) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""Intel's extension for PyTorch as an engine: whether it fits this torch, and its optimization of a training.
+"""Intel Extension for PyTorch (IPEX) as an engine: version check, and optimization of network and optimizer.
 
-Its releases ended with torch 2.8, and each works with the torch of its own number only: imported beside another one it
-ends the process. So the versions are compared before.
+Its last release is for torch 2.8, and each release works only with the torch of the same version: importing it with
+another torch ends the process. So versions are compared before the import.
 """
 
 import importlib
@@ -22,7 +22,7 @@ INSTALL = "pip install 'cputrain[ipex]' into an environment of its own, or set e
 
 
 def check_ipex() -> str:
-    """The extension's version. Raises InputError where it is not installed or does not fit torch."""
+    """Return the extension's version. Raises InputError if it is not installed or does not match torch."""
     found = installed_version(PACKAGE)
     check_pair(found, installed_version("torch") or "none")
     assert found is not None
@@ -30,16 +30,16 @@ def check_ipex() -> str:
 
 
 def check_pair(extension: str | None, torch: str) -> None:
-    """Raise InputError where these versions do not work together: their first two numbers have to be the same."""
-    pair = f"torch {NEWEST} and {PACKAGE} {NEWEST} fit"
+    """Raise InputError unless major and minor version of extension and torch are the same."""
+    needs = f"engine=ipex needs {PACKAGE} and torch of the same release, at most {NEWEST}"
     if extension is None:
-        raise InputError(f"engine=ipex: {PACKAGE} is not installed: {pair}: {INSTALL}")
+        raise InputError(f"{needs}, but {PACKAGE} is not installed: {INSTALL}")
     if _release(extension) != _release(torch):
-        raise InputError(f"engine=ipex: {PACKAGE} {extension} does not work with torch {torch}: {pair}: {INSTALL}")
+        raise InputError(f"{needs}, but {extension} and {torch} are installed: {INSTALL}")
 
 
 def has_ipex() -> bool:
-    """Whether the extension can be used."""
+    """Return whether the extension can be used."""
     try:
         check_ipex()
     except InputError:
@@ -48,15 +48,15 @@ def has_ipex() -> bool:
 
 
 def optimize(network: "nn.Module", optimizer: "Optimizer") -> "tuple[nn.Module, Optimizer]":
-    """The network and its optimizer as the extension runs them in training, in place; bfloat16 is autocast's.
+    """Optimize network and optimizer in place for training with the extension; bf16 remains autocast's task.
 
-    Weights keep their layout and stay float32, so that gradients, checkpoints and comparisons of ranks stay the same:
-    with dtype=bfloat16 the optimizer would have other tensors than the network, without gradients.
+    Weights keep their layout and stay float32, so that gradients, checkpoints and replica checks work as with other
+    engines. With dtype=bfloat16 the optimizer would hold separate tensors without gradients.
     """
     import torch
 
     extension: Any = importlib.import_module(PACKAGE.replace("-", "_"))
-    logging.getLogger("IPEX").setLevel(logging.ERROR)  # it warns of its own arguments, in every rank
+    logging.getLogger("IPEX").setLevel(logging.ERROR)  # it warns about its default arguments on every rank
     optimized: tuple[nn.Module, Optimizer] = extension.optimize(
         network.train(),
         optimizer=optimizer,

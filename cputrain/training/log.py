@@ -1,4 +1,4 @@
-"""What a training prints and logs: its environment, first lines, progress, events and summary."""
+"""Output of a training: environment, start-up lines, progress bar, events and summary."""
 
 import platform
 import socket
@@ -26,7 +26,7 @@ from cputrain.variables import job_in, shown_variables
 
 
 def describe_environment(session: Session) -> dict[str, Any]:
-    """The content of environment.json."""
+    """Return the content of environment.json."""
     env = session.context.env
     return {
         "cputrain": __version__,
@@ -48,7 +48,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
 
 
 def binding_record(session: Session) -> dict[str, Any]:
-    """This rank's entry of the start event: planned and actual PUs, threads and memory."""
+    """Return this rank's entry in the start event: planned and actual PUs, threads and memory."""
     context = session.context
     return {
         "rank": session.rank.rank,
@@ -62,7 +62,7 @@ def binding_record(session: Session) -> dict[str, Any]:
     }
 
 
-# Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
+# Measured in docs/benchmarks.md: an all-reduce of 25 MiB over two ranks; photos, original or prepared.
 CCL_GAIN = "all-reduces of 25 MiB up to 3.2 times as fast"
 TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
 ENGINE_GAIN = "evaluations 1.2 times as fast, steps up to 1.05 times"
@@ -70,10 +70,10 @@ OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")
 
 
 def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: float) -> list[str]:
-    """What rank 0 says at its start: a line of what is in use, and one for each faster part that is missing.
+    """Return rank 0's start-up lines: the components in use, and one line for each faster one that is not in use.
 
-    Of the environment's entries, `backend_why` of ccl is its transport: "over libfabric (...)", and `decoder` its name,
-    a colon, and where it lies or why it was taken. `bf16_speedup` is a convolution's, 1 where the training is not in
+    In `environment`, `backend_why` of ccl is its transport, "over libfabric (...)"; `decoder` is "NAME: WHY", where WHY
+    is the library's path or the reason for the choice. `bf16_speedup` is a convolution's, 1 if the precision is not
     float32.
     """
     backend, backend_why, engine, engine_why, decoder, allocator = (
@@ -91,19 +91,19 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
     if name == "Pillow" and decoder_why not in OWN_CHOICE:
         lines.append(f"faster: libjpeg-turbo ({TURBO_GAIN}): {decoder_why.removeprefix('data.decoder=turbo: ')}")
     if allocator == "glibc":
-        lines.append("faster: tcmalloc, which a plan preloads where it is installed (Debian: libtcmalloc-minimal4)")
+        lines.append("faster: tcmalloc, which a plan preloads if it is installed (Debian: libtcmalloc-minimal4)")
     return lines
 
 
 REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
-LINES = 10  # printed during an evaluation without a terminal
+LINES = 10  # progress lines of an evaluation without a terminal
 FORMAT = "{desc} |{bar:12}| {percentage:3.0f}% {remaining} left {rate_fmt}{postfix}"
-DECAY = 0.9  # of earlier steps in the shares of waiting
+DECAY = 0.9  # per step, in the exponential average of wait times
 
 
 class Progress:
-    """The lines of a training, and with `bar` a bar of the images, or points, trained on; silent unless `shown`."""
+    """Printed lines of a training and, with `bar`, a progress bar in images or points; silent unless `shown`."""
 
     def __init__(
         self, done: int, images: int, *, unit: str, shown: bool, bar: bool, redraw_s: float = REDRAW_S
@@ -123,7 +123,7 @@ class Progress:
         )
 
     def step(self, where: str, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Advance by one step, which took so long."""
+        """Advance by one step that took `seconds`."""
         self._whole_s = DECAY * self._whole_s + seconds
         self._data_s = DECAY * self._data_s + result.data_wait_s
         self._comm_s = DECAY * self._comm_s + result.comm_wait_s
@@ -145,7 +145,7 @@ class Progress:
 
 
 class EvaluationProgress:
-    """The batches evaluated: a bar on a terminal, else a line after each tenth of them; silent on other ranks."""
+    """Progress of an evaluation: with `bar` a progress bar, else 10 lines; silent unless `shown`."""
 
     def __init__(self, steps: int, *, shown: bool, bar: bool, lines: TextIO) -> None:
         self._done, self._steps = 0, steps
@@ -172,14 +172,14 @@ class EvaluationProgress:
         self._bar.close()
 
 
-MOST_IN_FULL = 1e6  # a loss that diverges has dozens of digits
+MOST_IN_FULL = 1e6  # a diverging loss would be printed with dozens of digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLog(Watcher):
-    """Writes to the terminal and to the event log of a run; both are silent on ranks other than 0.
+    """Writes to the terminal and to the run's event log, on rank 0 only.
 
-    `last_step` is the step after which the training ends; `quiet` leaves only warnings on the terminal.
+    `last_step` is the step after which the training ends; with `quiet` only warnings are printed.
     """
 
     recipe: Recipe
@@ -190,18 +190,17 @@ class TrainingLog(Watcher):
     quiet: bool = False
 
     def warn(self, step: int, what: str, *, line: str | None = None, **fields: Any) -> None:
-        """Report something that the user should know or change; `line` is what the terminal shows in place of `what`,
-        `fields` are more ones of the event."""
+        """Print and log a warning. `line` replaces `what` on the terminal; `fields` are added to the event."""
         self.progress.line(f"warning: {line or what}")
         self.events.write("warning", step=step, what=what, **fields)
 
     def checkpoint(self, step: int, *, best: bool) -> None:
-        """Report a checkpoint that has been written; its path is relative, so that a run's folder can be moved."""
+        """Log a written checkpoint; its path is relative, so that the run folder can be moved."""
         path = f"{CHECKPOINTS}/{name_of(step)}"
         self.events.write("checkpoint", step=step, epoch=step / self.steps_per_epoch, path=path, best=best)
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Report a step."""
+        """Show a step in the progress bar and log it."""
         epoch = (step - 1) // self.steps_per_epoch + 1
         where = f"epoch {epoch}/{self.recipe.epochs} step {step:,}/{self.last_step:,}"
         self.progress.step(where, settings, result, seconds)
@@ -219,7 +218,7 @@ class TrainingLog(Watcher):
             self.events.write("ratios", step=step, rate=settings.lr, layers=result.layer_ratios)
 
     def rank_times(self, step: int, steps: int, times: Sequence[Sequence[float]]) -> None:
-        """Report the mean of the last steps on each rank: seconds, of these waiting for communication and for data."""
+        """Log each rank's means over the last steps, in seconds: step, communication wait and data wait."""
         seconds, comm_wait_s, data_wait_s = ([float(f"{value:.4g}") for value in values] for values in times)
         self.events.write(
             "ranks", step=step, steps=steps, seconds=seconds, data_wait_s=data_wait_s, comm_wait_s=comm_wait_s
@@ -236,7 +235,7 @@ class TrainingLog(Watcher):
         seconds: float,
         images: int,
     ) -> None:
-        """Report an epoch, counted from 1; `accuracy` is None where it was not evaluated."""
+        """Print and log an epoch, counted from 1; `accuracy` is None if it was not evaluated."""
         val_loss, val_top1 = (accuracy.loss, accuracy.top1) if accuracy and accuracy.images else (None, None)
         values = {"loss": (train_loss, 4), "acc": (train_top1, 2), "val loss": (val_loss, 4), "val acc": (val_top1, 2)}
         figures = [
@@ -265,8 +264,8 @@ class TrainingLog(Watcher):
 def summary_lines(
     result: TrainResult, steps: int, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
 ) -> list[str]:
-    """Times, accuracies and memory of a training that has `steps` in all its epochs; `kind` is the recipe's data.kind,
-    the bytes are of one worker."""
+    """Return the summary: times, accuracies, and memory of one worker. `steps` is the number of steps in all epochs,
+    `kind` the recipe's data.kind."""
     accuracy = result.accuracy
     if accuracy is None:
         return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with --resume"]

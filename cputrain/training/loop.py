@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations and checkpoints, epoch by epoch, until the last step or a preemption."""
+"""Training loop: steps, evaluations and checkpoints, until the last step or a preemption."""
 
 import gc
 import time
@@ -42,7 +42,7 @@ from cputrain.training.watchers import (
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """A training in progress; `preempted` is set once the ranks have to stop before the last step."""
+    """A training in progress; `preempted` is set when all ranks must stop before the last step."""
 
     session: Session
     state: TrainState
@@ -68,7 +68,7 @@ class TrainingLoop:
             wait=wait,
             same_after=position.step,
         )
-        self.watchers = [  # in the order in which they hear of each step
+        self.watchers = [  # called in this order after each step
             NonFiniteHandler(recipe=recipe, rank=rank, state=state, warn=warn, position=position, wait=wait),
             self.log,
             RankTimes(
@@ -89,17 +89,17 @@ class TrainingLoop:
 
     @property
     def step(self) -> int:
-        """The steps done."""
+        """Number of completed steps."""
         return self.position.step
 
     def run(self) -> TrainResult:
         """Train to the last step or a preemption, then evaluate the test images.
 
-        Raises RunError for NaN or Inf with on_nan=stop, and for a damaged image with data.on_error=raise; InputError
-        for more damaged images than data.max_damaged allows.
+        Raises RunError for NaN or Inf with on_nan=stop and for a damaged image with data.on_error=raise; InputError
+        if more images are damaged than data.max_damaged allows.
         """
         self._warn_of_settings()
-        gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
+        gc.freeze()  # collections skip the libraries' objects, which are never freed; scanning them delays the loader
         with closing(self.log.progress):
             accuracy, trained_s = self._run_epochs()
         for watcher in self.watchers:
@@ -113,7 +113,7 @@ class TrainingLoop:
         ended = moment()
         test = None
         if accuracy is not None and self.session.data.dataset.test is not None:
-            test = self._evaluate("test")  # once and with the last weights: nothing was chosen by them
+            test = self._evaluate("test")  # once, with the last weights, so that nothing is selected by test images
             self._warn_of_damaged(test.damaged)
         ends_by = self.preemption.ends_by if self.preempted else 0
         return TrainResult(
@@ -125,11 +125,11 @@ class TrainingLoop:
         if warning := rate_warning(recipe, global_batch=self.session.sizes.global_batch):
             self.log.warn(self.step, warning)
         if recipe.precision == "bf16" and self.session.is_main_rank and (speedup := median(bf16_speedups())) < 1:
-            slower = f"a convolution takes {1 / speedup:.1f} times as long in bf16 as in float32 on this CPU"
+            slower = f"convolutions in bf16 are {1 / speedup:.1f} times slower than in float32 on this CPU"
             self.log.warn(self.step, f"{slower}: set precision=float32")
 
     def _run_epochs(self) -> tuple[Accuracy | None, float]:
-        """Train epoch by epoch; the last epoch's accuracy, None if not evaluated, and the seconds of all steps."""
+        """Train all epochs; return the last epoch's accuracy, None if not evaluated, and the seconds of all steps."""
         recipe, sizes = self.session.recipe, self.session.sizes
         last_step = sizes.last_step(recipe.max_steps)
         trained_s, accuracy = 0.0, None
@@ -142,9 +142,10 @@ class TrainingLoop:
         return accuracy, trained_s
 
     def _run_epoch(self, epoch: int, last_step: int) -> tuple[Accuracy | None, float]:
-        """Train, save, evaluate and log one epoch, counted from 0; its accuracy if evaluated, and the seconds of steps.
+        """Train, save, evaluate and log one epoch, counted from 0; return its accuracy if evaluated, and the seconds of
+        its steps.
 
-        The checkpoint is written while the epoch is evaluated, which a crash then cannot undo.
+        The checkpoint is written while the epoch is evaluated, so a crash in the evaluation loses no steps.
         """
         recipe, position = self.session.recipe, self.position
         seconds = self._run_steps(epoch, min(last_step, (epoch + 1) * self.session.sizes.steps_per_epoch))
@@ -173,7 +174,7 @@ class TrainingLoop:
         return accuracy, seconds
 
     def _run_steps(self, epoch: int, stop: int) -> float:
-        """Train until step `stop` of this epoch or a preemption; the seconds that it took."""
+        """Train until step `stop` of this epoch or a preemption; return the seconds it took."""
         recipe, position = self.session.recipe, self.position
         weight_decay = settings_at(recipe, epoch).weight_decay
         batches = training_batches(self.session, epoch, self.step, stop)
@@ -189,7 +190,7 @@ class TrainingLoop:
         return time.perf_counter() - begun
 
     def _run_step(self, batches: Iterator[Batch], weight_decay: float) -> None:
-        """Train one step, of which the watchers hear."""
+        """Train one step and notify the watchers."""
         session, sizes, position = self.session, self.session.sizes, self.position
         started = time.perf_counter()
         settings = StepSettings(
@@ -209,7 +210,7 @@ class TrainingLoop:
             watcher.after_step(position.step, settings, result, seconds)
 
     def _save(self) -> None:
-        """Save the state after this step, which must be the same on all ranks."""
+        """Save the state after this step. All ranks must call this after the same step."""
         for watcher in self.watchers:
             watcher.before_save(self.step)
         self.saver.save(self.position)
@@ -219,15 +220,15 @@ class TrainingLoop:
         return self.preemption.should_save_after(self.step) if every is None else self.step % every == 0
 
     def _sum_up(self) -> list[float]:
-        """An epoch's losses, correct predictions, readable and damaged images so far, over all ranks. Raises InputError
-        where too many are damaged: nothing is saved then."""
+        """Sum the epoch's losses, correct predictions, readable and damaged images so far over all ranks. Raises
+        InputError if too many are damaged, before anything is saved."""
         metrics = self.position.epoch
         sums = all_reduce_sum(metrics.loss, metrics.correct, metrics.images, len(metrics.damaged))
         self.damage.epoch(metrics, damaged=sums[3], readable=sums[2], ended=True)
         return sums
 
     def _log_epoch(self, epoch: int, sums: list[float], accuracy: Accuracy | None) -> None:
-        """Log the sums of an epoch so far."""
+        """Log an epoch, given the sums from _sum_up."""
         data, sizes, metrics = self.session.data, self.session.sizes, self.position.epoch
         loss, correct, readable, damaged = sums
         if damaged or (accuracy and accuracy.images < len(data.dataset.val)):
@@ -254,5 +255,5 @@ class TrainingLoop:
 
 
 def is_due(number: int, every: int | None) -> bool:
-    """Whether something that happens after every so many steps or epochs happens after this one, counted from 0."""
+    """Return whether an action that is due every `every` steps or epochs is due after `number`, counted from 0."""
     return every is not None and (number + 1) % every == 0

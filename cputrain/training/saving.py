@@ -1,7 +1,7 @@
-"""A training's state -> tensors of a checkpoint, written in a thread while the training goes on, and back.
+"""Save and restore the state of a training; checkpoints are written in a thread while training continues.
 
-Every rank's state is of the same step. Each rank writes its files, rank 0 the rest when all are there, and afterwards
-how the evaluation has ended.
+All ranks save after the same step. Each rank writes its own file; rank 0 also writes the shared files, completes the
+checkpoint when every rank has finished, and later adds the result of the evaluation.
 """
 
 import json
@@ -62,16 +62,16 @@ from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
 from cputrain.training.step import EpochMetrics, TrainState, mean_statistics
 
-METRICS = "epoch"  # the entry in the header of a rank's file
+METRICS = "epoch"  # key in the header of a rank's file
 
 
 @dataclass(slots=True, kw_only=True)
 class Position:
-    """A training's progress: `step` counts the steps done, `best_score` is the best Accuracy.score so far.
+    """Progress of a training: `step` is the number of completed steps, `best_score` the best Accuracy.score so far.
 
-    `epoch` are this rank's sums over the steps of the current epoch, `epoch_s` the seconds of these steps;
-    `epoch_done`: the epoch that ends with this step has been evaluated and logged. `first_loss` and `diverged` belong
-    to the warning of a diverging loss, `rollbacks` counts those to each checkpoint.
+    `epoch` has this rank's sums over the steps of the current epoch, `epoch_s` the seconds of these steps.
+    `epoch_done` is True if the epoch that ends with this step has been evaluated and logged. `first_loss` and
+    `diverged` are the state of DivergenceCheck; `rollbacks` counts the rollbacks to each checkpoint.
     """
 
     step: int = 0
@@ -84,16 +84,16 @@ class Position:
     rollbacks: dict[str, int] = field(default_factory=dict)
 
     def end_epoch(self) -> None:
-        """The epoch that ends with this step is logged, and the next one begins."""
+        """Mark the epoch as logged and reset its sums for the next one."""
         self.epoch, self.epoch_s, self.epoch_done = EpochMetrics(), 0.0, True
 
     def metadata(self) -> dict[str, str]:
-        """This rank's part, for the header of its file."""
+        """Return this rank's sums for the header of its file."""
         return {METRICS: json.dumps({**asdict(self.epoch), "seconds": self.epoch_s})}
 
 
 def position_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str, str]]) -> Position:
-    """The position of a checkpoint. `headers` are those of the files of the ranks whose sums this rank takes over."""
+    """Return the position of a checkpoint; `headers` are of the files of the ranks whose sums this rank continues."""
     position = Position(
         step=step,
         best_score=math.nan if record.best_score is None else record.best_score,
@@ -115,17 +115,17 @@ RANDOM, BUFFER, RESIDUAL = "random", "buffer/", "residual/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Copies of the tensors that one rank writes, by file; the optimizer's other values on rank 0, None elsewhere."""
+    """Copies of the tensors that one rank writes, by file name; `optimizer` has its other values, on rank 0 only."""
 
     files: dict[str, Tensors]
     optimizer: OptimizerRecord | None
 
 
 def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot:
-    """Copy the state. To be called by all ranks: the weights' file has the ranks' mean batch-norm statistics, each
-    rank's file its own."""
+    """Copy the state. All ranks must call this: the weights' file gets the batch-norm statistics averaged over ranks,
+    each rank's file its own statistics."""
     means = {id(own): mean for own, mean in mean_statistics(state.network)}
-    files = {rank_file(rank): _own_state(state)}
+    files = {rank_file(rank): _rank_state(state)}
     if rank > 0:
         return Snapshot(files=files, optimizer=None)
     files[MODEL] = _weights(state.network, means)
@@ -151,9 +151,9 @@ def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
     return {name: buffers.get(name, value).detach().clone() for name, value in network.state_dict().items()}
 
 
-def _own_state(state: TrainState) -> Tensors:
-    """What differs between ranks: random numbers, buffers, rounding errors of compressed gradients (in the weights'
-    memory order)."""
+def _rank_state(state: TrainState) -> Tensors:
+    """Copy the state that differs between ranks: random number generator, buffers, and rounding errors of compressed
+    gradients (in the memory order of the weights)."""
     own = {RANDOM: torch.get_rng_state()}
     own |= {f"{BUFFER}{name}": buffer.clone() for name, buffer in state.network.named_buffers()}
     if isinstance(state.all_reduce, Bf16AllReduceHook):
@@ -164,7 +164,7 @@ def _own_state(state: TrainState) -> Tensors:
 
 
 def optimizer_record(optimizer: Optimizer, network: nn.Module, kind: str) -> OptimizerRecord:
-    """What an optimizer has beside its tensors, which are in its file as "PARAMETER/KEY"."""
+    """Return an optimizer's options and non-tensor state; its tensors are in its file as "PARAMETER/KEY"."""
     names = {id(weight): name for name, weight in network.named_parameters()}
     values = {
         names[id(weight)]: plain
@@ -177,8 +177,8 @@ def optimizer_record(optimizer: Optimizer, network: nn.Module, kind: str) -> Opt
     return OptimizerRecord(name=kind, groups=groups, values=values)
 
 
-def put_weights(where: str, saved: Tensors, network: nn.Module) -> None:
-    """Load weights and buffers. Raises InputError where they are another network's; `where` names their checkpoint."""
+def load_weights(where: str, saved: Tensors, network: nn.Module) -> None:
+    """Load weights and buffers from checkpoint `where`. Raises InputError if they belong to another network."""
     model, found = shapes(network.state_dict()), shapes(saved)
     differing = sorted(key for key in model.keys() | found.keys() if model.get(key) != found.get(key))
     if differing:
@@ -186,22 +186,24 @@ def put_weights(where: str, saved: Tensors, network: nn.Module) -> None:
     network.load_state_dict(saved)
 
 
-def put_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: TrainState, kind: str) -> None:
-    """Load the optimizer's state. Raises InputError for another optimizer's, or one of other weights."""
+def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: TrainState, kind: str) -> None:
+    """Load the optimizer's state. Raises InputError if the optimizer or its parameters differ from the checkpoint's."""
     if record.name != kind:
-        raise InputError(f"checkpoint {where} has the state of optim.name={record.name}, not of {kind}: set it back")
+        raise InputError(
+            f"checkpoint {where} was saved with optim.name={record.name}, not {kind}: set optim.name={record.name}"
+        )
     optimizer, weights = state.optimizer, dict(state.network.named_parameters())
     names = {id(weight): name for name, weight in weights.items()}
     order = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     if order != [group.get("params") for group in record.groups]:
         raise InputError(
-            f"checkpoint {where} has an optimizer of other parameters: set model.freeze_to and model.name back"
+            f"checkpoint {where} was saved with other trainable parameters: restore model.freeze_to and model.name"
         )
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in record.values.items()}
     for place, value in saved.items():
         name, _, key = place.rpartition("/")
         if name not in weights:
-            raise InputError(f"checkpoint {where} has an optimizer of {name[:60]!r}, which the network lacks")
+            raise InputError(f"checkpoint {where} has optimizer state of {name[:60]!r}, which is not in the network")
         entries.setdefault(name, {})[key] = _laid_out_as(weights[name], value)
     index = {name: number for number, name in enumerate(name for names in order for name in names)}
     optimizer.load_state_dict(
@@ -215,15 +217,15 @@ def put_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: Tr
     )
 
 
-def put_own_state(where: str, saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
-    """Load a rank's random numbers and, where as many ranks go on, its statistics and rounding errors. Raises
-    InputError where they are those of another network; `where` names their checkpoint."""
+def load_rank_state(where: str, saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
+    """Load a rank's random state from checkpoint `where` and, if the number of ranks is unchanged, its statistics and
+    rounding errors. Raises InputError if they do not fit this network or this torch."""
     random = saved.get(RANDOM, torch.empty(0))
     if (random.shape, random.dtype) != ((now := torch.get_rng_state()).shape, now.dtype):
-        raise InputError(f"checkpoint {where} has no random numbers of this torch: put back a copy of it")
+        raise InputError(f"checkpoint {where} has no random state that this torch can load: restore it from a copy")
     torch.set_rng_state(random.clone())
     if same_ranks and own_statistics:
-        _put_buffers(where, saved, state.network)
+        _load_buffers(where, saved, state.network)
     state.all_reduce.reset()
     if same_ranks and isinstance(state.all_reduce, Bf16AllReduceHook):
         weights = dict(state.network.named_parameters())
@@ -232,29 +234,30 @@ def put_own_state(where: str, saved: Tensors, state: TrainState, *, same_ranks: 
                 state.all_reduce.residuals[weights[place.removeprefix(RESIDUAL)]] = value.clone()
 
 
-def _put_buffers(where: str, saved: Tensors, network: nn.Module) -> None:
-    """Load this rank's own buffers. One that is not a part of the network's state (persistent=False) stays as it is
-    where it had another shape: the network makes it by itself, as caches that grow."""
+def _load_buffers(where: str, saved: Tensors, network: nn.Module) -> None:
+    """Load this rank's buffers. A non-persistent buffer whose shape has changed is skipped: the network rebuilds it,
+    such as a cache that grows."""
     persistent = network.state_dict().keys()
     for name, buffer in network.named_buffers():
         found = saved.get(f"{BUFFER}{name}")
         if found is not None and found.shape == buffer.shape:
             buffer.copy_(found)
         elif name in persistent:
-            raise InputError(f"checkpoint {where} has no {name} of shape {tuple(buffer.shape)}: put back a copy of it")
+            shape = tuple(buffer.shape)
+            raise InputError(f"checkpoint {where} has no {name} of shape {shape}: restore it from a copy")
 
 
 def check_savable(network: nn.Module) -> None:
-    """Raise InputError where checkpoints cannot hold a network's state: hours of training would be lost."""
+    """Raise InputError if checkpoints cannot store the network's state, before training time is spent on it."""
     for name, value in {**network.state_dict(), **dict(network.named_buffers())}.items():
         if not isinstance(value, Tensor):
-            raise InputError(f"{name} of the network is no tensor, and checkpoints hold nothing else: leave it out")
+            raise InputError(f"{name} of the network is not a tensor, so checkpoints cannot store it: remove it")
         if str(value.dtype).removeprefix("torch.") not in DTYPES:
-            raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot hold: convert it")
+            raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot store: convert it")
 
 
 def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
-    """A copy, in the weight's memory layout where it has the weight's shape, as fused optimizers require."""
+    """Copy `value`, in the weight's memory layout if the shapes are equal, as fused optimizers require."""
     return (
         torch.empty_like(weight.detach(), dtype=value.dtype).copy_(value)
         if value.shape == weight.shape
@@ -263,15 +266,15 @@ def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
 
 
 def _typed_as(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options from JSON, which has lists for tuples."""
+    """Convert lists in a group's options from JSON back to tuples."""
     return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint's verified content for one rank: `files` by name, `own` of its own file, and its position.
+    """Verified content of a checkpoint for one rank: shared `files` by name, the rank's `own` tensors, the position.
 
-    `same_ranks`: as many ranks as now have written it. `damaged`: what is wrong with newer checkpoints, by name.
+    `same_ranks` is True if the same number of ranks wrote it. `damaged` maps newer checkpoints to their problems.
     """
 
     path: Path
@@ -283,19 +286,20 @@ class Loaded:
     damaged: dict[str, str] = field(default_factory=dict)
 
 
-def set_damaged_aside(loaded: Loaded, warn: Callable[[int, str], None], step: int, rank: int) -> None:
-    """Rename the damaged checkpoints, so that they count no more, and tell which one takes their place. To be called by
-    all ranks."""
+def rename_damaged(loaded: Loaded, warn: Callable[[int, str], None], step: int, rank: int) -> None:
+    """Rename the damaged checkpoints, so that they are ignored from now on, and warn which one is used instead. All
+    ranks must call this."""
     for name, problem in loaded.damaged.items():
         if rank == 0:
             set_aside(loaded.path.with_name(name))
-        warn(step, f"{problem}: it is now {name}.damaged, and {loaded.path.name} is used")
+        warn(step, f"{problem}; renamed to {name}.damaged, using {loaded.path.name}")
 
 
 def find_newest(folder: Path, rank: int) -> Loaded | None:
-    """The newest checkpoint that every rank can read; None where there is none at all. To be called by all ranks.
+    """Load the newest checkpoint that every rank can read, or return None if there are no checkpoints. All ranks must
+    call this.
 
-    Raises InputError where all are damaged, or one is of another version.
+    Raises InputError if all are damaged, or one is of another version.
     """
     names = all_gather([path.name for path in list_checkpoints(folder)])[0]
     damaged: dict[str, str] = {}
@@ -312,14 +316,15 @@ def find_newest(folder: Path, rank: int) -> Loaded | None:
     if damaged:
         count, newest = counted(len(damaged), "checkpoint"), next(iter(damaged.values()))
         raise InputError(
-            f"none of the {count} in {folder} can be used, the newest because {newest}: put back a copy of one, or "
+            f"none of the {count} in {folder} can be used, the newest because {newest}: restore one from a copy, or "
             "start again with --overwrite"
         )
     return None
 
 
 def load(path: Path, rank: int, world_size: int) -> Loaded:
-    """A checkpoint's files for one of `world_size` ranks. Raises DamagedError, InputError for what is no checkpoint."""
+    """Read and verify a checkpoint for one of `world_size` ranks. Raises DamagedError, or InputError if it is not a
+    checkpoint."""
     manifest = read_manifest(path)
     files = {name: read_file(path, manifest, name)[0] for name in (MODEL, EMA, OPTIMIZER) if name in manifest.files}
     writers = manifest.scale.workers
@@ -328,43 +333,43 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
     try:
         position = position_of(manifest.step, manifest.training, mine)
     except (AttributeError, LookupError, TypeError, ValueError):
-        raise DamagedError(f"{path} is damaged: a rank's file lacks its sums of the epoch") from None
+        raise DamagedError(f"{path} is damaged: a rank's file has no valid sums of the epoch") from None
     same_ranks = writers == world_size
     return Loaded(path=path, manifest=manifest, files=files, own=own, position=position, same_ranks=same_ranks)
 
 
-def put_back(loaded: Loaded, state: TrainState, optimizer_name: str) -> None:
-    """Restore weights, moving average, optimizer, random numbers and statistics. Raises InputError where the checkpoint
-    is of another network or optimizer."""
+def restore(loaded: Loaded, state: TrainState, optimizer_name: str) -> None:
+    """Restore weights, moving average, optimizer, random state and statistics. Raises InputError if the checkpoint is
+    of another network or optimizer."""
     training, where = loaded.manifest.training, str(loaded.path)
-    put_weights(where, loaded.files[MODEL], state.network)
+    load_weights(where, loaded.files[MODEL], state.network)
     if state.ema_model is not None:
         if EMA not in loaded.files:
-            raise InputError(f"checkpoint {where} has no moving average: it was trained with ema_decay=null, set it so")
-        put_weights(where, loaded.files[EMA], state.ema_model)
-    put_optimizer(where, training.optimizer, loaded.files[OPTIMIZER], state, optimizer_name)
-    put_own_state(where, loaded.own, state, same_ranks=loaded.same_ranks, own_statistics=training.own_statistics)
+            raise InputError(f"checkpoint {where} has no moving average of the weights: set ema_decay=null")
+        load_weights(where, loaded.files[EMA], state.ema_model)
+    load_optimizer(where, training.optimizer, loaded.files[OPTIMIZER], state, optimizer_name)
+    load_rank_state(where, loaded.own, state, same_ranks=loaded.same_ranks, own_statistics=training.own_statistics)
 
 
 def load_eval_model(path: Path, network: nn.Module) -> int:
-    """Restore the weights to evaluate, of the moving average if the checkpoint has one; return the steps done.
+    """Load the weights to evaluate, the moving average if the checkpoint has one, and return the checkpoint's step.
 
-    Raises InputError for what is no checkpoint, damaged or of another network.
+    Raises InputError if it is not a checkpoint, damaged, or of another network.
     """
     manifest = read_manifest(path)
-    put_weights(str(path), read_file(path, manifest, EMA if EMA in manifest.files else MODEL)[0], network)
+    load_weights(str(path), read_file(path, manifest, EMA if EMA in manifest.files else MODEL)[0], network)
     return manifest.step
 
 
 TRIAL = ".trial.partial"
 POLL_S = 0.05
-WRITTEN_S = 600.0  # until a rank has written its files, after rank 0 has
-VISIBLE_S = 60.0  # until a file of another host has to be seen: network file systems keep listings for a while
+WRITTEN_S = 600.0  # limit for a rank to write its files after rank 0 has finished
+VISIBLE_S = 60.0  # limit for another host's file to appear: network file systems cache directory listings
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointWriter:
-    """Writes checkpoints into a folder, one at a time, in a thread on the PUs `pus`. To be used alike by all ranks."""
+    """Writes checkpoints into a folder, one at a time, in a thread on `pus`. All ranks must make the same calls."""
 
     folder: Path
     keys: SignedKeys
@@ -379,11 +384,11 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's part of a checkpoint, on rank 0 a whole checkpoint, is being written."""
+        """Whether this rank's files, or on rank 0 the complete checkpoint, are still being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, snapshot: Snapshot, metadata: dict[str, str], manifest: Manifest | None) -> None:
-        """Write a checkpoint, after the one before; `manifest`, on rank 0, still lacks its files."""
+        """Start to write a checkpoint when the previous one is complete. Rank 0 passes the manifest, without files."""
         self._count += 1
         number = self._count
 
@@ -399,8 +404,8 @@ class CheckpointWriter:
         self._start(work)
 
     def try_out(self, needed: int, *, first_on_host: bool) -> None:
-        """Write into the folder from every host, by the first rank there, and see on rank 0 what they have written, and
-        room for `needed` bytes. Raises InputError on each rank."""
+        """Check that every host can write into the folder, that rank 0 sees these files, and that `needed` bytes are
+        free; local rank 0 of each host writes. Raises InputError on every rank."""
         place, problem = self.folder / TRIAL, ""
         mine = place / rank_file(self.rank)
         if first_on_host:
@@ -411,10 +416,10 @@ class CheckpointWriter:
         tries = all_gather((problem, rank_file(self.rank) if first_on_host else None))
         try:
             if problems := [each for each, _ in tries if each]:
-                raise InputError(f"{problems[0]}: set output to a folder that all hosts can write to")
+                raise InputError(f"{problems[0]}: set output to a folder to which all hosts can write")
             run_on_main_rank(lambda: self._check_trial(place, [name for _, name in tries if name], needed))
         finally:
-            with suppress(OSError):  # other ranks' files may be there still: the last one removes the folder
+            with suppress(OSError):  # not empty while other ranks' files exist: the last rank removes the folder
                 mine.unlink(missing_ok=True)
                 place.rmdir()
 
@@ -422,7 +427,7 @@ class CheckpointWriter:
         for name in names:
             if not seen(place / name, len(TRIAL)):
                 raise InputError(
-                    f"another host has written {place / name}, but it is not here: set output to a folder that all "
+                    f"{place / name}, written on another host, is not visible here: set output to a folder that all "
                     "hosts share"
                 )
         if needed > (free := shutil.disk_usage(place).free):
@@ -432,20 +437,19 @@ class CheckpointWriter:
             )
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background."""
+        """Raise the exception with which the thread failed, if any."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Wait until what was begun is written; raises what has gone wrong."""
+        """Wait for the pending write, and raise its exception if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def amend(self, change: Callable[[Manifest], Manifest], *, best: bool) -> None:
-        """Change the manifest of the checkpoint that was begun last, on rank 0, as soon as it is written; `best` makes
-        it the best one."""
+        """Change the manifest of the last checkpoint on rank 0 once it is written; with `best` mark it as the best."""
 
         def work() -> None:
             assert self._manifest is not None
@@ -458,7 +462,7 @@ class CheckpointWriter:
         self._start(work)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Do it in a thread, after what was started before."""
+        """Run `work` in a thread, after the work that was started before."""
         before = self._thread
 
         def guarded() -> None:
@@ -469,7 +473,7 @@ class CheckpointWriter:
             try:
                 bind_thread(tuple(self.pus))
                 work()
-            except Exception as error:  # noqa: BLE001  raised again where the training notices it
+            except Exception as error:  # noqa: BLE001  raised again by check() in the training's thread
                 self._error = error
 
         self._thread = threading.Thread(target=guarded, name="cputrain-checkpoint", daemon=True)
@@ -480,13 +484,13 @@ class CheckpointWriter:
         partial.mkdir(parents=True, exist_ok=True)
         names, sums = list(snapshot.files), {}
         try:
-            for name in names:  # each file's copies go as soon as it is written
+            for name in names:  # free each file's copies as soon as it is written
                 text = metadata if name == rank_file(self.rank) else {}
                 sums[name] = write_tensors(partial / name, snapshot.files.pop(name), text)
         except OSError:
-            for name in names:  # on a full disk, room for what is still to be logged
+            for name in names:  # free a full disk for the log
                 (partial / name).unlink(missing_ok=True)
-            if self.world_size == 1:  # else another rank may be about to write into it: the next start removes it
+            if self.world_size == 1:  # other ranks may still write into it; then the next start removes it
                 with suppress(OSError):
                     partial.rmdir()
             raise
@@ -497,17 +501,15 @@ class CheckpointWriter:
         for rank in range(1, self.world_size):
             sums[rank_file(rank)] = found = self._await(rank, number)
             if not seen(partial / rank_file(rank), found.bytes):
-                raise RunError(
-                    f"rank {rank} has written {partial / rank_file(rank)}, but it is not seen on rank 0's host"
-                )
+                raise RunError(f"{partial / rank_file(rank)}, written by rank {rank}, is not visible on rank 0's host")
         self._manifest = manifest.model_copy(update={"files": sums})
         write_manifest(partial, self._manifest)
         put_in_place(partial, self.folder / name_of(step))
         remove_old(self.folder, self.keep)
 
     def _await(self, rank: int, number: int) -> FileRecord:
-        """The size and checksum of a rank's file of this checkpoint. A rank that cannot write one ends the job; one
-        whose word is lost would leave the training waiting here."""
+        """Wait for a rank's file of this checkpoint and return its size and checksum. A rank that fails to write ends
+        the job; the limit is for a rank whose message is lost."""
         deadline = time.monotonic() + WRITTEN_S
         while True:
             words = (self.keys.get(_key(rank, number)) or "0").split()
@@ -515,14 +517,14 @@ class CheckpointWriter:
                 return FileRecord(bytes=int(words[1]), crc32c=int(words[2]))
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"rank {rank} has not written its part of a checkpoint after {WRITTEN_S:g} s: look for a "
-                    "slow disk on its host, or for others who write into the job's store"
+                    f"rank {rank} has not written its part of a checkpoint after {WRITTEN_S:g} s: check for a slow "
+                    "disk on its host, or for other processes that write to the job's store"
                 )
             time.sleep(POLL_S)
 
 
 def seen(path: Path, size: int) -> bool:
-    """Whether a file of so many bytes that another host has written is seen here within VISIBLE_S."""
+    """Return whether a file of `size` bytes, written on another host, becomes visible within VISIBLE_S."""
     deadline = time.monotonic() + VISIBLE_S
     while not path.is_file() or path.stat().st_size != size:
         if time.monotonic() > deadline:
@@ -532,21 +534,21 @@ def seen(path: Path, size: int) -> bool:
 
 
 def _key(rank: int, number: int) -> str:
-    """Two keys for each rank: one may have written its part of a checkpoint before rank 0 has completed the one before,
-    and then waits for rank 0 in the next step."""
+    """Return a rank's key for a checkpoint, one of two in turn: a rank can be at most one checkpoint ahead of rank 0,
+    because it waits for rank 0 in the next step."""
     return f"saved/{rank}/{number % 2}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """Saves a training. To be called alike by all ranks; rank 0 logs what has been saved."""
+    """Saves a training; rank 0 logs the checkpoints. All ranks must make the same calls."""
 
     session: Session
     state: TrainState
     log: TrainingLog
     writer: CheckpointWriter = field(init=False)
     _began: float = field(default_factory=time.monotonic)
-    _unlogged: tuple[int, bool] | None = None  # a step that is being saved, and whether it is the best
+    _unlogged: tuple[int, bool] | None = None  # step of the pending checkpoint, and whether it is the best
 
     def __post_init__(self) -> None:
         session = self.session
@@ -561,14 +563,14 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether checkpoint.every_minutes have passed since the last one, and it is written. Rank 0's counts."""
-        wanted = self.session.recipe.checkpoint
-        if wanted.every_minutes is None or wanted.every_steps is not None or self.writer.busy:
+        """Whether checkpoint.every_minutes have passed since the last checkpoint, and it is written. Rank 0 decides."""
+        section = self.session.recipe.checkpoint
+        if section.every_minutes is None or section.every_steps is not None or self.writer.busy:
             return False
-        return time.monotonic() - self._began >= 60 * wanted.every_minutes
+        return time.monotonic() - self._began >= 60 * section.every_minutes
 
     def save(self, position: Position) -> None:
-        """Begin to save this step; waits for the checkpoint before, and for its own copies only."""
+        """Start to save this step. Only waits for the previous checkpoint, then copies the state."""
         self.wait()
         self._began = time.monotonic()
         rank = self.session.rank.rank
@@ -580,8 +582,8 @@ class Saver:
         self._unlogged = position.step, False
 
     def try_out(self, position: Position) -> None:
-        """Do what would end the training at its first checkpoint: make checkpoint.json in memory, and write into the
-        folder. To be called by all ranks. Raises InputError on each."""
+        """Check before training that checkpoints can be saved: build checkpoint.json in memory and test the folder.
+        All ranks must call this. Raises InputError on every rank."""
         run_on_main_rank(lambda: self._try_manifest(position))
         averages = 1 if self.state.ema_model is None else 2
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
@@ -596,31 +598,31 @@ class Saver:
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            found = f"{place}={first['input']!r}: {first['msg']}"
-            raise InputError(f"a checkpoint cannot hold {found}: set another value") from None
+            found = f"{place}={first['input']!r} ({first['msg']})"
+            raise InputError(f"checkpoints cannot store {found}: set another value") from None
         except ValueError as error:
-            raise InputError(f"a checkpoint cannot hold the state of this training: {error}") from None
+            raise InputError(f"checkpoints cannot store the state of this training: {error}") from None
 
     def check(self) -> None:
-        """Log a checkpoint that has been written; raises what has gone wrong with it."""
+        """Log a completed checkpoint; raise the exception if its write failed."""
         self.writer.check()
         if not self.writer.busy:
             self._log()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; on rank 0 that is the whole one."""
+        """Wait for the pending write: this rank's files, or on rank 0 the complete checkpoint."""
         self.writer.wait()
         self._log()
 
     def finish(self, position: Position, *, best: bool) -> None:
-        """Add to the checkpoint of this step that its epoch is evaluated and logged, and whether it is the best."""
+        """Record in this step's checkpoint that its epoch is evaluated and logged, and whether it is the best."""
         if not self.session.is_main_rank:
             return
         ends_epoch = position.step % self.session.sizes.steps_per_epoch == 0
         score = None if math.isnan(position.best_score) else position.best_score
 
         def change(manifest: Manifest) -> Manifest:
-            # Within an epoch, where max_steps has ended it, a longer training goes on with every rank's own statistics.
+            # If max_steps ended the training within an epoch, a longer one continues with each rank's own statistics.
             now = {"epoch_done": ends_epoch, "own_statistics": not ends_epoch, "best_score": score}
             return manifest.model_copy(update={"training": manifest.training.model_copy(update=now)})
 

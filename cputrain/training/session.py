@@ -1,5 +1,5 @@
-"""A rank's session, which trainings, evaluations and measurements open: its threads as planned, data, process group,
-task and engine; the facts in which ranks must agree; and this rank's batches of a training and an evaluation."""
+"""Session of a rank, for training, evaluation and measurements: threads, data, process group, task and engine; the
+settings that must agree between ranks; and this rank's training and evaluation batches."""
 
 import json
 import logging
@@ -75,14 +75,14 @@ from cputrain.training.step import OwnTask, Task, recipe_task
 
 logger = logging.getLogger(__name__)
 
-FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far larger than any page or a thread's cache
+FIRST_ALLOCATION = 16 << 20  # float32 values (64 MiB), far more than a page or a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionData:
     """The open data set, and the functions that decode and normalize its images.
 
-    `decoder` describes `decode`; `block_length` images of the training set are read at once, 0 for one by one.
+    `decoder` describes `decode`. Training images are read in blocks of `block_length`, or one by one if it is 0.
     """
 
     dataset: Dataset
@@ -93,17 +93,17 @@ class SessionData:
 
     @property
     def features(self) -> int | None:
-        """The length of an input row for data of points; None for images."""
+        """Number of values of an input row if the data are points; None for images."""
         return self.dataset.train.x.shape[1] if isinstance(self.dataset.train, Points) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A rank that is bound, has its data open and has joined the process group.
+    """State of a bound rank that has opened its data and joined the process group.
 
-    `local_batches` are every rank's: the most images of one backward pass, recipe.batch.local on average; the images of
-    a step are split over the ranks in proportion. `team` are the threads of the first parallel region; `memory_share`
-    is the share of each NUMA node in the first large allocation.
+    `local_batches` has each rank's maximum number of images in a backward pass, recipe.batch.local on average; a
+    step's images are split over the ranks in proportion. `team` are the threads of the first parallel region;
+    `memory_share` is each NUMA node's share of the first large allocation.
     """
 
     context: RankContext
@@ -119,23 +119,23 @@ class Session:
 
     @property
     def rank(self) -> Rank:
-        """This rank's place in the job."""
+        """This process's rank."""
         return self.context.rank
 
     @property
     def is_main_rank(self) -> bool:
-        """Whether this is rank 0, the only rank that prints and writes the run's folder."""
+        """Whether this is rank 0, the only rank that prints and writes to the run folder."""
         return self.rank.rank == 0
 
     @property
     def mean_local_batch(self) -> int:
-        """Images of one of this rank's backward passes, rounded where passes or steps differ."""
+        """This rank's mean number of images in a backward pass, rounded."""
         share = self.local_batches[self.rank.rank] / sum(self.local_batches)
         return round(self.sizes.global_batch * share / self.sizes.accumulation_steps)
 
     @property
     def scale(self) -> ScaleRecord:
-        """What a resumed run compares with its earlier starts."""
+        """Sizes that a resumed run compares with those of its earlier starts."""
         dataset = self.data.dataset
         return ScaleRecord(
             workers=self.rank.world_size,
@@ -148,12 +148,12 @@ class Session:
 def start_session(
     context: RankContext, recipe: Recipe, *, own: OwnTask | None = None, splits: tuple[str, ...] = SPLITS
 ) -> Session:
-    """Set torch's threads, open the data, join the process group. `own` is what a user's own code trains in place of
-    the recipe's network and data; `splits` are those of which images will be read.
+    """Start the planned threads, open the data and join the process group. `own` replaces the recipe's network and data
+    by a user's; `splits` are the splits whose images will be read.
 
-    Raises InputError where the data or the launcher does not fit the recipe, images cannot be read, or a rank has other
-    versions, settings or images; where the context's threads are to be checked, RunError where OpenMP's, the first
-    large allocation or oneCCL's are not where the plan puts them.
+    Raises InputError if the data or the launcher does not fit the recipe, images cannot be read, or versions, settings
+    or images differ between ranks. With context.check, raises RunError if OpenMP's or oneCCL's threads or the first
+    large allocation are not where the plan puts them.
     """
     rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
     team, share = start_threads(context)
@@ -195,8 +195,8 @@ def start_session(
 
 
 def start_threads(context: RankContext) -> tuple[tuple[Thread, ...], dict[int, float]]:
-    """Start torch's threads as planned: those of the first parallel region, and the share of each NUMA node in the
-    first large allocation. Raises RunError where they are to be checked and are elsewhere."""
+    """Start torch's threads as planned; return the threads of the first parallel region, and each NUMA node's share of
+    the first large allocation. With context.check, raises RunError if either is not as planned."""
     worker, check = context.worker, context.check
     torch.set_num_threads(worker.intra_op)
     first = torch.empty(FIRST_ALLOCATION)
@@ -205,21 +205,21 @@ def start_threads(context: RankContext) -> tuple[tuple[Thread, ...], dict[int, f
     if check:
         bound = context.observed.memory_policy == worker.memory_policy
         refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
-    if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
-        # A script that no plan has bound may have computed before: it keeps the threads that it then started.
+    if torch.get_num_interop_threads() != worker.inter_op:  # can only be set once in a process
+        # A script that was not bound by a plan may have started its inter-op threads already, and keeps them.
         with nullcontext() if check else suppress(RuntimeError):
             torch.set_num_interop_threads(worker.inter_op)
     return team, share
 
 
 def _touch(values: torch.Tensor) -> None:
-    """Write all values, in a parallel region."""
+    """Write all values in a parallel region, so that each thread touches its pages first."""
     values.fill_(1.0)
 
 
 def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:
-    """A line about this rank's oneCCL threads that are not where a plan's CCL_WORKER_AFFINITY puts them, a list of
-    CPUs; empty for other values."""
+    """Return a line if this rank's oneCCL threads are not on the CPUs that the plan lists in CCL_WORKER_AFFINITY; an
+    empty list if they are, or if the variable is not a list of CPUs."""
     if not re.fullmatch(r"\d+(,\d+)*", env.get("CCL_WORKER_AFFINITY", "")):
         return []
     count = int(env.get("CCL_WORKER_COUNT", "1"))
@@ -230,15 +230,15 @@ def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tup
     return [f"oneCCL threads planned on CPUs {format_list(planned)}, none found on {format_list(empty)}"]
 
 
-PLACES = ("data.path", "data.stage_dir", "output")  # a host may have its own; what is there is compared
+PLACES = ("data.path", "data.stage_dir", "output")  # paths may differ between hosts; the data is compared
 
 
 def facts_of(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
-    """Name -> text of everything that a rank and another one must have in common."""
+    """Return everything that must be the same on all ranks: versions, settings, sizes and checksums, by name."""
     settings = flat(recipe.model_dump(mode="json", by_alias=True))
     facts = {"cputrain": __version__, "torch": torch.__version__.partition("+")[0]}
     facts |= {key: json.dumps(value) for key, value in settings.items() if key not in PLACES}
-    if recipe.data.generated:  # from the seed, or a user's own
+    if recipe.data.generated:  # from the seed, or by the user's code
         return facts | {f"{split} {recipe.data.unit}": f"{len(images):,}" for split, images in dataset.splits.items()}
     names = crc32c("\n".join(dataset.classes).encode(errors="surrogateescape"))
     facts["classes"] = f"{len(dataset.classes):,} (checksum {names:08x})"
@@ -265,29 +265,30 @@ def _session_data(recipe: Recipe, dataset: Dataset, sizes: TrainingSizes, env: M
 
 
 def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:
-    """Every rank's local batch: the recipe's, or with plan.balance the plan's. Raises InputError."""
+    """Return every rank's local batch: the recipe's, or the plan's if plan.balance is not "equal". Raises InputError if
+    the plan's do not fit the recipe or leave a rank without images."""
     own = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
     batches = tuple(all_gather(own))
     if sum(batches) != recipe.batch.local * len(batches):
         raise InputError(
-            f"the plan's local batches {batches} are not {recipe.batch.local} on average: plan with this recipe"
+            f"the mean of the plan's local batches {batches} is not {recipe.batch.local}: plan with this recipe"
         )
     images = sizes.used_images_per_epoch // sizes.steps_per_epoch
     if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(
-            f"a step's {images} images, split in proportion to {batches}, leave a rank without an image in some of "
-            f"the step's {counted(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
+            f"{images} images a step, split in proportion to {batches}, leave a rank without images in some of "
+            f"{counted(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches
 
 
 def with_measured_engine(session: Session) -> Session:
-    """The session of a training with the engine that rank 0's machine has measured, where engine=auto and every rank
-    can use it. To be called by all ranks."""
+    """Return the session with the engine that was measured as fastest on rank 0's host, if engine=auto and every rank
+    can use it. All ranks must call this."""
     recipe, env = session.recipe, session.context.env
     if recipe.engine != "auto":
         return session
-    # of the whole host: this rank is bound to a part of it
+    # Records are of the whole host, while this rank is bound to a part of it.
     records = read_records(read_machine(Path("/")), env) if session.is_main_rank else Records()
     found = all_gather(measured_engine(recipe, records))[0]
     if found is None:
@@ -305,7 +306,8 @@ def with_measured_engine(session: Session) -> Session:
 
 
 def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
-    """The engine that was measured for a recipe's network, precision and batch, and why; None where none was."""
+    """Return the fastest measured engine for the recipe's network, precision and batch, and the reason; None if there
+    is no measurement."""
     name = tuning_name(request_of(recipe))
     for record in records.of(ENGINE):
         engine, why = record.values.get("engine"), record.values.get("why")
@@ -317,13 +319,13 @@ def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
 def choose_winograd(
     session: Session, network: nn.Module, images: int, stored: tuple[str, ...] | None = None
 ) -> dict[str, float | None] | None:
-    """Let the layers of a prepared network that are faster so compute by Winograd's algorithm.
+    """Switch the layers of a prepared network to Winograd's algorithm if they are faster with it for `images` a pass.
 
-    Returns how many times as fast each of them is, None for those that a checkpoint names (`stored`), which are taken
-    without a measurement; None where none are to be chosen. `images`: of one pass.
+    Returns each layer's speedup by name; the speedup is None for layers from a checkpoint (`stored`), which are used
+    without a measurement. Returns None if Winograd's algorithm cannot be used.
 
-    To be called by all ranks, which measure at the same time what no earlier start on rank 0's host has measured. What
-    rank 0 has seen counts for all.
+    All ranks must call this. Shapes without a cached measurement on rank 0's host are measured on all ranks at the same
+    time; rank 0's results decide.
     """
     recipe, env, problem, kernels = session.recipe, session.context.env, "", None
     if recipe.model.winograd == "off":
@@ -335,7 +337,7 @@ def choose_winograd(
     of_ranks = all_gather((problem, kernels is not None))
     problems = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]
     if problems and session.is_main_rank:
-        logger.warning("cputrain: convolutions stay direct: %s", problems[0])
+        logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
     if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
     shapes = covered_shapes(network, session.task.example(1))
@@ -355,7 +357,7 @@ def choose_winograd(
 def _winograd_gains(
     session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels
 ) -> dict[str, float]:
-    """Speedups of these shapes by `shape_key`: what rank 0's host has kept, and this rank's measurements now."""
+    """Return the speedup of each shape by `shape_key`: cached on rank 0's host, or measured now on this rank."""
     precision, env = session.recipe.precision, session.context.env
     name = f"{precision}, {counted(torch.get_num_threads(), 'thread')}"
     known: dict[str, float] = {}
@@ -368,19 +370,19 @@ def _winograd_gains(
     missing = sorted(shape for shape in shapes if shape_key(shape, images) not in known)
     gains = known | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
     if session.is_main_rank and gains != known:
-        with suppress(RunError):  # measured again at the next start
+        with suppress(RunError):  # without a writable cache, the next start measures again
             keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
     return gains
 
 
-TRIED, PIECES = 32, 4  # images of a split, before the first step; in so many places where neighbors are read together
-SURE = 6  # standard deviations above the share that is allowed
+SAMPLE_IMAGES, SAMPLE_BLOCKS = 32, 4  # images of a split to try before the first step, in 4 blocks if read in blocks
+SIGMAS = 6  # standard deviations above data.max_damaged
 
 
 def check_sample(splits: Mapping[str, Images], decode: Decode, side: int, share: float, rank: Rank) -> None:
-    """Try to decode some images of each split, divided over the ranks, all of which call this.
+    """Try to decode a sample of each split's images, divided over the ranks. All ranks must call this.
 
-    Raises InputError on all ranks where so many are damaged that more than `share` of the split must be.
+    Raises InputError on every rank if the sample shows that more than `share` of the split is damaged.
     """
     tried = {split: _spread(images) for split, images in splits.items() if len(images)}
     mine = {
@@ -391,16 +393,16 @@ def check_sample(splits: Mapping[str, Images], decode: Decode, side: int, share:
     for split, numbers in tried.items():
         damaged = sorted(problem for of_rank in of_ranks for problem in of_rank[split])
         count, images = len(numbers), len(splits[split])
-        expected = count * share + SURE * math.sqrt(count * share * (1 - share))
+        expected = count * share + SIGMAS * math.sqrt(count * share * (1 - share))
         if is_too_damaged(len(damaged), images, share) or len(damaged) > max(expected, 1) or len(damaged) == count:
             raise refusal(split, damaged, count, images, share)
 
 
 def _spread(images: Images) -> Indices:
-    """The numbers of up to TRIED images from all over a split."""
+    """Return up to SAMPLE_IMAGES image indices, spread evenly over a split."""
     blocks = isinstance(images, PiecewiseImages) and images.usual_block
-    run = TRIED // PIECES if blocks else 1
-    starts = np.linspace(0, max(0, len(images) - run), TRIED // run).astype(np.int64)
+    run = SAMPLE_IMAGES // SAMPLE_BLOCKS if blocks else 1
+    starts = np.linspace(0, max(0, len(images) - run), SAMPLE_IMAGES // run).astype(np.int64)
     return np.unique((starts[:, None] + np.arange(min(run, len(images)))).ravel())
 
 
@@ -413,9 +415,9 @@ def _problems(images: Images, numbers: Indices, decode: Decode, side: int) -> li
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
-    """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
+    """Return this rank's batches for steps `first` to `stop` - 1, all in one epoch.
 
-    The iterator raises RunError at a damaged image with data.on_error=raise.
+    The iterator raises RunError at a damaged image if data.on_error=raise.
     """
     sizes = session.sizes
     sampler = ShuffledSampler(
@@ -445,34 +447,35 @@ def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
     for batch in batches:
         if batch.damaged:
             raise RunError(
-                f"rank {rank}: damaged image {batch.damaged[0]}: repair it, remove it, or set data.on_error=skip"
+                f"rank {rank} found the damaged image {batch.damaged[0]}: repair it, remove it, or set "
+                "data.on_error=skip"
             )
         yield batch
 
 
 def endless_batches(session: Session) -> Iterator[Batch]:
-    """This rank's training batches, epoch after epoch: for measurements, which end where they like."""
+    """Yield this rank's training batches, epoch after epoch without end, for measurements."""
     for epoch in count():
         yield from training_batches(session, epoch % session.recipe.epochs, 0, session.sizes.steps_per_epoch)
 
 
 def evaluation_batch(recipe: Recipe) -> int:
-    """Images of one forward pass of an evaluation."""
+    """Return the images of one forward pass of an evaluation."""
     return recipe.evaluate.batch or recipe.batch.local
 
 
 def evaluation_steps(session: Session, split: str = "val") -> int:
-    """The number of batches that this rank evaluates; no rank has more than rank 0."""
+    """Return the number of batches that this rank evaluates; rank 0's is the largest."""
     return len(_evaluation_sampler(session, split))
 
 
 def evaluation_shares(session: Session, split: str) -> list[Indices]:
-    """The numbers of the images of each of this rank's batches."""
+    """Return the image indices of each of this rank's batches."""
     return _evaluation_sampler(session, split).batches()
 
 
 def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
-    """This rank's share of a split, each image on one rank, without padding."""
+    """Return this rank's batches of a split; each image is on exactly one rank, without padding."""
     images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
     if isinstance(images, Points):
         return point_batches(images, sampler.batches())

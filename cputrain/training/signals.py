@@ -1,9 +1,9 @@
-"""Signals in a rank of a training: held by the kernel until there are handlers, then a stop or a checkpoint that all
-ranks agree on.
+"""Signals in a training rank: blocked until the training handles them, then all ranks stop or save after the same step.
 
-Imports, planning and the meeting of the ranks take seconds, in which a signal's default action would end the process. A
-signal that is held arrives as soon as the training handles it: it then stops after a step that is saved. Threads and
-programs that are started meanwhile hold it too. The command line imports this before torch, so it imports no torch.
+Imports, planning and connecting the ranks take seconds, in which a signal's default action would end the process. A
+blocked signal is delivered when the training installs its handlers; the training then stops after a step and saves it.
+Threads and programs that are started meanwhile inherit the signal mask. The command line imports this module before
+torch, so it must not import torch.
 """
 
 import os
@@ -23,32 +23,33 @@ if TYPE_CHECKING:
     from cputrain.comm.store import SignedKeys
 
 
-HELD = (PREEMPTION_SIGNAL, signal.SIGTERM)
+BLOCKED = (PREEMPTION_SIGNAL, signal.SIGTERM)
 
 
 @contextmanager
 def signals_held(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
-    """Hold the preemption signal, and SIGTERM in a rank whose run no launcher has `prepared`; in a process that is no
-    rank that ends it with a line. Afterwards all is as before, unless a signal waits: then the process is to exit."""
+    """Block the preemption signal, and SIGTERM in a rank whose run was not `prepared` by a launcher. In a process that
+    is not a rank, SIGTERM ends it with a message. On exit the mask is restored unless a signal is pending: then the
+    process must exit."""
     is_rank = _is_rank(env)
-    held = HELD if is_rank and not prepared else HELD[:1]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    blocked = BLOCKED if is_rank and not prepared else BLOCKED[:1]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     handler = None if is_rank else signal.signal(signal.SIGTERM, _end)
     try:
         yield
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
-        if not signal.sigpending() & set(held):
+        if not signal.sigpending() & set(blocked):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_rank(env: Mapping[str, str]) -> bool:
-    from cputrain.affinity.ranks.rank import discover  # not for every command that is no training
+    from cputrain.affinity.ranks.rank import discover  # imported late for the start-up time of other commands
 
     try:
         return discover(env) is not None
-    except InputError:  # the command says what is wrong
+    except InputError:  # reported later by the command
         return False
 
 
@@ -59,19 +60,19 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 KEY = "after_steps"
-REQUEST = "stop_requested"  # by a rank other than 0, whose host alone may be about to go
+REQUEST = "stop_requested"  # set by a rank other than 0, if the signal reached only its host
 NEVER = 0
-LOOK_S, MOST_STEPS = 0.1, 100  # between looks into the store, which cost more than a small network's step
-AGAIN_S = 10.0  # within which schedulers, launchers and scripts pass the same signal on, one after another
+READ_INTERVAL_S, MOST_STEPS = 0.1, 100  # between reads of the store, which take longer than a small step
+REPEAT_S = 10.0  # schedulers, launchers and scripts may each forward the same signal within this time
 
 
 class Preemption:
-    """Handles the preemption signal in every rank: one that reaches any of them stops all. To be created once, in the
-    main thread, where signals that came before arrive then.
+    """Handles the preemption signal: if it reaches any rank, all ranks stop. Create it once, in the main thread, to
+    which blocked signals are then delivered.
 
-    SIGTERM and SIGHUP stop it after a step that is saved, too; in ranks whose run no launcher has `prepared` SIGINT as
-    well. One that comes later than AGAIN_S ends the process. A prepared rank ends by the first one in the end, for its
-    launcher to know: where that has not got it, too, this rank alone was told to end.
+    SIGTERM and SIGHUP also make all ranks stop and save, as does SIGINT unless the run was `prepared` by a launcher. A
+    further one more than REPEAT_S later ends the process. A prepared rank finally ends by the first such signal; from
+    this its launcher, if it did not receive the signal itself, knows that only this rank was signaled.
     """
 
     def __init__(self, keys: "SignedKeys", *, is_main_rank: bool, prepared: bool) -> None:
@@ -85,7 +86,7 @@ class Preemption:
         self._every, self._next = 1, NEVER
         for number in (PREEMPTION_SIGNAL, *(n for n in stop_signals() if not prepared or n != signal.SIGINT)):
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -93,26 +94,26 @@ class Preemption:
             self._stop_signal = self._stop_signal or number
         if self._signaled_at is None:
             self._signaled_at = now
-        elif number != PREEMPTION_SIGNAL and now - self._signaled_at > AGAIN_S:
+        elif number != PREEMPTION_SIGNAL and now - self._signaled_at > REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     @property
     def ends_by(self) -> int:
-        """The signal by which this rank is to end once it has saved; 0: by none."""
+        """Signal by which this rank must end after it has saved; 0 if none."""
         return self._stop_signal if self._prepared else 0
 
     def set_pace(self, step_s: float) -> None:
-        """Look into the store every LOOK_S from the next look on, by the seconds of a step, the same on all ranks."""
-        self._every = min(max(int(LOOK_S / step_s), 1), MOST_STEPS) if step_s > 0 else 1
+        """Set how often agree() reads the store; `step_s`, the seconds of a step, must be equal on all ranks."""
+        self._every = min(max(int(READ_INTERVAL_S / step_s), 1), MOST_STEPS) if step_s > 0 else 1
 
     def agree(self, step: int, *, save_due: bool = False, ends_epoch: bool = False) -> None:
-        """Announce, on rank 0, what is to be done after the step of the next look; on the others learn what was
-        announced before, and pass a signal on to rank 0.
+        """Agree on a step after which all ranks stop or save. Rank 0 announces it one read of the store ahead; other
+        ranks read the announcement and forward signals to rank 0.
 
-        To be called by every rank after every step; all look after the same steps, and at an epoch's end. No rank
-        completes the next step's all-reduce before rank 0 has started it, so that all have the announcement by the next
-        look.
+        Every rank must call this after every step; all read the store after the same steps, and at an epoch's end. No
+        rank completes the next step's all-reduce before rank 0 has started it, so all ranks have the announcement by
+        the next read.
         """
         if step < self._next and not ends_epoch:
             return
@@ -128,31 +129,32 @@ class Preemption:
         before = self._last_step, self._save_step
         if self._last_step == NEVER and (self._signaled_at is not None or self._keys.get(REQUEST) is not None):
             self._last_step = self._next
-        if save_due and step > self._save_step:  # else one is announced already
+        if save_due and step > self._save_step:  # else a save is already announced
             self._save_step = self._next
         if (self._last_step, self._save_step) != before:
             self._keys.set(KEY, f"{self._last_step} {self._save_step}")
 
     def should_stop_after(self, step: int) -> bool:
-        """Whether all ranks stop after this step."""
+        """Return whether all ranks stop after this step."""
         return self._last_step != NEVER and step >= self._last_step
 
     def should_save_after(self, step: int) -> bool:
-        """Whether all ranks save after this step, and go on."""
+        """Return whether all ranks save after this step and continue."""
         return step == self._save_step
 
 
 def ignore_preemption() -> None:
-    """Ignore the signal from now on. To be called at a training's end, when a repeated signal has nothing to stop.
+    """Ignore the preemption signal from now on, at the end of a training.
 
-    An ending interpreter gives handled signals their default action, which ends the process; ignored ones stay ignored.
+    An exiting interpreter resets handled signals to their default action, which would end the process; ignored signals
+    stay ignored.
     """
     signal.signal(PREEMPTION_SIGNAL, signal.SIG_IGN)
 
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Afterwards the signals that a training handles have the handlers that they have now."""
+    """Restore on exit the current handlers of the signals that a training handles."""
     handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
     try:
         yield

@@ -1,5 +1,5 @@
-"""A step: what it computes (network, inputs and loss of a recipe or of a user's own code), what it changes (weights,
-optimizer, moving average), forward, backward, update, and its results."""
+"""Training step: the task (network, inputs and loss of a recipe or of a user's code), the state (weights, optimizer,
+moving average), forward, backward and update, and the results."""
 
 import hashlib
 import math
@@ -32,12 +32,11 @@ from cputrain.training.engine import DTYPES, autocast, network_input
 
 
 def sample_losses(loss: str, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The cross_entropy or mse of each sample, shape (N,), in float32 or wider.
+    """Return each sample's cross_entropy or mse, shape (N,), in float32 or wider.
 
-    `outputs` are (N, classes) with labels (N,) int64 or shares of the classes (N, classes), or (N, 1) with targets
+    `outputs` are (N, classes) with labels (N,) int64 or class probabilities (N, classes), or (N, 1) with targets
     (N, 1). mse is the mean over a row of the squared differences to the label's one-hot vector, or to the target.
-    `smoothing` is the share of a label that is spread over all classes (label smoothing, Szegedy et al. 2016,
-    section 7).
+    `smoothing` is the label smoothing factor (Szegedy et al. 2016, section 7).
     """
     wide = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
     if labels.is_floating_point():
@@ -56,11 +55,11 @@ Mix = Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]]
 
 
 def mix_of(recipe: Recipe, classes: int) -> Mix | None:
-    """A function of images (N, 3, side, side), labels (N,) and a key: the mixed images, and the share of each class in
-    them, (N, outputs). None where the recipe mixes nothing.
+    """Return a function that applies MixUp or CutMix, or None if the recipe uses neither. It takes images
+    (N, 3, side, side), labels (N,) and a key, and returns mixed images and class probabilities (N, outputs).
 
-    With both kinds each batch is mixed by one of them, chosen at random. Random numbers depend on seed and key alone,
-    and torch's own generator stays as it was: a resumed training mixes as the unbroken one.
+    If the recipe uses both, one is chosen at random for each batch. Random numbers depend only on seed and key, and
+    torch's global generator is unchanged, so a resumed training mixes like an uninterrupted one.
     """
     augment, outputs = recipe.data.augment, recipe.model.classes or classes
     if not (augment.mixup or augment.cutmix) or outputs < 2:
@@ -83,24 +82,24 @@ def mix_of(recipe: Recipe, classes: int) -> Mix | None:
 
 
 def _seed(*numbers: int) -> int:
-    """A seed of 63 bits for these numbers."""
+    """Return a 63-bit seed derived from these numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 Loss = Callable[[Any, Any], Tensor]
-"""A network's outputs and the targets -> the loss of each sample, shape (N,), or their mean, shape ()."""
+"""Function of a network's outputs and the targets that returns the losses, shape (N,), or their mean, shape ()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The computation of a training.
+    """Network, inputs and loss of a training.
 
-    `build` makes the network, which takes `inputs(batch)`; `losses(outputs, targets, smoothing)` are those of each
-    sample, shape (N,). `mix(inputs, targets, key)` makes the inputs and soft targets of a training step where images
-    are mixed; `key` is the same for no two batches. `example(n)` are inputs of n samples. `classifies`: targets are
-    numbers of classes, so that top-1 and top-5 are counted. `traceable`: the network computes the same for every batch,
-    so that one tracing of it may be evaluated instead.
+    `build` returns the network, which takes `inputs(batch)`; `losses(outputs, targets, smoothing)` returns each
+    sample's loss, shape (N,). `mix(inputs, targets, key)` returns mixed inputs and soft targets for a training step;
+    `key` differs for every batch. `example(n)` returns inputs of n samples. `classifies`: targets are class indices, so
+    top-1 and top-5 are computed. `traceable`: the network has no data-dependent control flow, so a traced copy may be
+    evaluated instead.
     """
 
     build: Callable[[], nn.Module]
@@ -113,7 +112,7 @@ class Task:
 
 
 def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:
-    """The task of a recipe: its network for images, or for rows of `features` values."""
+    """Return the task of a recipe, for images or, with `features`, for rows of that many values."""
     shape = (3, recipe.data.crop, recipe.data.crop) if features is None else (features,)
 
     def losses(outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -132,7 +131,7 @@ def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTask:
-    """A user's network, loss and samples; without `classifies` targets are no numbers of classes."""
+    """A user's network, loss and samples; `classifies` is True if targets are class indices."""
 
     network: nn.Module
     loss: Loss
@@ -140,7 +139,7 @@ class OwnTask:
     classifies: bool
 
     def task(self, recipe: Recipe) -> Task:
-        """The task in a recipe's precision."""
+        """Return the task in a recipe's precision."""
         samples = self.dataset.train
         assert isinstance(samples, OwnSamples)
 
@@ -160,14 +159,14 @@ class OwnTask:
         found = self.loss(outputs, targets)
         if not isinstance(found, Tensor) or found.ndim > 1:
             shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise InputError(f"the loss returns {shape}: return one value for each sample, or their mean")
+            raise InputError(f"the loss function returns {shape}: return one value per sample, or their mean")
         return found if found.dtype == torch.float64 else found.float()
 
 
 def sum_of(outputs: Any) -> Tensor:
-    """The sum of all values that a network returns, in tuples, lists and dicts as well.
+    """Return the sum of all values of a network's output, which may be nested tuples, lists and dicts.
 
-    Not by torch's pytrees, for which subclasses of dict are leaves.
+    torch's pytrees are not used because they treat subclasses of dict as leaves.
     """
     if isinstance(outputs, Tensor):
         return outputs.float().sum()
@@ -176,7 +175,7 @@ def sum_of(outputs: Any) -> Tensor:
 
 
 def _in_double(value: Any) -> Any:
-    """Tensors of floating-point numbers as float64, in tuples, lists and dicts as well."""
+    """Convert floating-point tensors to float64, also in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -184,8 +183,8 @@ def _in_double(value: Any) -> Any:
     return type(value)(map(_in_double, value)) if isinstance(value, tuple | list) else value
 
 
-# What differs between the releases of torch that are supported (2.8 to 2.13) is known here, by what they have: DDP's
-# switch for sending rank 0's buffers before every forward pass has another name since torch 2.13.
+# DDP's option to broadcast rank 0's buffers before every forward pass was renamed in torch 2.13; 2.8 to 2.13 are
+# supported.
 SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -195,9 +194,9 @@ SYNC_BUFFERS = next(
 
 @dataclass(slots=True)
 class EpochMetrics:
-    """One rank's sums over the images of an epoch, or of a step: losses, correct predictions, readable images.
+    """One rank's sums over the images of an epoch or a step: losses, correct predictions, readable images.
 
-    `damaged` are the names of images that could not be read.
+    `damaged` has the names of images that could not be read.
     """
 
     loss: float = 0.0
@@ -206,7 +205,7 @@ class EpochMetrics:
     damaged: list[str] = field(default_factory=list)
 
     def add(self, other: "EpochMetrics") -> None:
-        """Add the sums and names of another."""
+        """Add another rank's or step's sums and names."""
         self.loss += other.loss
         self.correct += other.correct
         self.images += other.images
@@ -215,11 +214,11 @@ class EpochMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of an update on one rank: mean loss, seconds of waiting for images and gradients, sums over images.
+    """Result of a step on one rank: mean loss, seconds spent waiting for images and for gradients, sums over images.
 
-    `finite` is the same on all ranks; if False, nothing has been updated, `metrics` counts no images, and `non_finite`
-    describes where NaN or Inf arose on this rank, "" if not in its outputs. `layer_ratios` are the layers' norms, empty
-    unless requested.
+    `finite` is the same on all ranks. If it is False, nothing was updated, `metrics` counts no images, and `non_finite`
+    describes where NaN or Inf arose on this rank ("" if not in its outputs). `layer_ratios` has the layers' norms, if
+    requested.
     """
 
     loss: float
@@ -233,9 +232,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Over all ranks: mean loss, top-1 and top-5 in percent, number of images; `damaged` are this rank's images.
+    """Mean loss, top-1 and top-5 in percent and number of images over all ranks; `damaged` has only this rank's images.
 
-    top1 and top5 are None for data without classes; without images the loss is NaN and they are None.
+    top1 and top5 are None if the data has no classes; without images they are None and the loss is NaN.
     """
 
     loss: float
@@ -246,16 +245,16 @@ class Accuracy:
 
     @property
     def score(self) -> float:
-        """The value whose maximum is the best checkpoint: top-1, or the negative loss for data without classes."""
+        """Score that selects the best checkpoint, higher is better: top-1, or -loss if the data has no classes."""
         return -self.loss if self.top1 is None else self.top1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """The end of a training: steps done, and accuracies on validation and test images.
+    """Result of a training: completed steps, and accuracies on validation and test images.
 
-    `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
-    this start; `ended` is the moment before the test images were evaluated. `ends_by`: as in Preemption.
+    `accuracy` is None after a preemption, `test` also without test images. `trained_s` is the time of all steps since
+    this start, in seconds; `ended` is the time before the test images were evaluated. `ends_by`: see Preemption.
     """
 
     accuracy: Accuracy | None
@@ -267,10 +266,10 @@ class TrainResult:
 
 
 def count_correct(outputs: Tensor, labels: Tensor, weights: Tensor, k: int) -> float:
-    """The number of images, each of weight 1 or 0, whose label is among the k largest outputs.
+    """Count the images whose label is among the k largest outputs, each with weight 1 or 0.
 
-    Labels are numbers of classes, (N,), or of mixed images the share of each class, (N, outputs): such an image counts
-    as much as the shares of the k classes together.
+    Labels are class indices (N,), or for mixed images class probabilities (N, outputs); a mixed image counts as the sum
+    of the probabilities of the k classes.
     """
     if labels.ndim == 2:
         shares = labels.gather(1, outputs.topk(min(k, outputs.shape[1]), dim=1).indices).sum(dim=1)
@@ -279,17 +278,17 @@ def count_correct(outputs: Tensor, labels: Tensor, weights: Tensor, k: int) -> f
 
 
 def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:
-    """1.0 where the label is among the k largest of a row of logits (N, classes), else 0.0; shape (N,)."""
+    """Return 1.0 for each label that is among the k largest of its row of logits (N, classes), else 0.0; shape (N,)."""
     best = logits.topk(min(k, logits.shape[1]), dim=1).indices
     return (best == labels[:, None]).any(dim=1).float()
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """A network and its DDP wrapper, the optimizer, and an exponential moving average of the weights or None.
+    """Network, its DDP wrapper, optimizer, and the exponential moving average (EMA) of the weights or None.
 
     `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
-    that Winograd's algorithm computes, and how many times as fast each is (as choose_winograd returns them).
+    that use Winograd's algorithm with their speedups, as returned by choose_winograd.
     """
 
     network: nn.Module
@@ -301,7 +300,8 @@ class TrainState:
     winograd: dict[str, float | None] | None = None
 
     def eval_model(self) -> nn.Module:
-        """The model to evaluate: the EMA model if there is one, with the network's batch-norm statistics."""
+        """Return the model to evaluate: the EMA model, with the network's current batch-norm statistics, or the network
+        if there is none."""
         if self.ema_model is None:
             return self.network
         for averaged, current in zip(self.ema_model.buffers(), self.network.buffers(), strict=True):
@@ -322,10 +322,10 @@ def make_train_state(
     bucket_mib: float | None = None,
     all_reduce: AllReduceHook | None = None,
 ) -> TrainState:
-    """Wrap a network in DDP, which sends rank 0's weights to all ranks; gradient buckets of `bucket_mib`, and their
-    all-reduce, are as given or as the recipe requests.
+    """Wrap a network in DDP, which broadcasts rank 0's weights. `bucket_mib` and `all_reduce` replace the recipe's
+    bucket size and communication hook.
 
-    Each rank keeps batch-norm statistics of its own, until `average_batchnorm`.
+    Each rank keeps its own batch-norm statistics until `average_batchnorm`.
     """
     bucket_mib = bucket_mib or _bucket_mib(recipe.comm, network)
     keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
@@ -344,7 +344,7 @@ def make_train_state(
 
 
 def _bucket_mib(comm: CommSection, network: nn.Module) -> float:
-    """MiB of a gradient bucket: the recipe's, or the best one for measured all-reduce times."""
+    """Return the size of a gradient bucket in MiB: the recipe's, or the best one for measured all-reduce times."""
     if comm.bucket_mib != "auto":
         return comm.bucket_mib
     gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
@@ -353,10 +353,9 @@ def _bucket_mib(comm: CommSection, network: nn.Module) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings of one step: images of all ranks, backward passes of each rank, and the optimizer's rates.
+    """Settings of one step: images of all ranks, backward passes of each rank, learning rate and weight decay.
 
-    `measure_layers` requests each layer's norms; `key`, the same for no other step of any rank, is what random numbers
-    of the step depend on.
+    `measure_layers` requests each layer's norms; `key`, unique to this step and rank, seeds the step's random numbers.
     """
 
     images: int
@@ -368,27 +367,24 @@ class StepSettings:
 
 
 class Watcher:
-    """What goes on beside the steps of a training: it has those of these methods that it needs, and its place in the
-    list in loop.py. Every rank calls each method, after the same steps, so that the ranks may exchange values in it."""
+    """Base class of the training loop's callbacks; subclasses override the methods they need and are listed in loop.py.
+    Every rank calls each method after the same steps, so methods may use collectives."""
 
     __slots__ = ()
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """A step has been done, on this rank with this result and in so many seconds; `step` counts those done."""
+        """Called after each step, with its result and duration on this rank; `step` counts completed steps."""
 
     def before_save(self, step: int) -> None:
-        """The state after this step is about to be saved."""
+        """Called before the state after this step is saved."""
 
     def after_last_step(self, step: int) -> None:
-        """The training ends after this step."""
+        """Called once, after the last step."""
 
 
 @dataclass(slots=True)
 class AccumulatedGradients:
-    """Totals over a step's backward passes, whose gradients are added up over ranks; `inputs` are the last pass's.
-
-    `images` counts damaged images, too.
-    """
+    """Totals over a step's backward passes; `inputs` are the last pass's, and `images` includes damaged ones."""
 
     data_wait_s: float = 0.0
     comm_wait_s: float = 0.0
@@ -398,7 +394,7 @@ class AccumulatedGradients:
 
     @property
     def loss(self) -> float:
-        """The mean loss over this rank's images."""
+        """Mean loss over this rank's images."""
         return self.metrics.loss / self.images
 
 
@@ -452,7 +448,7 @@ def _accumulate_gradients(
     recipe: Recipe,
     task: Task,
 ) -> AccumulatedGradients:
-    """Add up the gradients of the next batches over the ranks; a loss of NaN or Inf makes all of them NaN."""
+    """Sum the gradients of the next batches over the ranks; if any loss is NaN or Inf, all gradients become NaN."""
     total = AccumulatedGradients()
     for number in range(settings.passes):
         requested = time.perf_counter()
@@ -467,8 +463,8 @@ def _accumulate_gradients(
             losses = task.losses(outputs, targets, recipe.label_smoothing) * batch.weights
             summed = losses.sum()
             loss = float(summed.detach())
-            # Divided by the images of all ranks: in the sum over the ranks, every image has the same weight, whatever
-            # its rank's batch; a damaged image adds 0.
+            # Dividing by the images of all ranks gives every image the same weight in the sum over ranks, also with
+            # unequal local batches; a damaged image adds 0.
             share = summed / settings.images
             (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
         total.comm_wait_s = time.perf_counter() - state.all_reduce.last_ready_s
@@ -503,13 +499,13 @@ def _find_non_finite(network: nn.Module, inputs: Any, loss: float) -> str:
 
 
 def average_batchnorm(model: nn.Module) -> None:
-    """Set every rank's running statistics to the mean over all ranks, so that all evaluate one network."""
+    """Set every rank's running statistics to the mean over all ranks, so that all evaluate the same network."""
     for own, mean in mean_statistics(model):
         own.copy_(mean)
 
 
 def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Each of batch-norm's running statistics on this rank, and its mean over all ranks."""
+    """Return batch-norm's running statistics on this rank, each with its mean over all ranks."""
     layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     statistics = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
     present = [buffer for buffer in statistics if buffer is not None]

@@ -1,6 +1,6 @@
-"""What is watched beside the steps: equal replicas, slow ranks, cores, losses that are not finite.
+"""Watchers of the training loop: replica divergence, slow ranks, core usage, damaged images, NaN and diverging losses.
 
-A new watcher is a class here and a line in the list in loop.py.
+To add a watcher, add a class here and a line in the list in loop.py.
 """
 
 import math
@@ -31,25 +31,25 @@ from cputrain.files import CHECKPOINTS
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.training.log import TrainingLog
-from cputrain.training.saving import Position, find_newest, put_back, set_damaged_aside
+from cputrain.training.saving import Position, find_newest, rename_damaged, restore
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
 
 MODULUS = 1 << 64
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that each tensor's place counts
-READS, BEYOND_CACHES = 3, 64 << 20  # times of reading that tell the memory's speed, and bytes from which on they do
-ROUNDING = 1e-4  # of a tensor's norm: what ranks that round differently may differ by
+FACTOR = 0x9E3779B97F4A7C15  # odd, so that the order of the tensors matters
+READS, BEYOND_CACHES = 3, 64 << 20  # number of read times to keep, and bytes above which they measure memory, not cache
+ROUNDING = 1e-4  # largest relative difference of a tensor, in its norm, that counts as rounding
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaCheck(Watcher):
-    """Compares the ranks' weights and optimizer state: all ranks apply the same gradients to the same weights, so they
-    stay the same bit for bit. Not batch-norm's running statistics, which are each rank's own. Every checkpoint is of
-    replicas that were compared.
+    """Detects silent divergence: compares a checksum of weights and optimizer state across ranks every `every` steps
+    and before every checkpoint. All ranks apply the same gradients to the same weights, so replicas stay bitwise equal;
+    batch-norm's running statistics differ between ranks and are not compared.
 
-    Ranks whose processors or numbers of threads differ may round norms differently (LARS, LAMB, clipping): what so
-    small a difference makes is replaced by rank 0's values, with a warning. `same_after` is the last step after which
-    the replicas were the same; `wait` waits until the last checkpoint is written; `hosts` are those of the ranks. To be
-    used alike by all ranks.
+    Ranks with different processors or numbers of threads may round norms differently (LARS, LAMB, clipping). If the
+    difference is no more than rounding, all ranks take rank 0's values, with a warning. `same_after` is the last step
+    after which the replicas were equal; `wait` waits for the pending checkpoint; `hosts` has each rank's host. All
+    ranks must make the same calls.
     """
 
     network: nn.Module
@@ -70,17 +70,17 @@ class ReplicaCheck(Watcher):
 
     @property
     def read_s(self) -> float:
-        """How long this rank reads its replica from memory, the least of the last times; 0 where that is not known."""
+        """Seconds to read this rank's replica from memory, the minimum of the last reads; 0 if unknown."""
         return min(self._reads_s, default=0.0)
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Compare where a comparison is due."""
+        """Compare the replicas if a comparison is due."""
         if self.every is not None and step % self.every == 0:
             self.before_save(step)
 
     def before_save(self, step: int) -> None:
-        """Compare the replicas after this step, unless that is done or not wanted. Raises RunError on the first of the
-        ranks that differ, after the last checkpoint is written; the others wait until that ends them."""
+        """Compare the replicas, unless they are already compared after this step or the check is disabled. Raises
+        RunError on the first differing rank, after the pending checkpoint; the other ranks wait until the job ends."""
         if self.every is None or len(self.hosts) == 1 or step == self.same_after:
             return
         tensors = replica_tensors(self.network, self.optimizer)
@@ -88,7 +88,7 @@ class ReplicaCheck(Watcher):
         own = bit_sum(tensors)
         if sum(tensor.nbytes for tensor in tensors) >= BEYOND_CACHES:
             self._reads_s.append(time.perf_counter() - begun)
-        extremes = torch.tensor([own, ~own])  # of all ranks: the largest, and the complement of the smallest
+        extremes = torch.tensor([own, ~own])  # one MAX all-reduce gives maximum and minimum, as ~x reverses the order
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if int(extremes[0]) != ~int(extremes[1]):
             differing = odd_ranks(all_gather(own))
@@ -105,7 +105,7 @@ class ReplicaCheck(Watcher):
         dist.barrier()  # the rank that raises exits, which ends this wait
 
     def _rounded(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all ranks differ from rank 0 by no more than rounding."""
+        """Return whether all ranks differ from rank 0 by no more than rounding."""
         furthest = torch.zeros(1, dtype=torch.float64)
         for tensor in tensors:
             first = in_memory_order(tensor).clone()
@@ -123,13 +123,13 @@ class ReplicaCheck(Watcher):
             named = first_named([f"{rank} on {self.hosts[rank]}" for rank in differing])
             self.warn(
                 step,
-                f"the ranks have different processors or numbers of threads and round differently ({named} from the "
-                f"others): all take rank 0's weights, now and whenever they are compared",
+                f"the ranks round differently because processors or numbers of threads differ ({named}): all take "
+                "rank 0's weights at every comparison",
             )
 
 
 def replica_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that are the same on all ranks: weights, and the optimizer's state of each."""
+    """Return the tensors that must be equal on all ranks: weights and optimizer state."""
     tensors: list[Tensor] = []
     for weight in network.parameters():
         entries = optimizer.state.get(weight, {})
@@ -138,13 +138,13 @@ def replica_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's values in the order in which they lie in memory (channels-last as well), without a copy."""
+    """Return a 1-D view of a dense tensor in memory order, for any memory format."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """The sum of the tensors' bits, read as 64-bit integers, each tensor's with a factor of its own; modulo 2^64, as a
-    signed integer. One changed bit changes it, and the order in which threads add does not."""
+    """Return a checksum of the tensors: each tensor's bits summed as 64-bit integers, combined as a polynomial modulo
+    2^64, as a signed integer. Any changed bit changes it; the order in which threads add does not."""
     sums = []
     for tensor in tensors:
         data = in_memory_order(tensor).view(torch.uint8)
@@ -159,7 +159,7 @@ def bit_sum(tensors: Iterable[Tensor]) -> int:
 
 
 def odd_ranks(sums: Sequence[int]) -> list[int]:
-    """The ranks whose sum is not that of more than half of all; every rank where no sum is."""
+    """Return the ranks whose sum differs from the majority's; all ranks if there is no majority."""
     common = max(set(sums), key=sums.count)
     if sums.count(common) * 2 <= len(sums):
         return list(range(len(sums)))
@@ -167,28 +167,31 @@ def odd_ranks(sums: Sequence[int]) -> list[int]:
 
 
 def describe_difference(differing: Sequence[int], hosts: Sequence[str], step: int, same_after: int) -> str:
-    """A line about ranks whose replicas differ."""
+    """Return the error message about ranks whose replicas differ."""
     named = first_named([f"{rank} on {hosts[rank]}" for rank in differing])
-    since = f"after step {step:,}; after step {same_after:,} they were the same"
+    since = f"after step {step:,} (equal after step {same_after:,})"
     others = counted(len(hosts) - len(differing), "other rank")
     if len(differing) == len(hosts):
-        who = f"ranks {named} have different weights {since}"
-        return f"{who}: memory or processor of one of them may be faulty: test them, then continue with --resume"
+        test = "test memory and processors of their hosts, then continue with --resume"
+        return f"ranks {named} have different weights {since}: {test}"
     if len(differing) == 1:
-        who, blame, them = f"rank {named} differs from the {others} in its weights {since}", "this host", "it"
+        who = f"rank {named} differs from the {others} in its weights {since}"
+        blame = "this host, whose memory or processor may be faulty"
     else:
-        who, blame, them = f"ranks {named} differ from the {others} in their weights {since}", "these hosts", "them"
-    return f"{who}: memory or processor of {blame} may be faulty: leave {them} out and continue with --resume"
+        who = f"ranks {named} differ from the {others} in their weights {since}"
+        blame = "these hosts, whose memory or processors may be faulty"
+    return f"{who}: exclude {blame}, and continue with --resume"
 
 
-STEAL = 7  # places in a line of /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice
-WAITING = (3, 4)  # idle, iowait
+STEAL = 7  # field of a line in /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice
+WAITING = (3, 4)  # fields idle and iowait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """Shares, 0 to 1, of the CPU time of a rank's PUs: taken by the hypervisor, and by other processes, those on the
-    other threads of its cores included; the mean clock in MHz, 0 if unknown; page faults that needed a disk, a second.
+class CoreUse:
+    """Use of a rank's PUs. `steal` and `others` are shares (0 to 1) of their CPU time, taken by the hypervisor and by
+    other processes, including those on SMT siblings. `mhz` is the mean clock, 0 if unknown; `faults_per_s` are major
+    page faults a second.
     """
 
     steal: float
@@ -207,7 +210,7 @@ class _Counters:
 
 
 class CoreUsage:
-    """The use of PUs by this process and by others since `restart`."""
+    """Measures the use of PUs by this process and by others since `restart`."""
 
     def __init__(self, pus: Collection[int], root: Path = Path("/")) -> None:
         self._root, self._pus = root, sorted(pus)
@@ -215,16 +218,16 @@ class CoreUsage:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Start to count from now."""
         self._before = self._read()
 
-    def since_restart(self) -> Used:
-        """What was used since then."""
+    def since_restart(self) -> CoreUse:
+        """Return the use since the last restart."""
         before, now = self._before, self._read()
         seconds = max(now.at - before.at, 1e-9)
         pus_s = len(self._pus) * seconds
         others_s = (now.busy_s - before.busy_s) - (now.own_s - before.own_s)
-        return Used(
+        return CoreUse(
             steal=max(0.0, now.steal_s - before.steal_s) / pus_s,
             others=max(0.0, others_s) / pus_s,
             mhz=self._mhz(),
@@ -242,7 +245,7 @@ class CoreUsage:
             if not name.startswith("cpu") or not name[3:].isdigit() or int(name[3:]) not in self._siblings:
                 continue
             ticks = [int(field) for field in fields]
-            busy += sum(ticks[:STEAL]) - sum(ticks[i] for i in WAITING)  # guests' time is in user's, too
+            busy += sum(ticks[:STEAL]) - sum(ticks[i] for i in WAITING)  # user includes guest
             steal += ticks[STEAL]
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         return _Counters(
@@ -274,17 +277,18 @@ class CoreUsage:
 
 
 EVERY_STEPS = 50
-LEAST_S = 2.0  # of steps: the kernel counts CPU time in hundredths of a second
-SLOWER = 1.15
-SHARE = 0.03  # of the CPU time of a rank's PUs, beyond the typical rank's
-FAULTS_PER_S = 50.0
-CLOCK, READING = 0.93, 1.15  # of the typical rank's
+LEAST_S = 2.0  # seconds of steps to compare, because the kernel counts CPU time in hundredths of a second
+SLOWER = 1.15  # step time relative to the median rank's, from which on a rank is slow
+# A cause must differ from the median rank's value by more than these:
+SHARE = 0.03  # share of the CPU time of a rank's PUs, difference
+FAULTS_PER_S = 50.0  # difference
+CLOCK, READING = 0.93, 1.15  # ratio
 
 
 class Pace(NamedTuple):
-    """A rank's last steps. `step_s` is the median time of a step without waiting for other ranks, `data_wait_s` the
-    part of it that was waiting for images, `total_s` the seconds of these steps; `read_s` is the time of reading its
-    weights, 0 if unknown. The others are as in Used.
+    """Speed of a rank's last steps. `step_s` is the median time of a step without waiting for other ranks,
+    `data_wait_s` the median wait for images in it, `total_s` the sum over the steps; `read_s` is the time to read the
+    rank's weights, 0 if unknown. For `steal` to `faults_per_s` see CoreUse.
     """
 
     step_s: float
@@ -300,7 +304,7 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A slow rank: how many times as long its steps take as the median rank's, and the likely cause, with its kind."""
+    """A slow rank: its step time relative to the median rank's, and the likely cause as a keyword and in words."""
 
     rank: int
     factor: float
@@ -310,8 +314,8 @@ class Straggler:
 
 @dataclass(slots=True, kw_only=True)
 class StragglerWatch(Watcher):
-    """Measures this rank's pace on its `pus` and compares it with the others'; a rank is named once, until it or its
-    cause changes, and then after twice as many comparisons. `read_s` returns what `Pace` has. Rank 0 reports."""
+    """Compares the step times of all ranks and warns about stragglers, on rank 0. A rank is reported once; if it
+    recovers and becomes slow again, only after twice as many comparisons. `read_s` returns Pace.read_s."""
 
     hosts: Sequence[str]
     warn: Callable[..., None]
@@ -322,13 +326,13 @@ class StragglerWatch(Watcher):
     _due: int = EVERY_STEPS
     _comparisons: int = 0
     _slow: frozenset[tuple[int, str]] = frozenset()
-    _named: dict[tuple[int, str], int] = field(default_factory=dict)
+    _reported: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.usage = CoreUsage(self.pus)
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Add a step of this rank, and compare the ranks where that is due."""
+        """Record a step of this rank, and compare the ranks if a comparison is due."""
         self._steps.append((seconds - result.comm_wait_s, result.data_wait_s))
         if len(self.hosts) > 1 and step % EVERY_STEPS == 0 and len(self._steps) >= self._due:
             self._compare(step)
@@ -338,15 +342,15 @@ class StragglerWatch(Watcher):
         shortest_s = min(pace.total_s for pace in paces)
         self._due = max(EVERY_STEPS, ceil(len(self._steps) * LEAST_S / max(shortest_s, 1e-3)))  # the same on all ranks
         if shortest_s < LEAST_S:
-            return  # too short to tell: the next comparison has these steps, too
+            return  # too short to measure; the next comparison includes these steps
         self._steps.clear()
         self.usage.restart()
         self._comparisons += 1
         found = find_stragglers(paces)
-        for one in to_name(found, slow=self._slow, named=self._named, comparison=self._comparisons):
-            self._named[one.rank, one.kind] = self._comparisons
+        for one in to_report(found, slow=self._slow, reported=self._reported, comparison=self._comparisons):
+            self._reported[one.rank, one.kind] = self._comparisons
             host, factor, cause = self.hosts[one.rank], one.factor, one.cause
-            what = f"rank {one.rank} on {host} takes {factor:.2f} times as long for a step as the median rank: {cause}"
+            what = f"rank {one.rank} on {host} takes {factor:.2f} times as long per step as the median rank: {cause}"
             self.warn(step, what, rank=one.rank, host=host, factor=factor, cause=cause)
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
@@ -362,7 +366,7 @@ class StragglerWatch(Watcher):
 
 
 def every_rank(values: Sequence[float]) -> Tensor:
-    """Each rank's n values, shape (ranks, n), float64, in one small exchange: each adds its row to zeros."""
+    """Return each rank's n values, shape (ranks, n), float64, by one all-reduce of rows that are zero elsewhere."""
     rows = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
     rows[dist.get_rank()] = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(rows)
@@ -370,7 +374,7 @@ def every_rank(values: Sequence[float]) -> Tensor:
 
 
 def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
-    """The ranks whose steps take 15 % longer than the median rank's; of two ranks the faster one is the median."""
+    """Return the ranks whose steps take over 15 % longer than the median rank's (of two ranks, the faster one's)."""
     typical = sorted(paces, key=lambda pace: pace.step_s)[(len(paces) - 1) // 2]
     found = []
     for rank, pace in enumerate(paces):
@@ -380,50 +384,50 @@ def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
     return found
 
 
-def to_name(
+def to_report(
     found: Sequence[Straggler],
     *,
     slow: Collection[tuple[int, str]],
-    named: Mapping[tuple[int, str], int],
+    reported: Mapping[tuple[int, str], int],
     comparison: int,
 ) -> list[Straggler]:
-    """Those (rank, kind) that were not `slow` in the comparison before; of those that come and go, with the comparison
-    in which they were `named`, after twice as many: else each comparison of short steps could name them again."""
+    """Return the stragglers to report. (rank, kind) pairs that were `slow` in the previous comparison are not repeated;
+    intermittent ones only when the comparison number has doubled since the one in `reported`, to limit the warnings."""
     return [
         one
         for one in found
-        if (one.rank, one.kind) not in slow and comparison >= 2 * named.get((one.rank, one.kind), 0)
+        if (one.rank, one.kind) not in slow and comparison >= 2 * reported.get((one.rank, one.kind), 0)
     ]
 
 
 def likely_cause(pace: Pace, typical: Pace) -> tuple[str, str]:
-    """Why a rank is slower than a typical one, in a word and in words."""
+    """Return the likely cause why a rank is slower than a typical one, as a keyword and as a text for the warning."""
     lost_s = pace.step_s - typical.step_s
     if pace.data_wait_s - typical.data_wait_s > lost_s / 2:
-        waits = f"{pace.data_wait_s:.3g} s of each step, the median rank {typical.data_wait_s:.3g} s"
-        return "loader", f"it waits for its images {waits}: its disk or its loader cores are slow"
+        waits = f"{pace.data_wait_s:.3g} s per step (the median rank {typical.data_wait_s:.3g} s)"
+        return "loader", f"it waits {waits} for images, because its disk or its loader cores are slow"
     if pace.steal - typical.steal > SHARE:
         return "steal", f"the hypervisor takes {pace.steal:.0%} of the CPU time of its cores (steal)"
     if pace.others - typical.others > SHARE:
         return "others", f"other processes use {pace.others:.0%} of the CPU time of its cores"
     if pace.faults_per_s - typical.faults_per_s > FAULTS_PER_S:
-        return "memory", f"its host is short of memory: {pace.faults_per_s:.0f} pages a second are read from disk"
+        return "memory", f"its host is short of memory and reads {pace.faults_per_s:.0f} pages a second from disk"
     if pace.mhz and pace.mhz < CLOCK * typical.mhz:
-        return "clock", f"its cores run at {pace.mhz:,.0f} MHz, the median rank's at {typical.mhz:,.0f}"
+        return "clock", f"its cores run at {pace.mhz:,.0f} MHz, the median rank's at {typical.mhz:,.0f} MHz"
     if pace.threads < typical.threads:
         threads = f"it has {pace.threads:.0f} threads, the median rank {typical.threads:.0f}"
-        return "threads", f"{threads}: set plan.balance=batch"
+        return "threads", f"{threads} (set plan.balance=batch)"
     if typical.read_s and pace.read_s > READING * typical.read_s:
         times = pace.read_s / typical.read_s
-        return "bandwidth", f"its memory is slow: reading its weights takes {times:.1f} times as long"
-    return "unknown", "its host's counters show no cause: compare it with another host (cputrain bench model)"
+        return "bandwidth", f"its memory is slow, reading its weights takes {times:.1f} times as long"
+    return "unknown", "its host's counters show no cause, compare it with another host (cputrain bench model)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageCheck:
-    """Ends a training with too many damaged images, on all ranks after the same step or evaluation.
+    """Ends the training on all ranks if too many images are damaged.
 
-    `share` is data.max_damaged; `wait` waits until the last checkpoint is written.
+    `share` is data.max_damaged; `wait` waits for the pending checkpoint.
     """
 
     splits: Mapping[str, Images]
@@ -431,12 +435,12 @@ class DamageCheck:
     wait: Callable[[], None]
 
     def epoch(self, own: EpochMetrics, *, damaged: float, readable: float, ended: bool) -> None:
-        """Check an epoch so far, by this rank's metrics and the sums over all ranks; in one that has `ended` some image
-        must have been readable. Raises InputError."""
+        """Check an epoch so far, given this rank's metrics and the sums over all ranks. Raises InputError if too many
+        images are damaged, or if the epoch has `ended` without a readable image."""
         self._check("train", own.damaged, damaged, readable, ended=ended)
 
     def evaluation(self, split: str, accuracy: Accuracy) -> None:
-        """Check a whole evaluation of a split. Raises InputError."""
+        """Check a complete evaluation of a split. Raises InputError if too many images are damaged."""
         damaged = len(self.splits[split]) - accuracy.images
         self._check(split, accuracy.damaged, damaged, accuracy.images, ended=True)
 
@@ -448,20 +452,19 @@ class DamageCheck:
             raise refusal(split, lines, int(damaged + readable), images, self.share)
 
 
-INTERVAL_S, PER_RANK_S = 10.0, 0.1  # between records at least: so events.jsonl grows by 300 bytes/s at most
-MOST_STEPS, SECOND_STEPS = 100_000, 100  # the first step, which is slow, tells little of the others
+INTERVAL_S, PER_RANK_S = 10.0, 0.1  # shortest interval between records, so that events.jsonl grows by <= 300 bytes/s
+MOST_STEPS, SECOND_STEPS = 100_000, 100  # largest intervals in steps; the second one, as the first step is often slow
 
 
 @dataclass(slots=True, kw_only=True)
 class RankTimes(Watcher):
-    """This rank's seconds since the last record: whole steps, waiting for communication, waiting for data.
+    """Logs each rank's mean step time, communication wait and data wait since the last record.
 
-    The damaged images of the epoch of `position` are added up in the same exchange, and checked by `damage`.
+    The same all-reduce sums the damaged images of the current epoch, which `damage` checks. `set_pace` is called with
+    the slowest rank's mean step time, except after the first step, which is slow.
 
-    `set_pace` hears of the slowest rank's mean step at each record of several steps: the first step is slow.
-
-    Every rank takes part in a record after the same step: the first one, then as many steps later as the slowest rank
-    needs for the interval, which all ranks compute from the same numbers.
+    All ranks take part in a record after the same step: the first step, then after as many steps as the slowest rank
+    runs in the interval, which all ranks compute from the same values.
     """
 
     log: TrainingLog
@@ -473,7 +476,7 @@ class RankTimes(Watcher):
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Add a step of this rank."""
+        """Record a step of this rank."""
         for i, value in enumerate((seconds, result.comm_wait_s, result.data_wait_s)):
             self.sums[i] += value
         self.steps += 1
@@ -481,9 +484,9 @@ class RankTimes(Watcher):
             self.after_last_step(step)
 
     def after_last_step(self, step: int) -> None:
-        """Log the mean step of every rank since the last record, if there was one.
+        """Log every rank's mean times since the last record, if there were steps.
 
-        Raises InputError where too many images are damaged.
+        Raises InputError if too many images are damaged.
         """
         if not self.steps:
             return
@@ -501,13 +504,12 @@ class RankTimes(Watcher):
         self.damage.epoch(epoch, damaged=sum(damaged), readable=sum(readable), ended=False)
 
 
-MAX_ROLLBACKS = 3  # to one checkpoint
+MAX_ROLLBACKS = 3  # to the same checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
 class NonFiniteHandler(Watcher):
-    """Handles steps whose gradients contain NaN or Inf; `warn` gets a step and a line, `wait` waits until the last
-    checkpoint is written."""
+    """Handles steps whose gradients contain NaN or Inf, as on_nan requests; `wait` waits for the pending checkpoint."""
 
     recipe: Recipe
     rank: int
@@ -517,8 +519,8 @@ class NonFiniteHandler(Watcher):
     wait: Callable[[], None]
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Skip a step whose gradients are not finite or restore the last checkpoint; else raise RunError on the rank
-        where NaN or Inf arose. The step is named as the schedule counts it, from 0."""
+        """If the gradients are not finite, skip the step or restore the newest checkpoint; else raise RunError on the
+        rank where NaN or Inf arose. Messages count steps from 0, like the schedule."""
         if result.finite:
             return
         step -= 1
@@ -531,8 +533,8 @@ class NonFiniteHandler(Watcher):
         folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
         found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
         if found and rollbacks.get(found.path.name, 0) < MAX_ROLLBACKS:
-            set_damaged_aside(found, self.warn, step, self.rank)
-            put_back(found, self.state, self.recipe.optim.name)
+            rename_damaged(found, self.warn, step, self.rank)
+            restore(found, self.state, self.recipe.optim.name)
             rollbacks[found.path.name] = rollbacks.get(found.path.name, 0) + 1
             self.warn(step, f"{message}: restored {found.path.name}, training continues with the next images")
             return
@@ -544,7 +546,7 @@ class NonFiniteHandler(Watcher):
 
 
 def _describe(results: list[tuple[float, str]], step: int, lr: float) -> tuple[str, int]:
-    """A line about the first rank whose outputs contain NaN or Inf, else about the gradients; and the rank."""
+    """Return a line about the first rank whose outputs contain NaN or Inf, else about the gradients, and the rank."""
     first = next((rank for rank, (_, non_finite) in enumerate(results) if non_finite), 0)
     loss, non_finite = results[first]
     where = non_finite or "NaN or Inf in the gradients only"
@@ -553,20 +555,20 @@ def _describe(results: list[tuple[float, str]], step: int, lr: float) -> tuple[s
 
 @dataclass(slots=True, kw_only=True)
 class DivergenceCheck(Watcher):
-    """Warns once of a loss that diverges, which shows a learning rate that is too high long before NaN."""
+    """Warns once if the loss diverges, which shows a too high learning rate long before NaN appears."""
 
     warn: Callable[[int, str], None]
     position: Position
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
-        """Compare a step's loss with the first one."""
+        """Compare the loss with the first step's."""
         loss, first = result.loss, self.position.first_loss
         if first is None:
             self.position.first_loss = loss if math.isfinite(loss) else None
-        elif loss > DIVERGENCE_FACTOR * first > 0 and not self.position.diverged:  # one's own loss may be negative
+        elif loss > DIVERGENCE_FACTOR * first > 0 and not self.position.diverged:  # a user's loss may be negative
             self.position.diverged = True
             self.warn(
                 step,
-                f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times that of the first step, "
+                f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times the loss of the first step, "
                 f"learning rate {settings.lr:g}: lower schedule.peak_rate, or lengthen the warm-up",
             )

@@ -325,8 +325,8 @@ def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -
     code = "import os, sys; from cputrain.training.engine import choose_engine\ntry:\n"
     code += "    choose_engine('compile', 'float32', os.environ)\nexcept Exception as error:\n    sys.exit(str(error))"
     words = f"{sys.executable} -c {shlex.quote(code)}"
-    refused = f"engine=compile: torch cannot use {place}/out: the mount {place}/out does not allow execution (noexec): "
-    refused += "set TORCHINDUCTOR_CACHE_DIR to another folder, or set engine=eager\n"
+    refused = f"engine=compile cannot use the cache directory {place}/out, the mount {place}/out does not allow "
+    refused += "execution (noexec): set TORCHINDUCTOR_CACHE_DIR to another directory, or set engine=eager\n"
     own = "env -u TORCHINDUCTOR_CACHE_DIR"  # which torch sets in a process that has compiled
     commands = [f"{own} {name}={place}/out {words}" for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
     assert in_tmpfs(place, "noexec", *commands) == [(1, refused)] * 2

@@ -90,13 +90,13 @@ def test_what_differs_between_ranks_is_said_on_all_of_them_at_once(tmp_path: Pat
     for name, expected in DIFFERENT.items():
         assert_differ(found[name], expected)
     seen_by = (
-        "rank 0 has 8 bytes for rank 1, which expects 8, and expects 8 bytes of it, which has 12",
-        "rank 1 has 12 bytes for rank 0, which expects 8, and expects 8 bytes of it, which has 8",
+        "rank 0 sends 8 bytes to rank 1, which expects 8, and expects 8 bytes from it, which sends 12",
+        "rank 1 sends 12 bytes to rank 0, which expects 8, and expects 8 bytes from it, which sends 8",
     )
     assert any(sentence in found["rows"][0].error for sentence in seen_by), found["rows"]
     for said in found["checkpoint_thread"].values():
         assert "the ranks of group 0 differ: rank 0 in " in said.error and ", rank 1 in " in said.error, said
-        assert "dcp.async_save, a group of its own (process_group=torch.distributed.new_group())" in said.error
+        assert "dcp.async_save's, a separate group (process_group=torch.distributed.new_group())" in said.error
 
 
 def test_so_it_is_over_mpi() -> None:
@@ -147,7 +147,7 @@ def test_full_shared_memory_is_said_with_what_to_do_and_leaves_no_file() -> None
     with command(*argv, sys.executable, "-m", PROGRAM, "full_memory", **alone) as process:
         (said,) = lines_of(ended(process, LIMIT_S).out)
     assert said["error"] == (
-        "ccl: group 1 cannot share memory in /dev/shm: No space left on device: "
+        "ccl: group 1 cannot share memory in /dev/shm, No space left on device: "
         "enlarge it (docker --shm-size=2g), or remove files from it"
     )
     assert said["left"] == []

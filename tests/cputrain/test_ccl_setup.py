@@ -105,7 +105,7 @@ def one_ccl(root: Path, version: str, *, library: bool = True) -> None:
         (lambda root: None, "oneCCL is not installed"),
         (
             lambda root: one_ccl(root, "2021.17", library=False),
-            "oneCCL 2021.17 in .* cannot be used, only 2021.9 to 2021.13",
+            "found oneCCL 2021.17 in .*, but 2021.9 to 2021.13 with their shared CPU library are supported",
         ),
         (lambda root: one_ccl(root, "2022.0"), "oneCCL 2022.0 in"),
         (lambda root: one_ccl(root, "2021.13"), r"needs libmpi.so.12 of Intel MPI's runtime"),
@@ -189,7 +189,7 @@ def test_a_dev_shm_with_little_room_is_named_at_the_start(size: str, taken: str)
     small = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && {ballast} && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True)
-    assert "/dev/shm has 64 MiB free, 4 ranks that share memory need 128 MiB: enlarge it" in printed.stderr
+    assert "/dev/shm has 64 MiB free, but 4 ranks on a host need 128 MiB of shared memory: enlarge it" in printed.stderr
 
 
 def test_segments_of_dead_processes_are_swept_and_those_of_living_ones_kept(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("env", "problem"),
     [
-        ({"CCL_WORKER_COUNT": "two"}, "CCL_WORKER_COUNT=two is not a number of oneCCL's threads: set it to 1 or more"),
+        ({"CCL_WORKER_COUNT": "two"}, "CCL_WORKER_COUNT=two is not a number of threads: set it to 1 or more"),
         (
             {"CCL_WORKER_COUNT": "2", "CCL_WORKER_AFFINITY": "3,8-10"},
-            "CCL_WORKER_AFFINITY=3,8-10 names 4 CPUs; CCL_WORKER_COUNT=2 for each of 4 ranks of this host needs 8",
+            "CCL_WORKER_AFFINITY=3,8-10 lists 4 CPUs, but CCL_WORKER_COUNT=2 for 4 ranks on this host needs 8",
         ),
     ],
 )

@@ -40,7 +40,7 @@ from cputrain.training import (
     load,
     load_eval_model,
     prepare_model,
-    put_back,
+    restore,
 )
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
 from tests.support.checkpoints import content
@@ -80,7 +80,7 @@ def test_everything_is_restored_bit_for_bit(optimizer: str, tmp_path: Path) -> N
     fresh = state_of(network(), optimizer, bf16=True, ema=True)
     torch.manual_seed(5)
     loaded = load(path, 0, 1)
-    put_back(loaded, fresh, optimizer)
+    restore(loaded, fresh, optimizer)
     assert loaded.position == position
     again = written(tmp_path / "again", fresh, loaded.position, optimizer)
     for file in path.glob("*.safetensors"):
@@ -201,23 +201,23 @@ def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_pa
     settings = StepSettings(images=8, passes=1, lr=0.1, weight_decay=0.0)
     handler.after_step(5, settings, StepResult(loss=math.nan, finite=False, non_finite="somewhere", **sums), 1.0)
     damaged, restored = lines
-    assert damaged.endswith("it is now step-0000002.damaged, and step-0000001 is used")
+    assert damaged.endswith("renamed to step-0000002.damaged, using step-0000001")
     assert "restored step-0000001" in restored and position.rollbacks == {"step-0000001": 1}
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000001"]
 
 
 def test_other_networks_and_optimizers_are_refused_in_a_line(saved: Path) -> None:
     loaded = load(saved, 0, 1)
-    with pytest.raises(InputError, match=r"2 keys differ, first 4.bias: \(2,\) in the file, \(3,\) in the model"):
-        put_back(loaded, state_of(network(3)), "momentum")
-    with pytest.raises(InputError, match=r"has the state of optim.name=momentum, not of adam: set it back"):
-        put_back(loaded, state_of(network(), "adam"), "adam")
+    with pytest.raises(InputError, match=r"2 keys different, first 4.bias, \(2,\) in the file and \(3,\) in the model"):
+        restore(loaded, state_of(network(3)), "momentum")
+    with pytest.raises(InputError, match=r"was saved with optim.name=momentum, not adam: set optim.name=momentum"):
+        restore(loaded, state_of(network(), "adam"), "adam")
     frozen = network()
     frozen[0].requires_grad_(False)
-    with pytest.raises(InputError, match=r"has an optimizer of other parameters: set model.freeze_to"):
-        put_back(loaded, state_of(frozen), "momentum")
+    with pytest.raises(InputError, match=r"was saved with other trainable parameters: restore model.freeze_to"):
+        restore(loaded, state_of(frozen), "momentum")
     with pytest.raises(InputError, match="has no moving average"):
-        put_back(loaded, state_of(network(), ema=True), "momentum")
+        restore(loaded, state_of(network(), ema=True), "momentum")
 
 
 def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     torch.save([1], tmp_path / "list.pt")
     expected = {
-        "hostile.pt": r"asks to run code \((posix|os)\.system\), which was not done",
-        "inside.pt": r"asks to run code \((posix|os)\.system\), which was not done",
+        "hostile.pt": r"would run code \((posix|os)\.system\) when loaded",
+        "inside.pt": r"would run code \((posix|os)\.system\) when loaded",
         "text.pt": "is not a file of weights, or is damaged",
         "text.safetensors": "is not a safetensors file, or its header is damaged",
-        "list.pt": "contains a list, no weights",
+        "list.pt": "contains a list instead of weights",
         "empty": "has no checkpoint.json, so it is not a checkpoint",
         "absent.pt": "cannot read .*absent.pt: No such file",
     }
@@ -276,7 +276,7 @@ def test_the_moving_average_of_tied_weights_is_saved_under_both_names(tmp_path: 
     assert torch.equal(evaluated.first.weight, torch.full((4, 4), 5.0))
     again = state_of(Tied())
     again.ema_model = deepcopy(again.network).requires_grad_(False)
-    put_back(load(path, 0, 1), again, "momentum")
+    restore(load(path, 0, 1), again, "momentum")
     assert torch.equal(again.ema_model.last.weight, torch.full((4, 4), 5.0))
     assert torch.equal(again.network.first.weight, made.network.first.weight)
 
@@ -302,14 +302,14 @@ def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> 
     value = torch.tensor([0, 1, 1]).to(dtype)
     check_savable(Buffered(value))
     fresh = state_of(Buffered(torch.zeros_like(value)))
-    put_back(load(written(tmp_path, state_of(Buffered(value)), Position(step=1)), 0, 1), fresh, "momentum")
+    restore(load(written(tmp_path, state_of(Buffered(value)), Position(step=1)), 0, 1), fresh, "momentum")
     assert torch.equal(fresh.network.kept, value) and fresh.network.kept.dtype == dtype
 
 
 def test_a_network_that_checkpoints_cannot_hold_is_refused_before_it_trains() -> None:
-    with pytest.raises(InputError, match=r"kept of the network is torch\.complex128, which checkpoints cannot hold"):
+    with pytest.raises(InputError, match=r"kept of the network is torch\.complex128, which checkpoints cannot store"):
         check_savable(Buffered(torch.zeros(3, dtype=torch.complex128)))
-    with pytest.raises(InputError, match="_extra_state of the network is no tensor"):
+    with pytest.raises(InputError, match="_extra_state of the network is not a tensor"):
         check_savable(More(torch.zeros(3)))
 
 
@@ -318,17 +318,17 @@ def test_a_buffer_that_is_no_part_of_the_state_may_have_another_size(tmp_path: P
     path = written(tmp_path, state_of(Buffered(torch.tensor([7.0]), persistent=False)), Position(step=1))
     for size in (1, 3):
         fresh = state_of(Buffered(torch.zeros(size), persistent=False))
-        put_back(load(path, 0, 1), fresh, "momentum")
+        restore(load(path, 0, 1), fresh, "momentum")
         assert torch.equal(fresh.network.kept, torch.full((size,), 7.0 if size == 1 else 0.0))
 
 
 @pytest.mark.parametrize(
     ("tensors", "header", "why"),
     [
-        ({"random": torch.zeros(3, dtype=torch.uint8)}, True, "has no random numbers of this torch"),
-        ({}, True, "has no random numbers of this torch"),
+        ({"random": torch.zeros(3, dtype=torch.uint8)}, True, "has no random state that this torch can load"),
+        ({}, True, "has no random state that this torch can load"),
         ({"random": torch.get_rng_state()}, True, "has no 1.running_mean of shape"),
-        ({"random": torch.get_rng_state()}, False, "is damaged: a rank's file lacks its sums of the epoch"),
+        ({"random": torch.get_rng_state()}, False, "is damaged: a rank's file has no valid sums of the epoch"),
     ],
 )
 def test_a_rank_s_file_of_something_else_is_refused_in_a_line(
@@ -345,7 +345,7 @@ def test_a_rank_s_file_of_something_else_is_refused_in_a_line(
 
     rewrite(saved, change)
     with pytest.raises(InputError, match=why):
-        put_back(load(saved, 0, 1), state_of(network(), bf16=True), "momentum")
+        restore(load(saved, 0, 1), state_of(network(), bf16=True), "momentum")
 
 
 def test_a_manifest_without_workers_is_refused_in_a_line(saved: Path) -> None:
@@ -365,5 +365,5 @@ def rewrite(path: Path, change: Callable[[dict], object]) -> None:
 def test_complex_tensors_are_refused_and_not_made_real() -> None:
     """Module.to(float32) drops their imaginary parts."""
     engine = choose_engine("eager", "float32", {})
-    with pytest.raises(InputError, match=r"kept of the network is torch\.complex64: make it real"):
+    with pytest.raises(InputError, match=r"kept of the network is torch\.complex64: convert it with torch"):
         prepare_model(Buffered(torch.ones(3, dtype=torch.complex64)), engine, "float32")

@@ -14,7 +14,7 @@ from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_file
 from cputrain.data.pixels import center_crop, decode_by_pillow
 from cputrain.data.prepare import ImageError, inspect
 from cputrain.runs import read_events
-from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
+from cputrain.training import SAMPLE_IMAGES, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import SMALL
@@ -32,7 +32,7 @@ def spoil(images: list[str], keep: int = 0) -> None:
 def untried(folder: Path, count: int) -> list[str]:
     """Images of a split that are not among those tried before the first step."""
     images = image_files([folder])
-    tried = set(np.linspace(0, len(images) - 1, TRIED).astype(int).tolist())
+    tried = set(np.linspace(0, len(images) - 1, SAMPLE_IMAGES).astype(int).tolist())
     return [path for i, path in enumerate(images) if i not in tried][:count]
 
 
@@ -104,9 +104,9 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int, images: int, share: float, refused: bool
 ) -> None:
     """`damaged` of the images that are tried, of a split of so many; four of 32 at 1 % are one case in 3,000."""
-    folder = write_images(tmp_path / "images", classes=1, train=min(images, TRIED), val=0, size=16)
+    folder = write_images(tmp_path / "images", classes=1, train=min(images, SAMPLE_IMAGES), val=0, size=16)
     good = image_files([folder])
-    tried = np.linspace(0, images - 1, TRIED).astype(int) if images > TRIED else np.arange(images)
+    tried = np.linspace(0, images - 1, SAMPLE_IMAGES).astype(int) if images > SAMPLE_IMAGES else np.arange(images)
     names = [good[0]] * images
     for number, path in zip(tried, good, strict=True):
         names[number] = path

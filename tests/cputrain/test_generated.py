@@ -96,7 +96,7 @@ def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(t
 def test_a_sweep_of_linear_regressions_is_a_table_of_losses(tmp_path: Path) -> None:
     rates = ("--grid", "schedule.peak_rate=0.005,0.05")
     swept = cputrain("sweep", "linear-regression", "epochs=80", *rates, cwd=tmp_path)
-    assert swept.returncode == 1 and "times that of the first step" in swept.stdout, "0.05 diverges, as in the lab"
+    assert swept.returncode == 1 and "times the loss of the first step" in swept.stdout, "0.05 diverges, as in the lab"
     runs = json.loads((tmp_path / "runs/linear-regression-sweep/sweep.json").read_text())["runs"]
     assert runs[0]["status"] == "done" and runs[0]["data"] == "points" and runs[0]["val_loss"] > 0
     assert "val loss" in swept.stdout and f"{runs[0]['val_loss']:.4f}" in swept.stdout

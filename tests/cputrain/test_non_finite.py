@@ -65,7 +65,7 @@ def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
     assert result.returncode == 0, result.stderr
     (warned,) = warnings(place / "run")
     assert warned.startswith("the loss is ")
-    assert "times that of the first step, learning rate 3: lower schedule.peak_rate, or lengthen the warm-up" in warned
+    assert "times the loss of the first step, learning rate 3: lower schedule.peak_rate, or lengthen the" in warned
     assert warned in (place / "run/report.html").read_text().replace("&#39;", "'")
 
 

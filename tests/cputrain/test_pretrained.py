@@ -40,7 +40,7 @@ def test_a_file_is_fetched_once_and_checked(server: str, tmp_path: Path) -> None
     digits = hashlib.sha256(data).hexdigest()[:8]
     file = f"net-{digits}.pth"
     wanted = Pretrained(name="V1", url=f"{server}/{file}", path=tmp_path / "hub" / file, digits=digits, accuracy=None)
-    with pytest.raises(RunError, match=rf"File not found.*: on a machine with a network, fetch {server}/{file} and"):
+    with pytest.raises(RunError, match=rf"File not found.*: on a machine with .*, download {server}/{file} to "):
         fetch(wanted)
     (tmp_path / "served" / file).write_bytes(b"a login page")
     with pytest.raises(RunError, match=f"its SHA-256 does not begin with {digits}"):
@@ -51,7 +51,7 @@ def test_a_file_is_fetched_once_and_checked(server: str, tmp_path: Path) -> None
     (tmp_path / "served" / file).unlink()
     assert not fetch(wanted)
     wanted.path.write_bytes(data[:-1])
-    with pytest.raises(RunError, match=r"is damaged: its SHA-256 begins with .*: remove it, then on a machine"):
+    with pytest.raises(RunError, match=r"is damaged, its SHA-256 begins with .*: remove it, then on a machine"):
         fetch(wanted)
 
 
@@ -64,9 +64,9 @@ def test_torchvision_s_files_are_known_and_without_a_network_named(
     assert found.path == tmp_path / "home/hub/checkpoints/resnet50-0676ba61.pth" and found.accuracy == 76.13
     assert main(["weights", "resnet50", "--mirror", f"{server}/models/"]) == 1
     message = capsys.readouterr().err
-    assert f"fetch {server}/models/resnet50-11ad3fa6.pth and put it at {tmp_path}/home/hub/checkpoints/" in message
+    assert f"download {server}/models/resnet50-11ad3fa6.pth to {tmp_path}/home/hub/checkpoints/" in message
     for network, settings in (("googlenet", HALVES), ("inception_v3", HALVES), ("resnet50", None)):
         assert normalization_of(find_pretrained(network).path) == settings
-    assert main(["weights", "resnet51"]) == 2 and "nearest are resnet" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no weights 'V9' of resnet18: it has IMAGENET1K_V1"):
+    assert main(["weights", "resnet51"]) == 2 and "did you mean resnet" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no weights 'V9' for resnet18: choose from IMAGENET1K_V1"):
         find_pretrained("resnet18", "V9")

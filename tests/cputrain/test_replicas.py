@@ -89,15 +89,15 @@ def test_the_minority_is_odd_and_without_a_majority_all_are(sums: list[int], odd
 
 def test_the_message_names_rank_host_and_steps() -> None:
     assert describe_difference([2], HOSTS, 1200, 1100) == (
-        "rank 2 on n2 differs from the 3 other ranks in its weights after step 1,200; after step 1,100 they were the "
-        "same: memory or processor of this host may be faulty: leave it out and continue with --resume"
+        "rank 2 on n2 differs from the 3 other ranks in its weights after step 1,200 (equal after step 1,100): exclude "
+        "this host, whose memory or processor may be faulty, and continue with --resume"
     )
     assert describe_difference([0, 1], HOSTS[:2], 20, 10).startswith(
-        "ranks 0 on n1, 1 on n1 have different weights after step 20; after step 10 they were the same: memory or "
-        "processor of one of them may be faulty: test them"
+        "ranks 0 on n1, 1 on n1 have different weights after step 20 (equal after step 10): test memory and processors "
+        "of their hosts"
     )
     assert "differ from the 2 other ranks" in (line := describe_difference([1, 3], HOSTS, 20, 10))
-    assert line.endswith("of these hosts may be faulty: leave them out and continue with --resume")
+    assert line.endswith("exclude these hosts, whose memory or processors may be faulty, and continue with --resume")
 
 
 ROUNDING = """
@@ -153,8 +153,9 @@ def test_ranks_that_round_differently_take_rank_0_s_weights_and_larger_differenc
     for one in (first, second):
         assert one["same_after"] == 10
         assert [step for step, _ in one["warned"]] == [5]
-        assert "round differently (0 on n1, 1 on n2 from the others): all take rank 0's weights" in one["warned"][0][1]
-    assert first["error"].startswith("ranks 0 on n1, 1 on n2 have different weights after step 15; after step 10 they")
+        assert "numbers of threads differ (0 on n1, 1 on n2): all take rank 0's weights" in one["warned"][0][1]
+    expected = "ranks 0 on n1, 1 on n2 have different weights after step 15 (equal after step 10)"
+    assert first["error"].startswith(expected)
     assert second["error"] == ""
 
 
@@ -167,5 +168,5 @@ def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
     with injected_faults():
         result = cputrain("train", "imagefolder", *SMALL, *network, compared, cwd=tmp_path, **flip)
     assert result.returncode == 1
-    message = r"ranks 0 on \S+, 1 on \S+ have different weights after step 4; after step 2 they were the same"
+    message = r"ranks 0 on \S+, 1 on \S+ have different weights after step 4 \(equal after step 2\)"
     assert re.search(message, result.stderr), result.stderr

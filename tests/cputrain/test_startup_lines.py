@@ -44,7 +44,7 @@ def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
 def test_what_the_user_has_chosen_or_nobody_uses_is_not_said_to_be_slow() -> None:
     assert len(output("gloo", "comm.backend=gloo", "Pillow: data.decoder=pillow", "jemalloc")) == 1
     assert len(output("gloo", NO_CCL, "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", ranks=1)) == 1
-    for why in ("engine=eager", "precision=float64, for which there are no native kernels"):
+    for why in ("engine=eager", "precision=float64, which the native kernels do not support"):
         made = output("ccl", "", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", engine=("eager", why))
         assert len(made) == 1
 

@@ -18,7 +18,7 @@ from cputrain.training import (
     StepSettings,
     StragglerWatch,
     find_stragglers,
-    to_name,
+    to_report,
     watchers,
 )
 
@@ -111,7 +111,7 @@ def test_a_rank_that_is_slow_in_every_other_comparison_is_named_ever_more_rarely
     times = []
     for comparison in range(1, 1001):
         found = find_stragglers([TYPICAL, slow() if comparison % 2 else TYPICAL])
-        for one in to_name(found, slow=before, named=named, comparison=comparison):
+        for one in to_report(found, slow=before, reported=named, comparison=comparison):
             named[one.rank, one.kind] = comparison
             times.append(comparison)
         before = [(one.rank, one.kind) for one in found]

@@ -139,7 +139,7 @@ def last(
 def test_the_longest_silent_rank_is_named_with_its_last_collective() -> None:
     seen = {0: last(99.0), 1: last(80.0, "ALLREDUCE #4 (Float[3])"), 2: last(84.0)}
     assert silent_rank(seen, 100.0, lambda _: 15.0) == (
-        "rank 1 on n1 has sent no heartbeat for 20 s: it was last in ALLREDUCE #4 (Float[3])"
+        "rank 1 on n1 has sent no heartbeat for 20 s, last seen in ALLREDUCE #4 (Float[3])"
     )
     assert silent_rank(seen, 100.0, lambda _: 25.0) is None
 
@@ -266,7 +266,7 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
     assert done.returncode == 1
     assert (
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
-        "its timeout was 12 s ago, and the backend does not return\n"
+        "it timed out 12 s ago, and the backend does not return\n"
     )
 
 
@@ -274,8 +274,8 @@ def test_a_heartbeat_of_another_version_ends_no_rank_and_is_said_once() -> None:
     done = subprocess.run([sys.executable, "-c", OTHER_VERSION], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
-        "cputrain: the heartbeats of rank 1, rank 2 cannot be read, so nobody watches these: "
-        "install one version of cputrain on all hosts\n"
+        "cputrain: cannot parse the heartbeats of rank 1, rank 2, so these ranks are not watched: "
+        "install the same version of cputrain on all hosts\n"
     )
 
 

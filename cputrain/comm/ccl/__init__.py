@@ -1,7 +1,6 @@
 """oneCCL as a c10d backend for CPU tensors: torch.distributed.init_process_group("ccl").
 
-Where the package is installed, `import torch` knows the backend (_cputrain_autoload); importing this module
-registers it too.
+If the package is installed, `import torch` registers the backend (_cputrain_autoload); so does importing this module.
 """
 
 import json
@@ -44,10 +43,10 @@ from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
 
 BACKEND = "ccl"
 KVS_TIMEOUT = "CCL_KVS_GET_TIMEOUT"
-KVS_MARGIN_S = 60  # after the group's timeout, at which our own exchange of addresses ends with a clearer error
+KVS_MARGIN_S = 60  # added to the group's timeout, at which our exchange of addresses fails with a clearer error
 log = logging.getLogger(__name__)
 _env = os.environ
-"""torch makes a group without passing us anything of the caller's, and oneCCL takes its settings from nowhere else."""
+"""torch passes no settings to `create`, and oneCCL reads its settings only from the environment."""
 
 applied: tuple[Setting, ...] = ()
 """The environment variables set for oneCCL in this process, with reasons; empty before the first group."""
@@ -55,16 +54,16 @@ applied: tuple[Setting, ...] = ()
 watchdog: Watchdog | None = None
 """The watchdog of the default group."""
 
-_watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
+_watchdogs: list[Watchdog] = []  # of the default group, or of single groups if the default group is not ours
 _extension: ModuleType | None = None
-_transport: Transport | None = None  # that the extension was loaded with
+_transport: Transport | None = None  # with which the extension was loaded
 _kvs_timeout_is_set = KVS_TIMEOUT in _env
 
 
 def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
-    """The transport of all ranks of a job, each of which must call this; the one in use where oneCCL has been loaded.
+    """Choose the transport of all ranks of a job: the one in use if oneCCL is loaded. All ranks must call this.
 
-    Raises InputError where this rank cannot use it.
+    Raises InputError if this rank cannot use it.
     """
 
     def own() -> Transport:
@@ -74,9 +73,9 @@ def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
 
 
 def extension(rank: Rank, transport: Transport) -> ModuleType:
-    """The compiled backend, loaded once with the environment variables that oneCCL needs.
+    """Load the compiled backend, once, with the environment variables that oneCCL needs.
 
-    Raises InputError or RunError that names what is missing and the remedy.
+    Raises InputError or RunError that says what is missing and how to get it.
     """
     global _extension, _transport, applied  # noqa: PLW0603  libraries load once in a process
     if _extension is None:
@@ -92,25 +91,25 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
 
 
 def _set_variables() -> None:
-    """Set what oneCCL needs, for a later world too: oneCCL and libfabric read some of it anew then, and the program, or
-    `cputrain.train` at its end, may have put its environment back."""
+    """Set the variables that oneCCL needs. Repeated for a later world, for which oneCCL and libfabric read some again,
+    because the program, or the end of `cputrain.train`, may have restored the environment."""
     for setting in applied:
         name, value, _ = setting
-        if setting == ONE_QUEUE or name not in _env:  # the user's number of queues is replaced
+        if setting == ONE_QUEUE or name not in _env:  # ONE_QUEUE overrides the user's setting
             _env[name] = value
 
 
 def create(options: Any, _backend_options: Any) -> Any:
-    """The backend of a group, as c10d asks for it (DistributedBackendOptions)."""
+    """Create the backend of a group, called by c10d with DistributedBackendOptions."""
     if _extension is not None:
         _extension.refuse_in_child(f"the creation of group {options.group_id}")
     whole = not dist.is_initialized()
-    attempt = _attempt(options)
+    attempt = _group_prefix(options)
     store = PrefixStore(attempt, options.store)
     loaded = _extension_for(options, attempt, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
-        earlier.stop()  # of a world that has ended; where this one's store is gone too, it ends this rank
+        earlier.stop()  # of an earlier world; kept if this group's store is gone too, because it then ends this rank
         _watchdogs.remove(earlier)
     unwatched = not any(set(ranks) <= set(one.ranks) for one in _watchdogs)
     if unwatched:
@@ -127,9 +126,9 @@ def create(options: Any, _backend_options: Any) -> Any:
         raise
 
 
-def _attempt(options: Any) -> str:
-    """The prefix of a group's keys, without those that groups of its name have left: a store may outlive them, or the
-    job's ranks."""
+def _group_prefix(options: Any) -> str:
+    """Return a prefix for a group's keys that no earlier group of its name has used, as a store may outlive groups, and
+    even the job's ranks."""
     try:
         number = options.store.add(f"attempts/{options.group_rank}", 1)
     except RuntimeError as error:
@@ -138,8 +137,8 @@ def _attempt(options: Any) -> str:
 
 
 def _extension_for(options: Any, attempt: str, *, whole: bool) -> ModuleType:
-    """The extension for a group that is made; only before it is loaded, or to agree with all ranks of a job, do the
-    ranks need to know where they are."""
+    """Return the extension for a new group, loading it if necessary. The ranks exchange their places before it is
+    loaded, or if the group has all ranks of the job (`whole`)."""
     if _extension is not None and not whole:
         return _extension
     store = PrefixStore(attempt, options.store)
@@ -152,7 +151,7 @@ def _extension_for(options: Any, attempt: str, *, whole: bool) -> ModuleType:
 
 
 def _transport_of(options: Any, attempt: str, place: Rank, *, whole: bool) -> Transport:
-    """The transport of a group that is made: its ranks agree where all of the job are in it."""
+    """Choose the transport of a new group; its ranks agree on one if the group has all ranks of the job (`whole`)."""
     if not whole:
         return choose_transport(_env, place, dict, whole=False)
     try:
@@ -175,13 +174,13 @@ def _answers(store: Store) -> bool:
 
 
 def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
-    """Watch the ranks of a group, from before it is made: a rank may be lost while others wait for it there."""
+    """Start to watch the ranks of a group before it is created, because a rank may be lost during its creation."""
     global watchdog  # noqa: PLW0603  one default group in a process
     token, rank, openssl = _env.get(TOKEN_VARIABLE, ""), ranks[options.group_rank], openssl_hmac()
     place, prefix = place_of_this_process(native=openssl is not None), f"{attempt}/watchdog"
 
     def keys() -> SignedKeys:
-        return SignedKeys(options.store.clone(), token, prefix)  # over a connection of their own
+        return SignedKeys(options.store.clone(), token, prefix)  # over a separate connection
 
     def pending() -> PendingCollective:
         return PendingCollective(*loaded.pending_collective())

@@ -1,8 +1,8 @@
-"""Two ranks of this host over each transport of oneCCL: what they verify and time is kept for later starts.
+"""Verify and time two ranks on this host over each transport of oneCCL, and cache the results for later starts.
 
-`python -m cputrain.comm.ccl.check` does that before the first job of a host; cputrain doctor and bench, when asked.
-With the word "rank" it is one of the two. No plan starts them, as it starts the ranks of tasks: for MPI, they need the
-mpirun that is installed with oneCCL, and what is measured is not to depend on the plan that is being made.
+`python -m cputrain.comm.ccl.check` runs before the first job on a host; cputrain doctor and bench run it on request.
+With the argument "rank" it is one of the two ranks. They are not started by a plan like other tasks: MPI needs the
+mpirun that is installed with oneCCL, and the results must not depend on the plan that uses them.
 """
 
 import json
@@ -35,19 +35,19 @@ SIZES = (1 << 10, 1 << 20, BUCKET_BYTES)
 ROUNDS = 9
 MPIRUN = "bin/mpiexec.hydra"
 TIMEOUT_S, END_S = 120.0, 5.0
-# Of a job around this process, which the two ranks are no part of.
+# Prefixes of variables of a surrounding job, to which the two ranks do not belong.
 OF_A_JOB = (*PREFIXES, *ENV.rank_names, "AFFINITY_", "CCL_WORKER", "CCL_LOCAL", "CCL_PROCESS")
 
 Command = tuple[tuple[str, ...], dict[str, str]]
-"""Tokens, and the environment."""
+"""Argument vector and environment."""
 Times = dict[int, list[float]]
 """Bytes -> seconds of each round."""
 
 
 def time_transports(libraries: Libraries, env: Mapping[str, str]) -> tuple[dict[str, Times], list[str]]:
-    """The all-reduces of two ranks over each transport, and a line about each that does not run.
+    """Time all-reduces of two ranks over each transport; also return a line about each transport that fails.
 
-    Raises RunError where none runs.
+    Raises RunError if all fail.
     """
     found: dict[str, Times] = {}
     problems: list[str] = []
@@ -62,12 +62,12 @@ def time_transports(libraries: Libraries, env: Mapping[str, str]) -> tuple[dict[
 
 
 def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str]) -> Times:
-    """All-reduces over one transport. Raises RunError with the ranks' last line of output."""
+    """Time all-reduces over one transport. Raises RunError with the ranks' error message, or last line of output."""
     clean = {name: value for name, value in env.items() if name == "I_MPI_ROOT" or not name.startswith(OF_A_JOB)}
     clean[VARIABLE] = transport
     mpirun, port = libraries.mpi_root / MPIRUN, free_port()
     if transport == MPI and not mpirun.is_file():
-        raise RunError(f"all-reduces over MPI are not measured: there is no {mpirun}")
+        raise RunError(f"all-reduces over MPI cannot be measured without {mpirun}, which is missing")
     ranks = [Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, convention="env") for i in (0, 1)]
     commands: list[Command] = [(PROGRAM, {**clean, **rendezvous(rank, LOOPBACK, port)}) for rank in ranks]
     if transport == MPI:
@@ -76,14 +76,14 @@ def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str])
     lines, failed = _run(commands)
     result = next((line for line in lines if line.startswith("{")), None)
     if failed or result is None:
-        told = [line for line in lines if line == line.lstrip()]  # a traceback's source text is indented
-        errors = [line for line in told if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
+        messages = [line for line in lines if line == line.lstrip()]  # without a traceback's indented source lines
+        errors = [line for line in messages if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
         raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
     return {int(size): seconds for size, seconds in json.loads(result).items()}
 
 
 def _for_mpirun(libraries: Libraries, env: Mapping[str, str]) -> dict[str, str]:
-    """What Intel MPI's mpirun needs to start two ranks on this host, whatever scheduler's job is around it."""
+    """Return the variables for Intel MPI's mpirun to start two ranks on this host, even inside a scheduler's job."""
     folder = libraries.mpi.parent
     return {
         "I_MPI_ROOT": str(libraries.mpi_root),
@@ -95,7 +95,7 @@ def _for_mpirun(libraries: Libraries, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(commands: list[Command]) -> tuple[list[str], bool]:
-    """Run commands side by side: the lines that they print, and whether one of them fails or takes too long."""
+    """Run commands in parallel; return their output lines, and whether any of them failed or timed out."""
     with tempfile.TemporaryFile() as output:
         processes = [
             subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -124,7 +124,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...]:
-    """What to keep for later starts."""
+    """Return the records to cache for later starts."""
     seconds = {transport: times[BUCKET_BYTES] for transport, times in found.items()}
     return transport_records(
         {transport: (median(each), min(each), max(each)) for transport, each in seconds.items()}, command=command
@@ -132,12 +132,12 @@ def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...
 
 
 def be_rank(env: MutableMapping[str, str]) -> int:
-    """Verify and time all-reduces on a core, as one of two ranks; rank 0 prints a JSON object: bytes -> seconds of each
-    round."""
+    """Verify and time all-reduces on one core, as one of two ranks; rank 0 prints the seconds of each round by bytes,
+    as a JSON object."""
     rank = discover(env)
     if rank is None:
-        raise InputError("this is one rank of two: run cputrain doctor ccl")
-    env.update(with_rank(rank, env))  # torch reads them there
+        raise InputError("this command is one rank of two: run cputrain doctor ccl")
+    env.update(with_rank(rank, env))  # torch reads the rank variables there
     cores = this_machine().allowed_cores
     os.sched_setaffinity(0, cores[rank.rank * len(cores) // rank.world_size].pus)
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def be_rank(env: MutableMapping[str, str]) -> int:
 
 
 def _timed(size: int) -> list[float]:
-    """Seconds of each round; one more before them does not count."""
+    """Return the seconds of each round, after a warm-up round."""
     seconds = []
     for _ in range(ROUNDS + 1):
         values = torch.full((size // 4,), float(dist.get_rank() + 1))
@@ -165,7 +165,7 @@ def _timed(size: int) -> list[float]:
 
 
 def main() -> int:
-    """Measure the transports, keep the figures, and print a line about them, or why there are none; or be a rank."""
+    """Measure the transports, cache the results and print one line about them; with "rank", run as one of the ranks."""
     env = os.environ
     if sys.argv[1:] == [RANK]:
         return be_rank(env)

@@ -1,4 +1,4 @@
-"""What oneCCL needs of a host: libraries, the C++ part compiled for them, transport and environment."""
+"""Set up oneCCL on a host: find its libraries, compile the extension, choose the transport, set the environment."""
 
 import fcntl
 import hashlib
@@ -43,18 +43,19 @@ from cputrain.mpi.fabric import Setting
 from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
 
 SHM = Path("/dev/shm")
-BY_PROCESS = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
-# Intel MPI, and native/ledger.cpp, remove the name once all ranks have mapped it.
-BY_NOBODY = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
-SETTLED_S = 120.0  # after which an unmapped segment is nobody's: its ranks have mapped it long ago, or are gone
+OWNED_SEGMENT = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
+# Intel MPI and native/ledger.cpp unlink the segment once all ranks have mapped it.
+UNOWNED_SEGMENT = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
+STALE_S = 120.0  # age from which an unmapped segment is stale, because its ranks would have mapped it by now
 
 
 def sweep_segments(folder: Path = SHM) -> int:
-    """Remove this user's segments whose owner is dead; the bytes of memory that this gave back."""
-    found = [path for path in folder.glob("*") if BY_PROCESS.fullmatch(path.name) or BY_NOBODY.fullmatch(path.name)]
+    """Remove this user's stale shared-memory segments, whose owners are dead; return the bytes freed."""
+    patterns = OWNED_SEGMENT, UNOWNED_SEGMENT
+    found = [path for path in folder.glob("*") if any(pattern.fullmatch(path.name) for pattern in patterns)]
     freed = 0
     for path in found:
-        with suppress(OSError):  # another rank of this host sweeps too
+        with suppress(OSError):  # another rank on this host may remove it first
             status = path.stat()
             if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
                 path.unlink()
@@ -63,17 +64,17 @@ def sweep_segments(folder: Path = SHM) -> int:
 
 
 def _in_use(path: Path, changed: float) -> bool:
-    owner = BY_PROCESS.fullmatch(path.name)
-    settled = not Path("/proc", owner[1]).is_dir() if owner else time.time() - changed >= SETTLED_S
+    owner = OWNED_SEGMENT.fullmatch(path.name)
+    settled = not Path("/proc", owner[1]).is_dir() if owner else time.time() - changed >= STALE_S
     return not settled or _is_open(path)
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process has a file open or mapped, maybe in a container that shares the folder: its number means
-    nothing here. The kernel gives a lease on a file that nobody else has opened (fcntl(2))."""
+    """Return whether any process has a file open or mapped, also in a container that shares the folder, where its PID
+    has no meaning here. The kernel grants a lease only on a file that nobody else has open (fcntl(2))."""
     descriptor = os.open(path, os.O_RDWR)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored: who opens it meanwhile takes the lease away
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # an ignored signal, in case the lease is broken
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
         return True
@@ -82,7 +83,7 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-# cputrain.affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts: they do not tell the launcher.
+# cputrain.affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts, so they do not identify the launcher.
 OTHER_MPI = dict(each.pmi_of for each in LAUNCHER_VARIABLES if each.pmi_of is not None)
 PMI_RANK, PMI_SIZE = HYDRA.rank_names[:2]
 KEY = "transport"
@@ -91,7 +92,7 @@ MEASURE = "`cputrain doctor ccl` measures whether libfabric is faster here"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """oneCCL's name of a transport, "mpi" or "ofi", and why it was taken."""
+    """A transport by oneCCL's name, "mpi" or "ofi", and why it was chosen."""
 
     name: str
     why: str
@@ -103,11 +104,11 @@ class Transport:
 def choose_transport(
     env: Mapping[str, str], rank: Rank, kept: Callable[[], Mapping[str, float]], *, whole: bool = True
 ) -> Transport:
-    """A rank's transport. `whole`: its group has all ranks of the job; `kept` reads the measured seconds by transport.
+    """Choose a rank's transport. `whole`: its group has all ranks of the job; `kept` returns cached times by transport.
 
-    MPI needs ranks that a PMI process manager has started: mpirun of Intel MPI or MPICH, or srun with PMI-2. They may
-    also use libfabric, like all others, who find each other through the job's store: on one host the faster one of the
-    two is taken, where both have been measured there. Raises InputError where MPI is requested but cannot be used.
+    MPI needs ranks started by a PMI process manager: mpirun of Intel MPI or MPICH, or srun with PMI-2. Libfabric works
+    for all ranks, which find each other through the job's store. If both are possible, the default is MPI; on one host
+    it is the faster one if both were measured. Raises InputError if MPI is requested but cannot be used.
     """
     requested = env.get(VARIABLE)
     other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
@@ -127,7 +128,7 @@ def choose_transport(
     if not whole:
         return Transport(name=LIBFABRIC, why="MPI would wait for ranks that may never join a ccl group")
     if not rank.one_host:
-        return Transport(name=MPI, why="the launcher supports PMI, and there are several hosts")
+        return Transport(name=MPI, why="the launcher supports PMI, on several hosts")
     seconds = kept()
     if len(seconds) < len(TITLES):
         return Transport(name=MPI, why=f"the launcher supports PMI; not measured: {MEASURE}")
@@ -135,17 +136,17 @@ def choose_transport(
 
 
 def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set: bool) -> Transport:
-    """Rank 0's transport, for all ranks of a job: what each reads from its cache may differ. All must call this.
+    """Return rank 0's transport, because the caches of the hosts may differ. All ranks of a job must call this.
 
-    `own` is this rank's choice, and `is_set` whether it may use no other. Raises InputError where that is not rank 0's,
-    RunError where the store is another job's.
+    `own` returns this rank's choice; `is_set`: it cannot use another. Raises InputError if it then differs from rank
+    0's, RunError if the store is another job's.
     """
     if rank.rank > 0:
         return _follow(rank, keys, own(), is_set=is_set)
     try:
         chosen = own()
     except Exception:
-        keys.set(KEY, json.dumps(None))  # the others wait for it
+        keys.set(KEY, json.dumps(None))  # the other ranks wait for it
         raise
     keys.set(KEY, json.dumps(asdict(chosen)))
     return chosen
@@ -154,23 +155,23 @@ def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set:
 def _follow(rank: Rank, keys: SignedKeys, own: Transport, *, is_set: bool) -> Transport:
     first = json.loads(keys.read(KEY))
     if first is None:
-        return own  # rank 0 stops, and says why
+        return own  # rank 0 reports its error
     chosen = Transport(**first)
     if is_set and chosen.name != own.name:
         raise InputError(
-            f"rank {rank.rank} uses {own}, rank 0 {chosen}: set {VARIABLE} alike for all ranks, or for none"
+            f"rank {rank.rank} uses {own}, rank 0 {chosen}: set {VARIABLE} to the same value on all ranks, or unset it"
         )
     return chosen
 
 
 INSTALL = 'pip install "cputrain[ccl]"'
 CCL_LIBRARY, HEADER, MPI_LIBRARY, FABRIC_LIBRARY = "libccl.so.1", "oneapi/ccl.hpp", "libmpi.so.12", "libfabric.so.1"
-OLDEST, NEWEST = (2021, 9), (2021, 13)  # these have a shared CPU library and this C++ API
+OLDEST, NEWEST = (2021, 9), (2021, 13)  # releases that have a shared CPU library and this C++ API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """oneCCL's shared CPU library, headers and version, and the libmpi and libfabric for it to load."""
+    """oneCCL's shared CPU library, headers and version, and the libmpi and libfabric that it loads."""
 
     ccl: Path
     include: Path
@@ -180,14 +181,14 @@ class Libraries:
 
     @property
     def mpi_root(self) -> Path:
-        """Intel MPI's folder, which has lib/ and bin/."""
+        """Intel MPI's root folder, with lib/ and bin/."""
         return next(folder.parent for folder in self.mpi.parents if folder.name == "lib")
 
 
 def find_libraries(env: Mapping[str, str]) -> Libraries:
     """Find each library under CCL_ROOT or I_MPI_ROOT, then in this Python's packages, then under its prefix.
 
-    Raises InputError where one is missing, or where this version of oneCCL has no shared CPU library.
+    Raises InputError if one is missing, or if this release of oneCCL is not supported.
     """
     roots = [*_roots(env, "CCL_ROOT", "oneccl-devel", HEADER, 2)]
     include = next((root / "include" for root in roots if (root / "include" / HEADER).is_file()), None)
@@ -199,8 +200,8 @@ def find_libraries(env: Mapping[str, str]) -> Libraries:
     if ccl is None or not OLDEST <= version <= NEWEST:
         found, oldest, newest = (".".join(map(str, numbers)) for numbers in (version, OLDEST, NEWEST))
         raise InputError(
-            f"comm.backend=ccl: oneCCL {found} in {include.parent} cannot be used, only {oldest} to {newest} with "
-            f"their shared CPU library: {INSTALL}"
+            f"comm.backend=ccl: found oneCCL {found} in {include.parent}, but {oldest} to {newest} with their shared "
+            f"CPU library are supported: {INSTALL}"
         )
     return Libraries(
         ccl=ccl, include=include, version=version, mpi=_library(env, MPI_LIBRARY), fabric=_library(env, FABRIC_LIBRARY)
@@ -212,12 +213,12 @@ def _library(env: Mapping[str, str], name: str) -> Path:
     roots = _roots(env, "I_MPI_ROOT", "impi-rt", MPI_LIBRARY, 1)
     path = next((path for root in roots for folder in folders if (path := root / folder / name).is_file()), None)
     if path is None:
-        raise InputError(f"comm.backend=ccl: oneCCL needs {name} of Intel MPI's runtime, found none: {INSTALL}")
+        raise InputError(f"comm.backend=ccl: oneCCL needs {name} of Intel MPI's runtime, not found: {INSTALL}")
     return path
 
 
 def _roots(env: Mapping[str, str], variable: str, package: str, landmark: str, depth: int) -> Iterator[Path]:
-    """Folders that may contain lib/ and include/; a package's is `depth` levels above the folder of its landmark."""
+    """Yield folders that may contain lib/ and include/; a package's is `depth` levels above its landmark's folder."""
     if variable in env:
         yield Path(env[variable])
     try:
@@ -232,36 +233,36 @@ def _version(header: Path) -> tuple[int, int]:
     text = header.read_text(encoding="utf-8") if header.is_file() else ""
     numbers = re.findall(r"CCL_(?:MAJOR|MINOR)_VERSION\s+(\d+)", text)
     if len(numbers) != 2:
-        raise InputError(f"comm.backend=ccl: {header} contains no version of oneCCL: {INSTALL}")
+        raise InputError(f"comm.backend=ccl: {header} does not contain oneCCL's version: {INSTALL}")
     return int(numbers[0]), int(numbers[1])
 
 
 SHM_BYTES_PER_RANK = 32 << 20
-# Providers that register (lock) memory with the network card.
+# libfabric providers that register (lock) memory with the network card.
 PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
 LOCKED_BYTES = 64 << 20
-AUTO = "auto"  # oneCCL takes the last CPUs of the host
-# Seen: with four queues and no thread to work on them, a message was taken for another.
+AUTO = "auto"  # oneCCL uses the last CPUs of the host
+# With four queues and no threads for them, messages have been mixed up.
 ONE_QUEUE: Setting = (
     "CCL_WORKER_COUNT",
     "1",
-    "no comm cores, so none of oneCCL's threads, each with a queue of its own",
+    "no comm cores, so no threads of oneCCL, each of which has its own queue",
 )
 
 
 def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Variables that the environment does not set yet, each with its value and the reason."""
+    """Return the variables to set that the environment does not have yet, each with its value and the reason."""
     found: list[Setting] = [
         (VARIABLE, transport.name, transport.why),
         ("CCL_ROOT", str(libraries.include.parent), "oneCCL's folder"),
         ("I_MPI_ROOT", str(libraries.mpi_root), "Intel MPI's folder"),
         ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
-        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "this libmpi, not the first one on the library path"),
+        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "this libmpi instead of the first one on the library path"),
         ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric of these providers"),
-        ("CCL_BUFFER_CACHE", "0", "oneCCL would keep a buffer of every size that it has seen, without bound"),
-        ("CCL_LOG_LEVEL", "error", "without it, oneCCL warns about each variable that is set here"),
-        ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "one libfabric in a process"),
-        ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "one libfabric in a process"),
+        ("CCL_BUFFER_CACHE", "0", "oneCCL would cache a buffer of every size, without limit"),
+        ("CCL_LOG_LEVEL", "error", "oneCCL would warn about each variable that is set here"),
+        ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "the same libfabric for MPI and oneCCL"),
+        ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "the same libfabric for MPI and oneCCL"),
     ]
     if transport.name == LIBFABRIC:
         found += [
@@ -271,32 +272,32 @@ def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mappin
         ]
     else:
         found += [
-            ("CCL_PROCESS_LAUNCHER", "hydra", "PMI numbers the ranks"),
-            ("I_MPI_THREAD_SPLIT", "0", "one thread at a time calls oneCCL"),
+            ("CCL_PROCESS_LAUNCHER", "hydra", "PMI assigns the ranks"),
+            ("I_MPI_THREAD_SPLIT", "0", "only one thread at a time calls oneCCL"),
         ]
     if "CCL_WORKER_AFFINITY" not in env:
-        found.append(("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would slow the computation"))
+        reason = "no comm cores, and oneCCL's spinning threads would slow the computation"
+        found.append(("CCL_WORKER_OFFLOAD", "0", reason))
     if rank.local_world_size == rank.world_size:
-        # libfabric would choose any interface, even a container's, and hang once that is removed.
+        # libfabric may choose any interface, even a container's, and hangs if it is removed.
         found.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
     elif interface := interface_to(env.get("MASTER_ADDR", "")):
-        found.append(("FI_TCP_IFACE", interface, "the interface that reaches rank 0's host"))
+        found.append(("FI_TCP_IFACE", interface, "the interface to rank 0's host"))
     unset = tuple(setting for setting in found if setting[0] not in env)
     without_threads = ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in unset}
     return (*unset, ONE_QUEUE) if without_threads and env.get("CCL_WORKER_COUNT", "1") != "1" else unset
 
 
 def check_host(rank: Rank, env: Mapping[str, str]) -> None:
-    """Raise InputError for limits of this host and variables that would make oneCCL or MPI fail later without a clear
-    message."""
+    """Raise InputError for limits and variables with which oneCCL or MPI would fail later without a clear message."""
     if rank.local_world_size > 1:
         space = os.statvfs(SHM) if SHM.is_dir() else None
         found = space.f_bavail * space.f_frsize if space else 0
         if found < rank.local_world_size * SHM_BYTES_PER_RANK:
             raise InputError(
-                f"{SHM} has {found >> 20} MiB free, {rank.local_world_size} ranks that share memory need "
-                f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB: enlarge it (docker --shm-size=2g), or set "
-                "comm.backend=gloo"
+                f"{SHM} has {found >> 20} MiB free, but {rank.local_world_size} ranks on a host need "
+                f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB of shared memory: enlarge it (docker "
+                "--shm-size=2g), or set comm.backend=gloo"
             )
     _check_workers(rank, env)
     requested = env.get("FI_PROVIDER", "")
@@ -310,19 +311,18 @@ def check_host(rank: Rank, env: Mapping[str, str]) -> None:
 
 
 def _check_workers(rank: Rank, env: Mapping[str, str]) -> None:
-    """Check the variables of oneCCL's threads, which it calls workers."""
+    """Check the variables of oneCCL's worker threads. Raises InputError."""
     count, affinity = env.get("CCL_WORKER_COUNT", "1"), env.get("CCL_WORKER_AFFINITY", AUTO)
     if not re.fullmatch(r"[1-9]\d{0,3}", count):
-        raise InputError(
-            f"CCL_WORKER_COUNT={count[:20]} is not a number of oneCCL's threads: set it to 1 or more, or unset it"
-        )
+        raise InputError(f"CCL_WORKER_COUNT={count[:20]} is not a number of threads: set it to 1 or more, or unset it")
     cpus = re.findall(r"(\d+)(?:-(\d+))?", affinity)
     listed = sum(int(last or first) - int(first) + 1 for first, last in cpus)
     needed = rank.local_world_size * int(count)
     if affinity != AUTO and listed != needed:
         raise InputError(
-            f"CCL_WORKER_AFFINITY={affinity[:60]} names {counted(listed, 'CPU')}; CCL_WORKER_COUNT={count} for each of "
-            f"{counted(rank.local_world_size, 'rank')} of this host needs {needed}: name a CPU for each, or unset both"
+            f"CCL_WORKER_AFFINITY={affinity[:60]} lists {counted(listed, 'CPU')}, but CCL_WORKER_COUNT={count} for "
+            f"{counted(rank.local_world_size, 'rank')} on this host needs {needed}: list one CPU per thread, or unset "
+            "both"
         )
 
 
@@ -330,11 +330,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mapping[str, str], *, whole: bool) -> Rank:
-    """The place of a group's rank; `whole`: the group has all ranks of the job.
+    """Return rank and local rank of a group's rank; `whole`: the group has all ranks of the job.
 
-    Where the launcher's variables do not tell the local rank (scripts that start their ranks with mp.spawn set RANK
-    and WORLD_SIZE, or nothing), or are about another job, the group's ranks find who shares a host through its store.
-    Raises RuntimeError where one of them does not come in time, or the store is gone.
+    If the launcher's variables do not give the local rank (scripts that use mp.spawn set RANK and WORLD_SIZE, or
+    nothing), or belong to another job, the group's ranks exchange their hosts through its store. Raises RuntimeError if
+    a rank does not join in time, or the store is gone.
     """
     with suppress(InputError):
         found = discover(env)
@@ -348,12 +348,12 @@ def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mappin
 
 
 def _hosts(rank: int, size: int, store: Store, timeout: timedelta) -> list[str]:
-    """What tells the host of each rank from other hosts."""
+    """Return an identifier of each rank's host."""
     boot = BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.is_file() else ""
     keys = [str(number) for number in range(size)]
     try:
         store.set(keys[rank], f"{socket.gethostname()} {boot} {Path('/proc/self/ns/ipc').stat().st_ino}")
-        with suppress(RuntimeError):  # the timeout, or a store that is gone: then the next call fails, too
+        with suppress(RuntimeError):  # timeout, or the store is gone, in which case the next call fails too
             store.wait(keys, timeout)
         missing = [key for key in keys if not store.check([key])]
         if not missing:
@@ -373,7 +373,7 @@ REQUESTED_BY, ALTERNATIVE = "comm.backend=ccl", "set comm.backend=gloo"
 
 
 def part(libraries: Libraries) -> NativeExtension:
-    """The extension to compile against these libraries."""
+    """Describe the extension to compile against these libraries."""
     units = units_of(len(os.sched_getaffinity(0)))
     return NativeExtension(
         title=f"the oneCCL backend for torch {torch.__version__}",
@@ -389,14 +389,14 @@ def part(libraries: Libraries) -> NativeExtension:
 
 
 def units_of(cores: int) -> tuple[tuple[Path, ...], ...]:
-    """The sources in groups that are compiled side by side; each reads PyTorch's headers, much of the work, once."""
+    """Group the sources into units compiled in parallel; each unit parses PyTorch's headers, most of the work, once."""
     sources = sorted(NATIVE.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     count = min(cores, MOST_UNITS)
     return tuple(tuple(sources[number::count]) for number in range(count))
 
 
 def compile_line(cxx: str, libraries: Libraries, unit: tuple[Path, ...], output: Path) -> tuple[str, ...]:
-    """The command that compiles sources as one."""
+    """Return the command that compiles several sources as one unit."""
     torch_root = Path(torch.__file__).parent
     *others, last = map(str, unit)
     return (
@@ -411,9 +411,9 @@ def compile_line(cxx: str, libraries: Libraries, unit: tuple[Path, ...], output:
 
 
 def link_line(cxx: str, libraries: Libraries, objects: tuple[Path, ...], output: Path) -> tuple[str, ...]:
-    """The command that links the extension."""
+    """Return the command that links the extension."""
     torch_lib = Path(torch.__file__).parent / "lib"
-    # Searched before LD_LIBRARY_PATH, which may name oneCCL's GPU build: its library has the same name.
+    # An rpath is searched before LD_LIBRARY_PATH, which may have oneCCL's GPU build with a library of the same name.
     rpath = tuple(f"-Wl,-rpath,{folder}" for folder in (libraries.ccl.parent, torch_lib))
     return (
         *(cxx, "-shared", "-Wl,--disable-new-dtags", *map(str, objects), "-o", str(output)),
@@ -423,14 +423,14 @@ def link_line(cxx: str, libraries: Libraries, objects: tuple[Path, ...], output:
 
 
 def _pybind11_flags() -> tuple[str, ...]:
-    """Torch's build names, which pybind11 before version 3 compares before it shares classes between extensions."""
+    """Return torch's pybind11 ABI names, which must match for pybind11 < 3 to share classes between extensions."""
     names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
     known = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
     return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in known if value is not None)
 
 
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
-    """The path of the compiled extension; its name is a hash of all that the extension depends on."""
+    """Return the path of the compiled extension; its folder is a hash of everything the extension depends on."""
     source = "".join(path.read_text(encoding="utf-8") for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
     commands = (*compile_line("c++", libraries, (NATIVE,), Path(NAME)), *link_line("c++", libraries, (), Path(NAME)))
     parts = (source, torch.__version__, sys.version, platform.machine(), *commands)
@@ -439,12 +439,12 @@ def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
 
 
 def ensure_built(libraries: Libraries, env: Mapping[str, str]) -> Path:
-    """The path of the extension, compiled by this process or another. Raises as ensure_compiled does."""
+    """Compile the extension if necessary, and return its path. Raises the errors of ensure_compiled."""
     return ensure_compiled(part(libraries), built_path(libraries, env), env)
 
 
 def load(path: Path) -> ModuleType:
-    """Import the compiled extension. Raises RunError where it does not load."""
+    """Import the compiled extension. Raises RunError if it does not load."""
     spec = spec_from_file_location(NAME, path, loader=ExtensionFileLoader(NAME, str(path)))
     assert spec is not None and spec.loader is not None
     with loading(path, REQUESTED_BY, ALTERNATIVE):

@@ -1,4 +1,4 @@
-// The backward pass: sums of the gradients, then the gradient of the input.
+// Backward pass: sums of the gradients, then the input gradient.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 
 namespace {
 
-// How a value of the gradient before ReLU is found from the one after it.
+// How the gradient before ReLU is computed from the one after it.
 enum class Relu { kNone, kFromInput, kFromOutput };
 
 template <typename T, Relu kRelu>
 inline T before_relu(T gradient, float difference, float scale, float shift, const T* y) {
   if constexpr (kRelu == Relu::kFromInput) {
-    return difference * scale + shift <= 0 ? T{} : gradient;  // as in normalize_row, to the bit
+    return difference * scale + shift <= 0 ? T{} : gradient;  // bitwise as in normalize_row
   } else if constexpr (kRelu == Relu::kFromOutput) {
     return load(*y) <= 0 ? T{} : gradient;
   } else {
@@ -20,7 +20,7 @@ inline T before_relu(T gradient, float difference, float scale, float shift, con
   }
 }
 
-// The sum of two gradients, rounded as torch's addition does.
+// Returns the sum of two gradients, rounded like torch's addition.
 template <typename T>
 inline T added(T one, T other) {
   T sum;
@@ -28,8 +28,8 @@ inline T added(T one, T other) {
   return sum;
 }
 
-// Adds a row's gradients before ReLU to sum, and times (x - mean) to products; writes them to `before` where they are
-// found from the output. With kTwo the gradient after ReLU is the sum of g and h.
+// Adds a row's gradients before ReLU to sum, and their products with (x - mean) to products. Writes them to `before` if
+// ReLU is determined from the output. With kTwo the gradient after ReLU is g + h.
 template <typename T, Relu kRelu, bool kTwo>
 void add_gradients(const T* __restrict g, const T* __restrict h, const T* __restrict x, const T* __restrict y,
                    T* __restrict before, size_t channels, const Affine& map, float* __restrict sum,

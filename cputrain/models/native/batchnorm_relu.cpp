@@ -1,23 +1,23 @@
-// Batch-norm, the addition of a residual and ReLU, forward and backward, each in two passes over the images.
+// Batch-norm fused with residual addition and ReLU, forward and backward, each in two passes over the images.
 //
 // Plain C functions for ctypes. Images are channels-last: `rows` = images x height x width rows of `channels` values,
 // float32 or bfloat16. Parameters are float32, or null for 1 and 0; statistics and sums are double.
 //
-// Sums are taken over chunks of rows that do not depend on the number of threads, and added in their order: any number
-// of threads computes the same bits. Whether ReLU has cut a value is computed again from the input, or seen in the
-// output where a residual was added, so that no mask is kept.
+// Sums are taken over chunks of rows that do not depend on the number of threads, and added in a fixed order, so that
+// results are bitwise equal for any number of threads. The backward pass recomputes from the input which values ReLU
+// has cut, or reads it from the output if a residual was added, so no mask is stored.
 
 #include "backward.hpp"
 
 extern "C" {
 
-// Images of one layer: bfloat16 or float32, and the threads to use.
+// Images of one layer: size, data type and number of threads.
 struct Images {
   size_t rows, channels;
   int bfloat16, threads;
 };
 
-// A layer's parameters, the statistics (mean, variance) that it normalizes by, and whether ReLU follows.
+// A layer's parameters, the statistics (mean, variance) it normalizes by, and whether ReLU follows.
 struct Layer {
   const double* statistics;
   const float *weight, *bias;
@@ -25,12 +25,12 @@ struct Layer {
   int relu;
 };
 
-// Whether torch's OpenMP runtime can be reached.
+// Returns whether torch's OpenMP runtime is visible.
 int batchnorm_has_threads() {
   return GOMP_parallel != nullptr && omp_get_thread_num != nullptr && omp_get_num_threads != nullptr;
 }
 
-// The mean and variance of each channel into out, 2 x channels.
+// Writes the mean and variance of each channel to out, 2 x channels.
 void batchnorm_statistics(const Images* images, const void* x, double* out) {
   const auto run = [&]<typename T>(const T* input) {
     statistics(input, images->rows, images->channels, images->threads, out);
@@ -38,8 +38,8 @@ void batchnorm_statistics(const Images* images, const void* x, double* out) {
   images->bfloat16 != 0 ? run(static_cast<const Bfloat16*>(x)) : run(static_cast<const float*>(x));
 }
 
-// running = (1 - momentum) running + momentum statistics, the mean over `parts` of a batch that are normalized each by
-// its own (parts x 2 x channels); `counts` are the values of a channel in each, which correct the variance.
+// running = (1 - momentum) running + momentum mean(statistics), with the mean over `parts` ghost batches. statistics is
+// parts x 2 x channels; `counts` is the number of values per channel in each part, to make the variance unbiased.
 void batchnorm_update_running(size_t parts, size_t channels, const double* statistics, const double* counts,
                               double momentum, float* running_mean, float* running_variance) {
   for (size_t c = 0; c < channels; ++c) {
@@ -73,9 +73,9 @@ void batchnorm_forward(const Images* images, const Layer* layer, const void* x, 
   images->bfloat16 != 0 ? run(static_cast<const Bfloat16*>(x)) : run(static_cast<const float*>(x));
 }
 
-// For g = dL/dy: the sums over rows of g before ReLU and of its product with (x - mean) into out, 2 x channels. With an
-// output y, whose sign then tells what ReLU cut, g before ReLU is written to `before`: the residual's gradient. There
-// dL/dy may be the sum of two, g and h; h is null otherwise.
+// With g = dL/dy, writes the sums over rows of g before ReLU and of its product with (x - mean) to out, 2 x channels.
+// If an output y is given, its sign shows what ReLU cut, and g before ReLU, the residual's gradient, is written to
+// `before`. In this case dL/dy may be the sum of g and h; otherwise h is null.
 void batchnorm_gradient_sums(const Images* images, const Layer* layer, const void* g, const void* h, const void* x,
                              const void* y, void* before, double* out) {
   const size_t rows = images->rows, channels = images->channels;
@@ -99,8 +99,8 @@ void batchnorm_gradient_sums(const Images* images, const Layer* layer, const voi
   images->bfloat16 != 0 ? run(static_cast<const Bfloat16*>(g)) : run(static_cast<const float*>(g));
 }
 
-// dL/dx into dx, from g and its sums over `count` values of each channel; sums are null where the statistics do not
-// depend on x. g is before ReLU where layer->relu is 0.
+// Writes dL/dx to dx, from g and its sums over `count` values of each channel; sums are null if the statistics do not
+// depend on x. If layer->relu is 0, g is the gradient before ReLU.
 void batchnorm_input_gradient(const Images* images, const Layer* layer, const void* g, const void* x,
                               const double* sums, double count, void* dx) {
   const size_t rows = images->rows, channels = images->channels;
@@ -124,7 +124,7 @@ void batchnorm_input_gradient(const Images* images, const Layer* layer, const vo
   images->bfloat16 != 0 ? run(static_cast<const Bfloat16*>(g)) : run(static_cast<const float*>(g));
 }
 
-// dL/dweight and dL/dbias from the sums of `parts` (parts x 2 x channels each).
+// Computes dL/dweight and dL/dbias from statistics and sums, each parts x 2 x channels.
 void batchnorm_parameter_gradients(size_t parts, size_t channels, const double* statistics, double eps,
                                    const double* sums, float* weight_gradient, float* bias_gradient) {
   for (size_t c = 0; c < channels; ++c) {

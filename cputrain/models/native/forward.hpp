@@ -1,4 +1,4 @@
-// The forward pass: statistics of the rows, then normalization, residual and ReLU.
+// Forward pass: statistics of the rows, then normalization, residual and ReLU.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Adds to sum and squares the differences of a row from the pivot.
+// Adds the differences of a row from the pivot to sum, and their squares to squares.
 template <typename T>
 void add_differences(const T* __restrict x, size_t channels, const float* __restrict pivot, float* __restrict sum,
                      float* __restrict squares) {
@@ -21,7 +21,7 @@ void add_differences(const T* __restrict x, size_t channels, const float* __rest
   }
 }
 
-// The same of 4 rows at once, with fewer reads and writes of the sums.
+// Does the same for 4 rows at once, with fewer reads and writes of the sums.
 template <typename T>
 void add_differences4(const T* __restrict x, size_t channels, const float* __restrict pivot, float* __restrict sum,
                       float* __restrict squares) {
@@ -34,8 +34,8 @@ void add_differences4(const T* __restrict x, size_t channels, const float* __res
   }
 }
 
-// Mean, and sum of squared differences from it, of each channel of a chunk. Differences are taken from the chunk's
-// first row: where that is far from the mean, so is the variance large, and the subtraction below loses nothing.
+// Computes each channel's mean and sum of squared differences from it over a chunk. Differences are taken from the
+// chunk's first row: if it is far from the mean, the variance is large too, and the subtraction below is accurate.
 template <typename T>
 void chunk_statistics(const T* x, size_t rows, size_t channels, bool cached, double* __restrict mean,
                       double* __restrict squares) {
@@ -67,7 +67,7 @@ void chunk_statistics(const T* x, size_t rows, size_t channels, bool cached, dou
   }
 }
 
-// out: mean and variance of each channel, not corrected for the sample.
+// Writes each channel's mean and biased variance to out.
 template <typename T>
 void statistics(const T* x, size_t rows, size_t channels, int threads, double* out) {
   const Chunks chunks(rows);
@@ -100,7 +100,7 @@ void statistics(const T* x, size_t rows, size_t channels, int threads, double* o
   }
 }
 
-// What maps x to (x - mean) scale + shift.
+// The map from x to (x - mean) scale + shift.
 struct Affine {
   const float *mean, *scale, *shift;
 };
@@ -112,7 +112,7 @@ Affine affine(const double* statistics, size_t channels, const float* weight, co
     const double exact = (weight != nullptr ? weight[c] : 1.0) / std::sqrt(statistics[channels + c] + eps);
     mean[c] = static_cast<float>(statistics[c]);
     scale[c] = static_cast<float>(exact);
-    // the rest of the mean, which float does not hold
+    // compensates for the rounding of the mean to float
     shift[c] = static_cast<float>((bias != nullptr ? bias[c] : 0.0) + exact * (mean[c] - statistics[c]));
   }
   return {mean, scale, shift};

@@ -1,4 +1,4 @@
-// Rows of images cut into chunks, and the threads that share them.
+// Split the rows of images into chunks and share them between threads.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 #include <cstddef>
 #include <vector>
 
-// Of the OpenMP runtime that torch has loaded, libgomp or libiomp5. Compiling with -fopenmp would link a second one,
-// whose threads would compete with torch's.
+// Symbols of the OpenMP runtime that torch has loaded, libgomp or libiomp5. Compiling with -fopenmp would link a second
+// runtime, whose threads would compete with torch's.
 extern "C" {
 [[gnu::weak]] void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 [[gnu::weak]] int omp_get_thread_num();
@@ -18,14 +18,14 @@ extern "C" {
 
 namespace {
 
-constexpr size_t kBlock = 64;            // rows whose sums are float
-constexpr size_t kMostChunks = 256;      // of rows, which threads share
-constexpr size_t kCacheBytes = 8 << 20;  // more is read from memory, fastest row by row in order
-constexpr size_t kThreadValues = 32768;  // fewer are left to one thread
+constexpr size_t kBlock = 64;            // rows that are summed in float before the sum is added in double
+constexpr size_t kMostChunks = 256;      // maximum number of chunks
+constexpr size_t kCacheBytes = 8 << 20;  // larger inputs are in memory, which is fastest to read row by row
+constexpr size_t kThreadValues = 32768;  // fewer values are computed by one thread
 
 const pid_t kProcess = getpid();
 
-// Rows cut into chunks of a multiple of kBlock rows each.
+// Rows split into chunks whose size is a multiple of kBlock.
 struct Chunks {
   size_t rows, size, count;
 
@@ -37,9 +37,9 @@ struct Chunks {
   size_t length(size_t chunk) const { return std::min(size, rows - first(chunk)); }
 };
 
-// Calls work(first, end) for shares of the chunks, on the calling thread or on `threads` threads of its OpenMP team: a
-// team of another size would make the runtime end and start threads. It may give fewer. A forked child has no team, and
-// would wait for its parent's threads.
+// Calls work(first, end) for ranges of the chunks, on the calling thread or on its OpenMP team of `threads` threads, of
+// which the runtime may provide fewer. (A team of another size would make the runtime end and start threads.) A forked
+// child uses one thread, because it would wait for its parent's threads.
 template <typename Work>
 void share(size_t chunks, size_t values, int threads, const Work& work) {
   const bool alone = threads < 2 || chunks < 2 || values < kThreadValues;
@@ -60,10 +60,10 @@ void share(size_t chunks, size_t values, int threads, const Work& work) {
       &region, static_cast<unsigned>(threads), 0);
 }
 
-// The number of the calling thread in its team, 0 outside one.
+// Returns the number of the calling thread in its team, 0 outside a team.
 inline size_t thread_number() { return omp_get_thread_num == nullptr ? 0 : static_cast<size_t>(omp_get_thread_num()); }
 
-// Memory that a thread keeps between calls, at least `count` values of it.
+// Returns a thread-local buffer of at least `count` values, which is kept between calls.
 template <typename Value, int kPurpose>
 Value* kept(size_t count) {
   static thread_local std::vector<Value> memory;

@@ -1,4 +1,4 @@
-// Convolutions of 3 x 3, stride 1, by Winograd's F(4x4, 3x3): outputs, gradients of inputs and of weights.
+// 3 x 3 convolutions of stride 1 by Winograd's algorithm F(4x4, 3x3): outputs, input gradients and weight gradients.
 //
 // Plain C functions for ctypes. Images are channels-last, float32 or bfloat16; weights are (out, 3, 3, in) float32;
 // channels are multiples of 16. Sums are float32, in an order that does not depend on the number of threads.
@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// One layer: `height` and `width` of its input, padding on each side (0 to 2), and how many tiles are computed at once.
+// One layer: `height` and `width` of its input, padding on each side (0 to 2), and the number of tiles per block.
 struct Convolution {
   size_t images, height, width, in_channels, out_channels, padding;
   int bfloat16, threads;
@@ -18,9 +18,9 @@ struct Convolution {
 
 namespace {
 
-constexpr size_t kGap = 16;  // floats between matrices: equal distances of a power of two share sets of the cache
+constexpr size_t kGap = 16;  // floats between matrices, because power-of-two distances map to the same cache sets
 
-// The output's size, and the tiles that cover it.
+// Size of the output, and the tiles that cover it.
 struct Tiles {
   size_t height, width, down, across, count;
 
@@ -33,7 +33,7 @@ struct Tiles {
 };
 
 struct Place {
-  size_t image, top, left;  // of a tile's outputs
+  size_t image, top, left;  // position of a tile's outputs
 };
 
 inline Place place_of(const Tiles& tiles, size_t tile) {
@@ -43,21 +43,22 @@ inline Place place_of(const Tiles& tiles, size_t tile) {
 
 inline size_t matrix(size_t rows, size_t columns) { return rows * columns + kGap; }
 
-// How many blocks of tiles are computed at once, each in its thread's scratch memory; one by all threads where there are
-// fewer blocks than threads.
+// Returns the number of blocks that are computed at the same time, each in its thread's scratch memory; 1 if there are
+// fewer blocks than threads, and all threads share each block.
 inline size_t blocks_at_once(const Convolution& layer, const Tiles& tiles) {
   const size_t threads = static_cast<size_t>(std::max(1, layer.threads));
   return (tiles.count + layer.tiles - 1) / layer.tiles >= threads ? threads : 1;
 }
 
-// Channels-last maps that are cut into patches, and the zeros around them.
+// Channels-last feature maps that are split into patches, with their zero padding.
 template <typename T>
 struct Maps {
   const T* values;
   size_t height, width, channels, padding;
 };
 
-// Transformed patches of kSide x kSide of the tiles from `first` + `begin` on, into v: 36 matrices of tiles x channels.
+// Writes the transformed kSide x kSide patches of tiles first + begin to first + end - 1 to v, 36 matrices of
+// tiles x channels.
 template <size_t kSide, typename T, typename Transform>
 void patches(const Maps<T>& maps, const Tiles& tiles, size_t first, size_t begin, size_t end, const Transform& transform,
              float* v, size_t step) {
@@ -80,7 +81,7 @@ void patches(const Maps<T>& maps, const Tiles& tiles, size_t first, size_t begin
   }
 }
 
-// Of the input, 6 x 6 each.
+// Transforms the 6 x 6 patches of the input.
 template <typename T>
 void inputs(const Convolution& layer, const Tiles& tiles, const T* x, size_t first, size_t begin, size_t end, float* v,
             size_t step) {
@@ -88,7 +89,7 @@ void inputs(const Convolution& layer, const Tiles& tiles, const T* x, size_t fir
   patches<kIn>(maps, tiles, first, begin, end, transform_input, v, step);
 }
 
-// Of the gradient of the outputs, 4 x 4 each.
+// Transforms the 4 x 4 patches of the outputs' gradient.
 template <typename T>
 void gradients(const Convolution& layer, const Tiles& tiles, const T* g, size_t first, size_t begin, size_t end,
                float* v, size_t step) {
@@ -96,7 +97,7 @@ void gradients(const Convolution& layer, const Tiles& tiles, const T* g, size_t 
   patches<kOut>(maps, tiles, first, begin, end, transform_gradient, v, step);
 }
 
-// Outputs of tiles from their 36 matrices m, with a bias and through ReLU where they are wanted.
+// Computes the outputs of tiles from their 36 matrices m, with optional bias and ReLU.
 template <typename T>
 void outputs(const Convolution& layer, const Tiles& tiles, const float* m, size_t step, size_t first, size_t begin,
              size_t end, const float* bias, bool relu, T* y) {
@@ -112,7 +113,7 @@ void outputs(const Convolution& layer, const Tiles& tiles, const float* m, size_
       for (size_t i = 0; i < kOut && at.top + i < tiles.height; ++i) {
         for (size_t j = 0; j < kOut && at.left + j < tiles.width; ++j) {
           Vector value = bias == nullptr ? done[i][j] : done[i][j] + added;
-          if (relu) value = value < 0.0F ? Vector{} : value;  // not a number stays so
+          if (relu) value = value < 0.0F ? Vector{} : value;  // keeps NaN
           write(image + ((at.top + i) * tiles.width + at.left + j) * channels + c, value);
         }
       }
@@ -120,7 +121,7 @@ void outputs(const Convolution& layer, const Tiles& tiles, const float* m, size_
   }
 }
 
-// One of 36 products of transformed tiles and weights: m (tiles x out) = v (tiles x in) u.
+// Computes one of 36 products of transformed tiles and weights: m (tiles x out) = v (tiles x in) u.
 void forward_product(const Convolution& layer, const float* v, const float* u, size_t rows, float* m) {
   for (size_t k = 0; k < layer.out_channels; k += kPanel) {
     const size_t width = std::min(kPanel, layer.out_channels - k);
@@ -134,7 +135,7 @@ void forward(const Convolution& layer, const T* x, const float* u, const float* 
   const Tiles tiles(layer);
   const size_t step_u = matrix(layer.in_channels, layer.out_channels);
   const size_t step_v = matrix(layer.tiles, layer.in_channels), step_m = matrix(layer.tiles, layer.out_channels);
-  if (blocks_at_once(layer, tiles) > 1 || layer.threads <= 1) {  // each thread computes blocks of its own
+  if (blocks_at_once(layer, tiles) > 1 || layer.threads <= 1) {  // each thread computes its own blocks
     const size_t blocks = (tiles.count + layer.tiles - 1) / layer.tiles;
     share(blocks, tiles.count * layer.in_channels * kPoints, layer.threads, [&](size_t begin, size_t end) {
       float* v = scratch + thread_number() * kPoints * (step_v + step_m);
@@ -151,7 +152,7 @@ void forward(const Convolution& layer, const T* x, const float* u, const float* 
     return;
   }
   float *v = scratch, *m = scratch + kPoints * step_v;
-  for (size_t first = 0; first < tiles.count; first += layer.tiles) {  // all threads compute one block
+  for (size_t first = 0; first < tiles.count; first += layer.tiles) {  // all threads share each block
     const size_t count = std::min(layer.tiles, tiles.count - first), values = count * layer.in_channels * kPoints;
     share(count, values, layer.threads,
           [&](size_t begin, size_t end) { inputs(layer, tiles, x, first, begin, end, v, step_v); });
@@ -166,14 +167,14 @@ void forward(const Convolution& layer, const T* x, const float* u, const float* 
   }
 }
 
-// The sums over tiles in the transformed domain, s: 36 matrices of out x in; then the gradient of the weights from them.
+// Computes the sums over tiles in the transformed domain, s (36 matrices of out x in), then the weight gradient.
 template <typename T>
 void weight_gradient(const Convolution& layer, const T* x, const T* g, float* out, float* scratch) {
   const Tiles tiles(layer);
   const size_t in = layer.in_channels, outs = layer.out_channels;
   const size_t step_v = matrix(layer.tiles, in), step_w = matrix(layer.tiles, outs), step_s = outs * in + kGap;
   float *v = scratch, *w = v + kPoints * step_v, *s = w + kPoints * step_w;
-  const size_t strips = (outs + kPanel - 1) / kPanel;  // of rows of s: threads share points x strips
+  const size_t strips = (outs + kPanel - 1) / kPanel;  // strips of rows of s; threads share points x strips
   for (size_t first = 0; first < tiles.count; first += layer.tiles) {
     const size_t count = std::min(layer.tiles, tiles.count - first), values = count * (in + outs) * kPoints;
     share(count, values, layer.threads, [&](size_t begin, size_t end) {
@@ -202,8 +203,8 @@ void weight_gradient(const Convolution& layer, const T* x, const T* g, float* ou
   });
 }
 
-// Transformed weights u of (rows, 3, 3, columns): 36 matrices of depth x width in panels of columns. The depth is the
-// last dimension of w, or with `mirrored` its first, and taps are in reverse order: the weights of the input's gradient.
+// Transforms weights w, (out, 3, 3, in), to u: 36 matrices of depth x width in panels of columns. The depth is the last
+// dimension of w. With `mirrored` it is the first, and taps are reversed, for the input gradient.
 void weights(const float* w, size_t outs, size_t in, bool mirrored, int threads, float* u) {
   const size_t depth = mirrored ? outs : in, width = mirrored ? in : outs;
   const size_t blocks = depth / kWidth;
@@ -234,22 +235,22 @@ void weights(const float* w, size_t outs, size_t in, bool mirrored, int threads,
 
 extern "C" {
 
-// Bytes of scratch memory that a pass needs; `gradient`: of the weights.
+// Returns the bytes of scratch memory for a forward pass, or with `gradient` for a weight gradient.
 size_t winograd_scratch(const Convolution* layer, int gradient) {
   const size_t pair = matrix(layer->tiles, layer->in_channels) + matrix(layer->tiles, layer->out_channels);
   const size_t sums = layer->out_channels * layer->in_channels + kGap;
   return sizeof(float) * kPoints * (gradient != 0 ? pair + sums : blocks_at_once(*layer, Tiles(*layer)) * pair);
 }
 
-// Floats of transformed weights.
+// Returns the number of floats of transformed weights.
 size_t winograd_weights_size(size_t outs, size_t in) { return kPoints * matrix(outs, in); }
 
 void winograd_weights(const float* w, size_t outs, size_t in, int mirrored, int threads, float* u) {
   weights(w, outs, in, mirrored != 0, threads, u);
 }
 
-// y = ReLU(conv(x) + bias); bias may be null. With mirrored weights: the gradient of the input, where x is that of the
-// outputs, in and out are exchanged, and the padding is 2 - padding.
+// Computes y = ReLU(conv(x) + bias); bias may be null. With mirrored weights it computes the input gradient: x is the
+// outputs' gradient, in and out are swapped, and the padding is 2 - padding.
 void winograd_forward(const Convolution* layer, const void* x, const float* u, const float* bias, int relu, void* y,
                       float* scratch) {
   if (layer->bfloat16 != 0) {
@@ -259,7 +260,7 @@ void winograd_forward(const Convolution* layer, const void* x, const float* u, c
   }
 }
 
-// The gradient of the weights (out, 3, 3, in) from inputs x and the outputs' gradient g.
+// Computes the weight gradient (out, 3, 3, in) from inputs x and the outputs' gradient g.
 void winograd_weight_gradient(const Convolution* layer, const void* x, const void* g, float* out, float* scratch) {
   if (layer->bfloat16 != 0) {
     weight_gradient(*layer, static_cast<const Bfloat16*>(x), static_cast<const Bfloat16*>(g), out, scratch);

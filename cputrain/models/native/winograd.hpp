@@ -1,8 +1,8 @@
-// Winograd's minimal filtering F(4x4, 3x3) in vectors of channels: the transforms of tiles and weights, and the products
-// between them. Lavin and Gray 2016 (arXiv:1509.09308); blocking after Jia et al., PPoPP 2018.
+// Winograd's minimal filtering F(4x4, 3x3), vectorized over channels: transforms of tiles and weights, and their
+// products. Lavin and Gray 2016 (arXiv:1509.09308); blocking after Jia et al., PPoPP 2018.
 //
-// For one tile, y = A^T [(G g G^T) * (B^T d B)] A with d a 6 x 6 patch of the input and y 4 x 4 outputs. Transformed
-// tiles lie as 36 matrices of tiles x channels, so that the sum over channels is 36 matrix products.
+// For one tile, y = A^T [(G g G^T) * (B^T d B)] A, where d is a 6 x 6 patch of the input and y has 4 x 4 outputs.
+// Transformed tiles are stored as 36 matrices of tiles x channels, so that the sum over channels is 36 matrix products.
 
 #pragma once
 
@@ -14,14 +14,14 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr size_t kWidth = 16;  // floats of a vector
+constexpr size_t kWidth = 16;  // floats in a vector
 #else
 constexpr size_t kWidth = 8;
 #endif
 constexpr size_t kPoints = 36, kIn = 6, kOut = 4, kTaps = 9;
-constexpr size_t kVectors = kWidth == 16 ? 4 : 2;  // of a panel of columns, summed in registers
+constexpr size_t kVectors = kWidth == 16 ? 4 : 2;  // vectors in a panel of columns, whose sums are in registers
 constexpr size_t kPanel = kVectors * kWidth;
-constexpr size_t kRows = kWidth == 16 ? 6 : 5;  // of a block of sums in registers
+constexpr size_t kRows = kWidth == 16 ? 6 : 5;  // rows of the block of sums in registers
 
 typedef float Vector __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t)), aligned(2)));
@@ -33,7 +33,7 @@ inline Vector read(const Bfloat16* from) {
   return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
 }
 inline void write(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-inline void write(Bfloat16* to, Vector value) {  // as store() does
+inline void write(Bfloat16* to, Vector value) {  // rounds like store()
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words number = (Words)(value == value);
@@ -62,7 +62,7 @@ inline void transform_output(const Vector* m, Vector* y) {
   y[3] = b + 8.0F * d + m[5];
 }
 
-// A y: four values to six, the transposed of transform_output.
+// A y: four values to six, the transpose of transform_output.
 inline void transform_gradient(const Vector* y, Vector* m) {
   const Vector a = y[0] + y[2], b = y[1] + y[3], c = y[0] + 4.0F * y[2], d = 2.0F * y[1] + 8.0F * y[3];
   m[0] = y[0];
@@ -85,7 +85,7 @@ inline void transform_weight(const Vector* g, Vector* u) {
   u[5] = g[2];
 }
 
-// G^T s: six values to three, the transposed of transform_weight.
+// G^T s: six values to three, the transpose of transform_weight.
 inline void transform_weight_gradient(const Vector* s, Vector* g) {
   const Vector a = s[1] + s[2], c = s[3] + s[4];
   g[0] = 0.25F * s[0] - (1.0F / 6) * a + (1.0F / 24) * c;
@@ -93,7 +93,7 @@ inline void transform_weight_gradient(const Vector* s, Vector* g) {
   g[2] = (1.0F / 6) * (c - a) + s[5];
 }
 
-// `kFrom` x `kFrom` vectors to `kTo` x `kTo`: `transform` down the columns, then along the rows.
+// Applies `transform` to the columns, then to the rows: `kFrom` x `kFrom` vectors to `kTo` x `kTo`.
 template <size_t kFrom, size_t kTo, typename Transform>
 inline void both_ways(const Vector (&from)[kFrom][kFrom], Vector (&to)[kTo][kTo], const Transform& transform) {
   Vector half[kTo][kFrom];
@@ -106,7 +106,7 @@ inline void both_ways(const Vector (&from)[kFrom][kFrom], Vector (&to)[kTo][kTo]
   for (size_t i = 0; i < kTo; ++i) transform(half[i], to[i]);
 }
 
-// Rows and columns of kWidth vectors exchanged.
+// Transposes a square of kWidth vectors.
 inline void transpose(Vector* rows) {
 #ifdef __clang__
   float values[kWidth][kWidth];
@@ -133,8 +133,8 @@ inline void transpose(Vector* rows) {
 #endif
 }
 
-// Sums of products of `kHeight` rows of a and `kColumns` vectors of b, over `depth`: out(r, :) = (+)= sum a(r, i) b(i, :).
-// a is read at rows x row_step + i x depth_step.
+// Multiplies `kHeight` rows of a by `kColumns` vectors of b over `depth`: out(r, :) = sum a(r, i) b(i, :), or += with
+// `add`. a(r, i) is at r x row_step + i x depth_step.
 template <size_t kHeight, size_t kColumns>
 inline void block(const float* a, size_t row_step, size_t depth_step, const float* b, size_t b_step, size_t depth,
                   float* out, size_t out_step, bool add) {
@@ -156,7 +156,7 @@ inline void block(const float* a, size_t row_step, size_t depth_step, const floa
   }
 }
 
-// A product of `rows` rows by one panel of `kColumns` vectors.
+// Multiplies `rows` rows by one panel of `kColumns` vectors.
 template <size_t kColumns>
 void panel(const float* a, size_t row_step, size_t depth_step, size_t rows, const float* b, size_t b_step, size_t depth,
            float* out, size_t out_step, bool add) {
@@ -176,7 +176,7 @@ void panel(const float* a, size_t row_step, size_t depth_step, size_t rows, cons
   }
 }
 
-// The same by as many vectors as the panel has.
+// Multiplies `rows` rows by one panel of `vectors` vectors.
 inline void product(const float* a, size_t row_step, size_t depth_step, size_t rows, const float* b, size_t b_step,
                     size_t depth, float* out, size_t out_step, size_t vectors, bool add) {
   switch (vectors) {

@@ -127,7 +127,7 @@ def nothing(checkpoints: Path) -> None:
 
 
 def damaged(name: str, damage: Damage, says: str, loses: int = SAVED_EVERY) -> Fault:
-    used = (f"it is now {NEWEST}.damaged, and {OLDER} is used",) if loses else ()
+    used = (f"renamed to {NEWEST}.damaged, using {OLDER}",) if loses else ()
     return Fault(kind=KIND, name=name, cause=resumed(damage), status=0, says=(says, *used), loses=loses)
 
 

@@ -70,7 +70,7 @@ FAULTS = (
         name="a flipped bit in the memory of one of two ranks",
         cause=injected(1, *FLIPPED, FAULT_FLIP="40"),
         status=1,
-        says=("ranks 0 on", "1 on", "have different weights after step 40; after step 30 they were the same"),
+        says=("ranks 0 on", "1 on", "have different weights after step 40 (equal after step 30)"),
         loses=25,
     ),
     Fault(
@@ -114,7 +114,7 @@ FAULTS = (
         name="other processes on a rank's cores",
         cause=busy_neighbor,
         status=GOES_ON,
-        says=("warning: rank 1 on", "as long for a step as the median rank", "other processes use"),
+        says=("warning: rank 1 on", "as long per step as the median rank", "other processes use"),
     ),
     Fault(
         kind=KIND,

@@ -1,4 +1,4 @@
-// What has to be the same on all ranks that call a collective.
+// Parameters of a collective that must agree on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +18,26 @@ inline uint64_t mixed(uint64_t digest, uint64_t value) {
   return digest ^ (digest >> 29);
 }
 
-// Two ranks whose agreements have the same digest, and whose bytes for each other match, are in the same collective.
+// Two ranks are in the same collective if their digests are equal and the bytes they send to each other match.
 struct Agreement {
   uint64_t digest = 0;
-  std::string options;  // for people: what the shapes do not show
-  std::vector<uint64_t> tensors;  // of each its type, in the upper eight bits, and number of values
-  // Bytes for and from each rank, where these are not the same for all: oneCCL believes each rank's own numbers.
+  std::string options;  // text for messages: options that the shapes do not show
+  std::vector<uint64_t> tensors;  // each tensor's type, in the upper eight bits, and number of values
+  // Bytes for and from each rank, if they differ between ranks: oneCCL does not check them against each other.
   std::vector<size_t> give, receive;
 
   void add(uint64_t value) { digest = mixed(digest, value + 1); }
 
-  // Of a rank in the collective of a number: over all ranks of a group, these add up to 0 where the bytes match.
+  // A rank's balance in collective `number`; the balances of all ranks of a group sum to 0 if the bytes match.
   uint64_t balance(int rank, uint64_t number) const;
 };
 
-// Of tensors whose types and sizes are the same on all ranks.
+// Agreements on tensors whose types and sizes are the same on all ranks.
 Agreement agreement_of(const Tensors& tensors);
 Agreement agreement_of(const Tensors& tensors, c10d::ReduceOp::RedOpType op);
 Agreement agreement_of(const Tensors& tensors, int64_t root);
 
-// Says for people, and compares, the operator or the root of a collective.
+// Adds the operator or the root of a collective to the digest and to the text.
 void add_operator(Agreement& agreement, c10d::ReduceOp::RedOpType op);
 void add_root(Agreement& agreement, int64_t root);
 

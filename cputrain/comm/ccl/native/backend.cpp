@@ -13,7 +13,7 @@ namespace cputrain {
 
 namespace {
 
-// For ranks that come later than one that has destroyed the group, in a collective of a new kind.
+// Limit for late ranks to call collectives of a new kind that this rank has called before it destroys the group.
 constexpr auto kTurnGrace = std::chrono::seconds(30);
 constexpr auto kTurnPause = std::chrono::microseconds(100);
 
@@ -31,7 +31,7 @@ std::string random_name() {
   return digits;
 }
 
-// Lets other threads run Python, where this one holds the interpreter's lock.
+// Releases the GIL if this thread holds it.
 class WithoutGil {
  public:
   WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -64,7 +64,7 @@ CclBackend::CclBackend(
     if (rank == 0) {
       store_->set("ledger", random_name());
     }
-    // oneCCL's own creation of a communicator waits for late ranks, under the lock that every operation needs.
+    // Wait here for late ranks, because oneCCL would wait for them under the lock that every operation needs.
     const bool has_bf16 = __builtin_cpu_supports("avx512bf16") != 0;
     const bool all_have_bf16 = gather_ranks(*store_, rank, size_, timeout, has_bf16, "group " + name_) == size_;
     const auto ledger = store_->get_to_str("ledger");
@@ -83,7 +83,7 @@ CclBackend::CclBackend(
     if (std::atoi(environment("CCL_WORKER_COUNT").c_str()) > 1) {
       message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size_, rank, message_kvs_));
     }
-    ledger_->unlink();  // the communicator's ranks have all come past the ledger
+    ledger_->unlink();  // all ranks of the communicator have mapped the ledger
     if (!ledger_->has_all()) {
       first_calls_ = std::make_unique<FirstCalls>(store_, size_);
     }
@@ -93,7 +93,7 @@ CclBackend::CclBackend(
     engine.guard_process();
     engine.count_communicators(1);
     progress_ = &engine.add_group(key_, std::move(ranks), ledger_);
-  } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
+  } catch (const c10::DistError& error) {  // the store's error, also from within oneCCL's exchange over it
     engine.publish_communicator({});
     store_is_gone("group " + name_ + " cannot be created", error);
   } catch (const std::exception& error) {
@@ -107,8 +107,9 @@ CclBackend::CclBackend(
   engine.publish_communicator({});
 }
 
-// A communicator with operations that never end cannot be destroyed: it is leaked. So it is while another group has
-// operations in flight: other ranks may need them to end before they destroy this group, which oneCCL waits for.
+// A communicator with operations that never end cannot be destroyed and is leaked. It is also leaked while another
+// group has operations in flight, because oneCCL waits until other ranks destroy this group, and they may first wait
+// for those operations.
 CclBackend::~CclBackend() {
   const WithoutGil released;  // oneCCL may wait for other ranks here
   if (message_kvs_) {
@@ -136,13 +137,14 @@ CclBackend::~CclBackend() {
 
 struct CclBackend::Turn {
   std::function<Poll()> start;
-  FirstCalls::Agreed agreed;  // none: needs no agreement of its own
+  FirstCalls::Agreed agreed;  // null if no agreement is needed
   Poll ended;
-  std::string refusal;  // oneCCL's, of the start
+  std::string refusal;  // oneCCL's error at the start
 };
 
-// Starts it once the ranks agree on it, and all before it have started. Called under the engine's lock, as are the polls.
-// What oneCCL refuses then ends this operation alone, as it does in a call.
+// Defers an operation's start until all ranks have called it and all operations before it have started. Called under
+// the engine's lock, as are the polls. An error of oneCCL at the start fails only this operation, as if it had been
+// started in the call.
 void CclBackend::put_in_turn(
     std::function<Poll()>& start, std::function<void()>& finish, FirstCalls::Agreed agreed,
     const std::string& description) const {
@@ -171,7 +173,7 @@ void CclBackend::put_in_turn(
   };
 }
 
-// Before the group is destroyed: nobody has waited for them, but other ranks may.
+// Starts deferred operations before the group is destroyed, because other ranks may wait for them.
 void CclBackend::start_those_in_turn() const {
   auto& engine = Engine::instance();
   const auto deadline = Clock::now() + kTurnGrace;
@@ -193,7 +195,7 @@ bool CclBackend::awaits_messages() const {
   return inbox_ && inbox_->awaits();
 }
 
-// All ranks number a group's collectives alike, in the order of their calls, and are compared by that.
+// Submits a collective. Ranks number a group's collectives in call order, and compare collectives of equal number.
 WorkPtr CclBackend::submit(
     c10d::OpType type, const Tensors& described, Agreement agreement, Milliseconds timeout, Tensors outputs,
     std::function<Events()> launch, std::function<void()> finish) {
@@ -245,7 +247,7 @@ WorkPtr CclBackend::submit(
   return operation;
 }
 
-// Messages are not everybody's.
+// Submits a message, which does not count as a collective, because not all ranks take part.
 WorkPtr CclBackend::submit_message(
     c10d::OpType type, const Tensors& described, int peer, std::function<Poll()> start, std::function<void()> finish,
     std::function<int()> source) {

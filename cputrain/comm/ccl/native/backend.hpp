@@ -1,5 +1,5 @@
-// The c10d backend "ccl": PyTorch's collectives on CPU tensors over oneCCL. Each method lays out buffers and hands one
-// operation to the engine; what oneCCL lacks is composed from what it has, or refused by name.
+// The c10d backend "ccl": PyTorch's collectives on CPU tensors over oneCCL. Each method prepares buffers and submits
+// one operation to the engine. Collectives that oneCCL lacks are composed of others, or refused with an error.
 #pragma once
 
 #include <atomic>
@@ -27,13 +27,13 @@ using RedOpType = c10d::ReduceOp::RedOpType;
 
 class CclBackend : public c10d::Backend {
  public:
-  // `ranks`: the number of each rank of the group as people know it.
+  // `ranks`: the global rank of each rank of the group.
   CclBackend(
       c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> ranks, Milliseconds timeout, std::string name);
   ~CclBackend() override;
 
   const std::string getBackendName() const override { return "ccl"; }
-  // torch 2.8 has no virtual functions of these two names.
+  // Without `override`, because torch 2.8 does not have these two virtual functions.
   c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
   void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
@@ -105,29 +105,29 @@ class CclBackend : public c10d::Backend {
   Tensors only(const Tensor& tensor, int64_t rank) const;
   std::vector<size_t> parts(const Tensor& tensor, const std::vector<int64_t>& rows) const;
 
-  c10::intrusive_ptr<c10d::Store> store_;  // a connection of its own: to wait here stops nobody else
+  c10::intrusive_ptr<c10d::Store> store_;  // a separate connection, so that waiting blocks no other user of the store
   const std::string name_;
-  std::string key_;  // the engine's
+  std::string key_;  // of the group in the engine
   const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<StoreKvs> kvs_, message_kvs_;
   std::unique_ptr<ccl::communicator> comm_;
-  // Where oneCCL has several threads, it gives collectives to them by turns, and messages to that of the next
-  // collective: messages then need a communicator of their own.
+  // With several threads, oneCCL assigns collectives to them in turn, and messages to the next collective's thread, so
+  // messages then need a separate communicator.
   std::unique_ptr<ccl::communicator> message_comm_;
   std::shared_ptr<Inbox> inbox_;
   std::shared_ptr<Outbox> outbox_;
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
   std::shared_ptr<Ledger> ledger_;
-  std::unique_ptr<FirstCalls> first_calls_;  // of a group of several hosts
-  // Its collectives that have still to start, in their order: the first one waits for the ranks' agreement.
+  std::unique_ptr<FirstCalls> first_calls_;  // only for a group on several hosts
+  // Deferred collectives in call order; the first one waits for the agreement of all ranks.
   struct Turn;
   const std::shared_ptr<std::deque<std::shared_ptr<Turn>>> turns_;
-  Progress* progress_ = nullptr;  // the engine's
-  std::atomic<uint64_t> sequence_{0};  // of collectives; the order of the calls of oneCCL, whichever thread makes them
+  Progress* progress_ = nullptr;  // owned by the engine
+  std::atomic<uint64_t> sequence_{0};  // number of collectives called, in the order in which oneCCL is called
   std::atomic<uint64_t> messages_{0};
-  std::thread::id caller_;  // of the last collective
-  bool several_threads_ = false;  // call collectives
+  std::thread::id caller_;  // thread of the last collective
+  bool several_threads_ = false;  // whether more than one thread calls collectives
   std::atomic<uint64_t> monitored_{0};
 };
 

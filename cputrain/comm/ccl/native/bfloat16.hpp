@@ -1,5 +1,5 @@
-// Sums and products of bfloat16 that round to nearest, ties to even, on every processor; oneCCL's own truncate on
-// processors without AVX512-BF16. oneCCL accepts custom functions for all-reduces over libfabric only.
+// Sums and products of bfloat16 that round to nearest, ties to even, on every processor; oneCCL's own ones truncate on
+// processors without AVX512-BF16. oneCCL accepts custom functions only for all-reduces over libfabric.
 #pragma once
 
 #include <bit>

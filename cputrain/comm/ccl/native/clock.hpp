@@ -1,4 +1,4 @@
-// A clock that stands still while the process does: timeouts do not run while a job is suspended.
+// A clock that stops while the process is suspended, so that timeouts do not expire then.
 #pragma once
 
 #include <atomic>
@@ -8,9 +8,9 @@ namespace cputrain {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kSuspension = std::chrono::seconds(7);  // the heartbeat reads the clock every two seconds
+constexpr auto kSuspension = std::chrono::seconds(7);  // longest gap between reads of the clock, normally every 2 s
 
-// The steady clock without the gaps of more than kSuspension between two readings by any thread of this process.
+// Returns the steady clock's time without gaps of more than kSuspension between two reads by any thread of the process.
 inline Clock::time_point awake_now() {
   static std::atomic<Clock::rep> last{Clock::now().time_since_epoch().count()};
   static std::atomic<Clock::rep> suspended{0};

@@ -12,18 +12,18 @@ namespace cputrain {
 
 namespace {
 
-// Between two polls of the engine's thread: a part of the time since operations last began or ended, so that an end is
-// seen late by no more than this part of what it took.
+// Sleep between two polls of the engine's thread: 1/kSleepsIn of the time since an operation last began or ended, which
+// limits the delay in detecting an end to this fraction of the operation's duration.
 constexpr Clock::duration kMinSleep = std::chrono::microseconds(20);
 constexpr Clock::duration kMaxSleep = std::chrono::microseconds(500);
 constexpr int kSleepsIn = 8;
-constexpr size_t kEndedGroups = 16;  // whose progress is still told: a late rank may wait there
-constexpr auto kExplained = std::chrono::seconds(25);
-constexpr auto kLook = std::chrono::seconds(1);  // at timeouts, while callers drive: each of them looks at its own only
+constexpr size_t kEndedGroups = 16;  // destroyed groups that are still reported, for late ranks that wait in them
+constexpr auto kExplained = std::chrono::seconds(25);  // limit for a watchdog to explain oneCCL's error
+constexpr auto kLook = std::chrono::seconds(1);  // between timeout checks while callers drive, who check only their own
 
 }  // namespace
 
-// Never destroyed: its thread runs until the process exits.
+// Never destroyed, because its threads run until the process exits.
 Engine& Engine::instance() {
   static Engine* engine = new Engine();
   return *engine;
@@ -48,7 +48,7 @@ void Engine::submit(
     operation->source_ = std::move(source);
     pending_.push_back(operation);
     changed_ = Clock::now();
-    publish_current();  // before the call, which may take as long as a rank is late
+    publish_current();  // before the call, which may block until a late rank arrives
     try {
       operation->ended_ = operation->start_();
     } catch (const std::exception& error) {
@@ -99,17 +99,17 @@ bool Engine::drive() {
     polls_++;
     try {
       poll_pending();
-    } catch (const std::exception& failure) {  // those before it have ended
+    } catch (const std::exception& failure) {  // operations before the failed one are already marked
       error = message_of(failure);
     }
     ended = take_ended();
     finishing_ += ended ? 1 : 0;
   }
-  // Outside the lock: a future's callback may submit the next operation. The others stay in pending_ meanwhile: it may
-  // wait for one of them, which another thread then finishes.
+  // Without the lock, because a future's callback may submit the next operation. Other ended operations stay in
+  // pending_, so that another thread can finish them if the callback waits for one.
   while (ended) {
     finish(*ended);
-    ended.reset();  // not under the lock: the end of a tensor of Python's takes the interpreter's
+    ended.reset();  // without the lock, because freeing a Python tensor takes the GIL
     const Lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock() && !exiting_) {
       ended = take_ended();
@@ -122,7 +122,8 @@ bool Engine::drive() {
   return true;
 }
 
-// What oneCCL says does not tell which rank is in what, or lost: the watchdog does, once it has heard of all of them.
+// oneCCL's error does not say which rank is lost or where the ranks are; the watchdog adds this when it has heartbeats
+// of all ranks.
 void Engine::fail(const std::string& error) {
   {
     const auto lock = enter();
@@ -159,8 +160,8 @@ void Engine::run() {
   }
 }
 
-// Times out the first operation that is overdue, since waiting for a future does not poll. Groups have timeouts of their
-// own: it need not be the oldest one.
+// Times out the first overdue operation, because waiting for a future does not poll. As each group has its own timeout,
+// this may not be the oldest operation.
 void Engine::time_out_late() {
   c10::intrusive_ptr<Operation> late;
   bool unexplained = false;
@@ -306,7 +307,7 @@ void Engine::abort(const std::string& reason) {
       return;
     }
     aborted_ = reason;
-    failing_ = pending_;  // they stay in pending_: oneCCL may still write to their buffers
+    failing_ = pending_;  // also kept in pending_, because oneCCL may still write to their buffers
     publish_current();
   }
   fail_pending();

@@ -1,4 +1,4 @@
-// Operations in flight: their submission, progress and end. One lock guards every call into oneCCL.
+// Submits, drives and finishes the operations in flight. One lock guards every call into oneCCL.
 #pragma once
 
 #include <array>
@@ -21,93 +21,94 @@
 
 namespace cputrain {
 
-// The collective that this process waits in, "" for none, and the end of its timeout by awake_now.
+// The collective in which this process waits ("" if none), and its deadline by awake_now.
 struct CurrentCollective {
   std::string collective;
   Place place;
   Clock::time_point deadline;
 };
 
-// The last collective of a group, and the last ones whose numbers are multiples of kMarks: ranks that report at different
-// moments report some of the same number.
+// The last collective of a group, and the last ones whose numbers are multiples of kMarks, so that ranks that report at
+// different times have some numbers in common.
 constexpr uint64_t kMarks[] = {64, 4096, 262144};
 struct Progress {
   Place last;
   Place marks[std::size(kMarks)];
-  std::vector<int> ranks;  // as people number them
+  std::vector<int> ranks;  // global ranks
 };
 
-// Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
-// caller waits for, and sleeps longer and longer while none ends. Who drives also runs the callbacks of futures, which
-// may wait for other operations: another thread then relieves it.
+// Drives all operations of this process. A waiting caller drives them itself; otherwise the engine's thread does, with
+// increasing sleeps while none ends. The driving thread also runs the callbacks of futures. These may wait for other
+// operations; another thread (a reliever) then drives.
 class Engine {
  public:
-  // A thread that creates a communicator may fork inside oneCCL's libraries, so its own fork handler locks again.
+  // Recursive, because oneCCL's libraries may fork while a communicator is created, and our fork handler locks again.
   using Mutex = std::recursive_timed_mutex;
   using Lock = std::unique_lock<Mutex>;
   using Operations = std::list<c10::intrusive_ptr<Operation>>;
 
   static Engine& instance();
 
-  // Submits an operation: `start` calls oneCCL and returns how its end is seen; `finish` runs once, after the end.
+  // Submits an operation: `start` calls oneCCL and returns a poll for the end; `finish` runs once, after the end.
   void submit(
       const c10::intrusive_ptr<Operation>& operation,
       std::function<Poll()> start,
       std::function<void()> finish,
       std::function<int()> source = nullptr);
 
-  // Polls all operations in flight once; false where another thread does so at the moment.
+  // Polls all operations in flight once; returns false if another thread is driving.
   bool drive();
 
-  // Fails all operations in flight and all later ones. The first reason is kept.
+  // Fails all operations in flight and all later ones, with the first reason given.
   void abort(const std::string& reason);
   std::string reason();
 
-  // Fails them as ranks of a group are in different collectives, which the watchdog then reads.
+  // Fails all operations because ranks of a group are in different collectives; the watchdog reads the disagreement.
   void disagree(const std::string& what);
   std::string disagreement();
 
-  // oneCCL's own error, "" for none. A watchdog aborts with what it knows about the ranks, in kExplained at the latest.
+  // oneCCL's error, "" if none. A watchdog, if any, aborts with this and the state of the ranks, within kExplained.
   std::string failure();
   void set_watched(bool watched) { watched_ = watched; }
 
-  // Sets the text about ranks that have not joined a collective, which the message of its timeout includes.
+  // Sets the text about ranks that have not joined a collective, for the message of its timeout.
   void set_absent_ranks(std::string collective, std::string absent);
   std::string absent_ranks(const std::string& collective);
 
-  // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on. Its key is the same
-  // on all its ranks and on no other group's: torch uses a name again, in the next world at the latest.
+  // Adds a group with the ledger of its ranks on this host; its collectives are numbered from 1. The key is the same on
+  // all ranks of the group and unique, unlike torch's names, which are reused, for example in the next world.
   Progress& add_group(const std::string& key, std::vector<int> ranks, const std::shared_ptr<Ledger>& ledger);
   void end_group(const std::string& key);
-  // Counts a collective of a group; the digest of all its agreements so far.
+  // Counts a collective of a group; returns the digest of all its agreements so far.
   uint64_t count(Progress& group, uint64_t number, uint64_t digest, uint64_t balance);
-  // Of each group by its key, the last ones that have been destroyed too, the number, digest and balance of its last
-  // collective, and of those before it whose numbers are marks.
+  // Returns, by group key, number, digest and balance of the last collective and of the last marks; includes recently
+  // destroyed groups.
   std::map<std::string, std::vector<std::array<uint64_t, 3>>> groups();
-  // The ranks of one of these, none for another one.
+  // Returns the ranks of one of these groups, none if the key is unknown.
   std::vector<int> ranks_of(const std::string& key);
 
-  // Locks oneCCL for calls that are no operations: creating and destroying communicators.
+  // Locks oneCCL for calls other than operations: creating and destroying communicators.
   Lock enter() { return Lock(mutex_); }
 
-  // The operation in flight that times out first; without one, the creation or destruction of a communicator. Never blocks.
+  // Returns the operation in flight with the earliest deadline, or the creation or destruction of a communicator. Never
+  // blocks.
   CurrentCollective current();
-  // Says that a communicator is being created or destroyed, until it is called with nothing.
+  // Publishes the creation or destruction of a communicator; an empty value ends it.
   void publish_communicator(CurrentCollective current);
 
-  // Counts this process's communicators, those that are leaked among them: by 1, or by -1 for one that is destroyed.
+  // Adds to the number of this process's communicators, which includes leaked ones.
   void count_communicators(int change) { communicators_ += change; }
 
-  // Whether oneCCL has no operation in flight and may still be called.
+  // Returns whether oneCCL has no operation in flight and may still be called.
   bool idle();
 
-  // Refuses in a process that was forked after oneCCL's start: it shares oneCCL's and MPI's memory with its parent.
+  // Throws in a process that was forked after oneCCL's start, which shares oneCCL's and MPI's memory with its parent.
   void refuse_in_child(const std::string& what);
   bool is_child() const { return forked_; }
-  // Refuses after an abort, and while the process exits.
+  // Throws after an abort, and while the process exits.
   void refuse_after_end(std::string_view what);
 
-  // Guards forks and the process's exit. Must be called after oneCCL has registered its own exit handler, so that
+  // Registers handlers for forks and the process's exit. Call it after oneCCL has registered its exit handler, so that
   // ours runs first.
   void guard_process();
 
@@ -117,14 +118,14 @@ class Engine {
   Engine();
   void run();
   void publish_current();  // needs the engine's lock
-  // Marks those that have ended; throws the error of one that fails. Needs the engine's lock.
+  // Marks ended operations; throws the error of a failed one. Needs the engine's lock.
   void poll_pending();
-  // Takes the oldest that is marked out of pending_; none: nullptr. Needs the engine's lock.
+  // Removes the oldest marked operation from pending_ and returns it, nullptr if none. Needs the engine's lock.
   c10::intrusive_ptr<Operation> take_ended();
-  void finish(Operation& ended);  // it was counted in finishing_ under the engine's lock
+  void finish(Operation& ended);  // the caller has incremented finishing_ under the engine's lock
   void fail_pending();
   bool finishes_elsewhere() const;
-  void relieve_callback();  // that has submitted an operation, and may wait for it; needs the engine's lock
+  void relieve_callback();  // called if a callback submits an operation, for which it may wait; needs the engine's lock
   void start_reliever();  // needs the engine's lock
   void relieve();
   void look_for_unpolled();
@@ -138,27 +139,27 @@ class Engine {
   Mutex mutex_;
   std::condition_variable_any work_;
   Operations pending_;
-  Operations failing_;  // those of pending_ that an abort has still to fail
+  Operations failing_;  // operations that an abort still has to fail
   std::string aborted_;
   std::string failure_;
   Clock::time_point failed_;
   bool exiting_ = false;
   uint64_t polls_ = 0;
-  std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
+  std::mutex published_mutex_;  // locked only briefly; may be locked while mutex_ is locked
   std::string absent_from_, absent_;
   std::string disagreement_;
   std::map<std::string, Progress> groups_;
-  std::deque<std::string> ended_groups_;  // of groups_, the oldest first
+  std::deque<std::string> ended_groups_;  // keys in groups_, oldest first
   std::map<std::string, std::weak_ptr<Ledger>> ledgers_;
   CurrentCollective published_;
   CurrentCollective communicator_;
-  std::atomic<int> waiting_callers_{0};  // these drive operations themselves
-  std::atomic<int> free_relievers_{0};  // that no callback keeps
-  std::atomic<Clock::time_point> changed_{};  // when an operation last began or ended
-  std::atomic<int> finishing_{0};  // calls of finish() under way
+  std::atomic<int> waiting_callers_{0};  // callers that drive operations themselves
+  std::atomic<int> free_relievers_{0};  // relievers that are not in a callback
+  std::atomic<Clock::time_point> changed_{};  // time when an operation last began or ended
+  std::atomic<int> finishing_{0};  // running calls of finish()
   std::atomic<int> communicators_{0};
-  std::atomic<bool> watched_{false};  // by a watchdog of this process
-  std::atomic<bool> leaving_{false};  // the process exits: no thread drives any more
+  std::atomic<bool> watched_{false};  // whether this process has a watchdog
+  std::atomic<bool> leaving_{false};  // the process is exiting, and no thread drives
   std::atomic<bool> forked_{false};
 };
 

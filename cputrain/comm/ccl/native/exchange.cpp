@@ -1,4 +1,4 @@
-// Collectives that give each rank values of its own, and point-to-point messages.
+// Collectives that give each rank different values, and point-to-point messages.
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -23,7 +23,7 @@ Tensors sent_or_received(const Tensors& inputs, const Tensors& outputs) {
   return described;
 }
 
-// Checks that a root's tensors for or from all ranks have the size and type of its own one.
+// Checks that a root's tensors for or from all ranks have the size and type of `own`.
 void check_like(const char* what, const Tensors& tensors, const Tensor& own) {
   for (const auto& tensor : tensors) {
     CPUTRAIN_REQUIRE(
@@ -94,7 +94,7 @@ WorkPtr CclBackend::alltoall_base(
       copier({output}, {to}));
 }
 
-// A list with a tensor for one rank and undefined tensors for all others.
+// Returns a list with a tensor for one rank and undefined tensors for all others.
 Tensors CclBackend::only(const Tensor& tensor, int64_t rank) const {
   Tensors tensors(size_);
   tensors[rank] = tensor;
@@ -128,7 +128,7 @@ WorkPtr CclBackend::exchange(
     start = end;
   }
   const auto described = sent_or_received(inputs, outputs);
-  if (type == OpType::ALLTOALL) {  // of the others, all sizes are the same
+  if (type == OpType::ALLTOALL) {  // for other types, all sizes are equal
     agreement.add(static_cast<uint64_t>(described[0].scalar_type()));
     agreement.give = give;
     agreement.receive = receive;
@@ -153,7 +153,7 @@ WorkPtr CclBackend::exchange(
       });
 }
 
-// The bytes of each rank's rows of a contiguous tensor; equal parts without `rows`.
+// Returns the bytes of each rank's rows of a contiguous tensor; equal parts if `rows` is empty.
 std::vector<size_t> CclBackend::parts(const Tensor& tensor, const std::vector<int64_t>& rows) const {
   const auto all = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (rows.empty()) {

@@ -71,7 +71,7 @@ WorkPtr CclBackend::gather_lists(
     received.push_back(contiguous(outputs[i]));
     targets.insert(targets.end(), outputs[i].begin(), outputs[i].end());
   }
-  // Inputs may differ from rank to rank where all know of it.
+  // Inputs may have different sizes on different ranks if the outputs on all ranks match them.
   auto agreement = agreement_of(targets);
   for (size_t i = 0; i < inputs.size(); i++) {
     if (std::ranges::any_of(outputs[i], [&](const auto& output) { return output.numel() != inputs[i].numel(); })) {

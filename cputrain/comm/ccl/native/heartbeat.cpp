@@ -55,7 +55,7 @@ void HeartbeatSender::run() {
     send(true);
     lock.lock();
   } catch (const std::exception&) {
-    // The store has gone with rank 0, which the watchdog's own connection tells too.
+    // The store is gone, which the watchdog also detects by its own connection.
     if (!lock.owns_lock()) {
       lock.lock();
     }
@@ -71,7 +71,7 @@ void HeartbeatSender::stop(double patience_s) {
   changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return ended_; });
 }
 
-// A rank that begins to wait says so at once: another one's timeout names those that have not come.
+// A heartbeat is also due when the rank begins to wait, because another rank's timeout names the absent ranks.
 bool HeartbeatSender::is_due() {
   auto current = Engine::instance().current().collective;
   const bool waits = !current.empty() && current == seen_ && current != sent_;
@@ -99,7 +99,7 @@ void HeartbeatSender::send(bool left) {
   store_->set(key_, signature("cputrain store " + key_ + " " + value) + " " + value);
 }
 
-// In lowercase hexadecimal digits.
+// Returns the signature in lowercase hexadecimal digits.
 std::string HeartbeatSender::signature(const std::string& text) const {
   unsigned char code[64];
   unsigned int bytes = 0;

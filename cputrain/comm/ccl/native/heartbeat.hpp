@@ -1,4 +1,4 @@
-// A rank's heartbeats, sent by a thread that needs no Python: a rank whose Python computes for minutes lives.
+// Sends a rank's heartbeats from a thread that does not need the GIL, so that long calls do not stop them.
 #pragma once
 
 #include <condition_variable>
@@ -12,23 +12,23 @@
 
 namespace cputrain {
 
-// OpenSSL's functions that Python's hmac module calls: HMAC(3).
+// OpenSSL functions, which Python's hmac module also uses; see HMAC(3).
 using Sha256 = const void* (*)();
 using Hmac = unsigned char* (*)(
     const void* type, const void* key, int key_bytes, const unsigned char* text, size_t bytes, unsigned char* code,
     unsigned int* code_bytes);
 
-// Sends from its construction until it stops, at an interval and where the rank begins to wait in a collective;
-// cputrain/comm/watchdog.py reads what it sends.
+// Sends heartbeats from construction to `stop`, at an interval and when the rank begins to wait in a collective;
+// cputrain/comm/watchdog.py reads them.
 class HeartbeatSender {
  public:
-  // `store` is a connection of its own; `token` signs what is set, as cputrain/comm/store.py does; `place` is the JSON
-  // text of what never changes: "host": "n1", "pid": 123, ...
+  // `store` is a separate connection; `token` signs values as in cputrain/comm/store.py; `place` is the JSON text of
+  // the constant fields: "host": "n1", "pid": 123, ...
   HeartbeatSender(
       c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s,
       Hmac hmac, Sha256 sha256);
 
-  // Stops, and says that this rank has left in order. Waits for `patience_s` at most: the store may not answer.
+  // Stops, and reports that this rank has left normally; waits at most `patience_s` for the store.
   void stop(double patience_s);
 
  private:
@@ -47,7 +47,7 @@ class HeartbeatSender {
   bool stopping_ = false;
   bool ended_ = false;
   int64_t count_ = 0;
-  std::string seen_, sent_;  // the collective that the rank waited in at the last look, and that it has sent last
+  std::string seen_, sent_;  // the collective in which the rank waited at the last look, and in the last heartbeat
   Clock::time_point next_;
 };
 

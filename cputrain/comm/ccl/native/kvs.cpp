@@ -15,12 +15,12 @@ namespace cputrain {
 
 namespace {
 
-constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a key that another rank is about to set
-constexpr auto kPausePerRank = std::chrono::microseconds(20);  // of a group: 50,000 looks a second at the most, of all ranks
-constexpr int kLongestPauses = 20;  // the shortest ones that the longest one takes
+constexpr auto kPause = std::chrono::milliseconds(1);  // between two reads of a key that another rank will set
+constexpr auto kPausePerRank = std::chrono::microseconds(20);  // limits all ranks together to 50,000 reads a second
+constexpr int kLongestPauses = 20;  // the longest pause as a multiple of the shortest
 constexpr auto kAll = "/all";
-constexpr size_t kMostKinds = 256;  // of a group's collectives: sizes that always differ must not fill the store
-constexpr uint64_t kBalanceBits = (uint64_t{1} << 48) - 1;  // the sum over 32,767 ranks does not overflow in the store
+constexpr size_t kMostKinds = 256;  // kinds per group; more are not checked, as ever-new sizes would fill the store
+constexpr uint64_t kBalanceBits = (uint64_t{1} << 48) - 1;  // so that the sum over 32,767 ranks does not overflow
 
 std::string missing_ranks(c10d::Store& store, const std::string& prefix, int size) {
   std::string missing;
@@ -32,7 +32,7 @@ std::string missing_ranks(c10d::Store& store, const std::string& prefix, int siz
   return missing;
 }
 
-// Waits for a key; false at the timeout. Raises where the store is gone.
+// Waits for a key; returns false at the timeout. Throws if the store is gone.
 bool wait_for(c10d::Store& store, const std::string& key, std::chrono::milliseconds timeout) {
   try {
     store.wait({key}, std::max(timeout, std::chrono::milliseconds(1)));
@@ -47,8 +47,8 @@ bool wait_for(c10d::Store& store, const std::string& key, std::chrono::milliseco
 void store_is_gone(const std::string& failed, const std::exception& error) {
   const auto text = message_of(error);
   refuse(
-      "ccl: ", failed, ": the job's store is gone, and with it the process that served it (rank 0's, or torchrun's) or "
-      "its host (", text.substr(0, std::min(text.find('\n'), size_t{150})), ")");
+      "ccl: ", failed, ": the job's store is gone, as the process that served it (rank 0's, or torchrun's) or its host "
+      "has ended (", text.substr(0, std::min(text.find('\n'), size_t{150})), ")");
 }
 
 int64_t gather_ranks(
@@ -117,21 +117,21 @@ struct FirstCalls::Call {
   bool is_published = false;
 };
 
-// With the thread that asks the store, which runs and has a connection of its own while there are calls.
+// Shared with the thread that polls the store; it runs, with a separate connection, while there are calls.
 struct FirstCalls::Shared {
   const c10::intrusive_ptr<c10d::Store> store;
   const int size;
   std::mutex mutex;
   std::vector<std::shared_ptr<Call>> calls;
   bool runs = false;
-  std::atomic<bool> left{false};  // the group has gone
+  std::atomic<bool> left{false};  // the group was destroyed
 };
 
 FirstCalls::FirstCalls(c10::intrusive_ptr<c10d::Store> store, int size)
     : shared_(new Shared{.store = std::move(store), .size = size}) {}
 
 FirstCalls::~FirstCalls() {
-  shared_->left = true;  // without the lock, which a forked child may have copied locked
+  shared_->left = true;  // without the lock, which may be locked in a forked child
 }
 
 FirstCalls::Agreed FirstCalls::compare(
@@ -153,8 +153,8 @@ void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
   pthread_setname_np(pthread_self(), "cputrain-calls");
   std::unique_lock lock(shared->mutex, std::defer_lock);
   try {
-    const auto store = shared->store->clone();  // without the lock: a caller must not wait while this one connects
-    // All ranks ask one store: a thousand of them, each fifty times a second, would keep it from their heartbeats.
+    const auto store = shared->store->clone();  // without the lock, so that no caller waits for the connection
+    // Many ranks poll the same store, which must keep time for their heartbeats.
     const auto shortest = std::max<std::chrono::microseconds>(kPause, shared->size * kPausePerRank);
     const auto longest = kLongestPauses * shortest;
     auto pause = shortest;
@@ -162,7 +162,7 @@ void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
     while (!shared->calls.empty() && !shared->left && Engine::instance().disagreement().empty()) {
       const auto asked = shared->calls;
       lock.unlock();
-      bool agreed = true;  // so far: none is agreed on before those that were called before it
+      bool agreed = true;  // in call order: no call is agreed before the calls preceding it
       for (const auto& call : asked) {
         publish(*store, *call, shared->size);
         agreed = agreed && store->check({call->key + kAll});
@@ -176,7 +176,7 @@ void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
       pause = ended > 0 || shared->calls.size() > asked.size() ? shortest : std::min(2 * pause, longest);
     }
   } catch (const std::exception&) {
-    // The store has gone with rank 0: the watchdog ends a rank that waits then.
+    // The store is gone: the watchdog ends this rank if it waits.
     if (!lock.owns_lock()) {
       lock.lock();
     }
@@ -184,7 +184,7 @@ void FirstCalls::run(const std::shared_ptr<Shared>& shared) {
   shared->runs = false;
 }
 
-// All have called the same up to a number where their digests are one, and their balances add up to 0.
+// All ranks have called the same collectives up to a number if their digests are equal and their balances sum to 0.
 void FirstCalls::publish(c10d::Store& store, Call& call, int size) {
   if (std::exchange(call.is_published, true)) {
     return;
@@ -206,7 +206,7 @@ void monitored_barrier(
   const auto left = [&] { return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()); };
   store.set(prefix + std::to_string(rank), std::string("here"));
   if (rank > 0) {
-    const bool decided = wait_for(store, prefix + "outcome", 2 * timeout);  // rank 0 waits as long for the others
+    const bool decided = wait_for(store, prefix + "outcome", 2 * timeout);  // twice, as rank 0 itself waits for others
     CPUTRAIN_REQUIRE(decided, "ccl: Rank 0 failed to pass monitoredBarrier in ", 2 * timeout.count(), " ms");
     const auto problem = store.get_to_str(prefix + "outcome");
     CPUTRAIN_REQUIRE(problem == "all", problem);
@@ -218,7 +218,7 @@ void monitored_barrier(
       missing += (missing.empty() ? "" : ", ") + std::to_string(other);
     }
   }
-  if (missing.empty() && number > 1) {  // all have left the one before
+  if (missing.empty() && number > 1) {  // all ranks have left the previous barrier
     const auto before = prefix_of(number - 1);
     store.deleteKey(before + "outcome");
     for (int other = 0; other < size; other++) {

@@ -1,4 +1,4 @@
-// The job's c10d store as the place where the ranks of a communicator meet and exchange addresses.
+// Uses of the job's c10d store: exchange of addresses for a communicator, agreement on first calls, monitored barrier.
 #pragma once
 
 #include <atomic>
@@ -15,27 +15,27 @@
 
 namespace cputrain {
 
-// Raises the error of a store that no longer answers; `failed` says what cannot go on, as describe_gone in store.py.
+// Throws the error of a store that no longer answers, as describe_gone in store.py; `failed` says what has failed.
 [[noreturn]] void store_is_gone(const std::string& failed, const std::exception& error);
 
-// Waits until all ranks of a group have come here, without any lock; how many of them have a feature. Fails at the
-// timeout with the names of those that are missing, and where the store is gone.
+// Waits, without a lock, until all ranks of a group have called this; returns how many of them have a feature. Throws
+// at the timeout, with the missing ranks, and if the store is gone.
 int64_t gather_ranks(
     c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
     const std::string& group);
 
-// oneCCL's exchange of addresses, once all ranks are there.
+// oneCCL's exchange of addresses over the store, after all ranks have joined.
 class StoreKvs : public ccl::kvs_interface {
  public:
   StoreKvs(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::chrono::milliseconds timeout);
 
-  // Returns nothing for a key that is not set yet: oneCCL asks again.
+  // Returns an empty value for a key that is not set yet; oneCCL then asks again.
   ccl::vector_class<char> get(const ccl::string_class& key) override;
 
   void set(const ccl::string_class& key, const ccl::vector_class<char>& data) override;
 
-  // A communicator clears its entries when it is destroyed, in destructors that must not throw; the store may be closed
-  // by then.
+  // Ignores later calls: a communicator clears its entries in destructors that must not throw, and the store may be
+  // closed by then.
   void leave() { left_ = true; }
 
  private:
@@ -46,8 +46,8 @@ class StoreKvs : public ccl::kvs_interface {
   std::atomic<bool> left_{false};
 };
 
-// The first collective of each kind of a group whose ranks do not all share a Ledger: they learn over the store whether all
-// of them call it, and oneCCL has none of its data before. Later ones of a kind cost nothing.
+// For a group whose ranks do not all share a Ledger: checks over the store that all ranks call the first collective of
+// each kind, before oneCCL gets its data. Later collectives of a kind are not checked and cost nothing.
 class FirstCalls {
  public:
   using Agreed = std::shared_ptr<const std::atomic<bool>>;
@@ -57,8 +57,8 @@ class FirstCalls {
   FirstCalls(const FirstCalls&) = delete;
   FirstCalls& operator=(const FirstCalls&) = delete;
 
-  // What becomes true once all ranks have called the collective of this number; nothing for one of a kind that was called
-  // before. `digest` and `balance` are the group's up to this number. Never blocks.
+  // Returns a flag that becomes true when all ranks have called the collective of this number, or null if its kind was
+  // called before. `digest` and `balance` are the group's up to this number. Never blocks.
   Agreed compare(uint64_t kind, uint64_t number, uint64_t digest, std::optional<uint64_t> balance);
 
  private:
@@ -71,8 +71,8 @@ class FirstCalls {
   std::unordered_set<uint64_t> kinds_;
 };
 
-// All ranks wait for all others: rank 0 finds who is missing at the timeout and tells the others. `number` counts a
-// group's barriers; one that all ranks reach takes the keys of the one before out of the store.
+// Waits for all ranks; at the timeout, rank 0 determines the missing ranks and reports them to the others. `number`
+// counts a group's barriers; a completed barrier deletes the keys of the previous one from the store.
 void monitored_barrier(
     c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all);
 

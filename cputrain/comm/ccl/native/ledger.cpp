@@ -15,13 +15,13 @@ namespace cputrain {
 
 namespace {
 
-constexpr uint64_t kEntries = 128;  // numbers by which a rank may be ahead of another and still be compared
+constexpr uint64_t kEntries = 128;  // collectives by which a rank can be ahead of another and still be compared
 constexpr size_t kTextBytes = 236;
-constexpr uint32_t kTensors = 48;  // the first of a collective's, where ranks that differ are told which one does
+constexpr uint32_t kTensors = 48;  // tensors of a collective that are recorded, to report the first different one
 constexpr size_t kNamed = 8;
 constexpr auto kSeveralThreads =
-    "; more than one thread of a rank calls them: give the other one, as the checkpoint's of dcp.async_save, a group of "
-    "its own (process_group=torch.distributed.new_group())";
+    "; more than one thread of a rank calls them: give the other thread, such as dcp.async_save's, a separate group "
+    "(process_group=torch.distributed.new_group())";
 constexpr size_t kPageBytes = 4096;
 
 constexpr size_t whole_pages(size_t bytes) {
@@ -45,13 +45,13 @@ void copy_text(char* to, size_t room, const std::string& text) {
 }  // namespace
 
 struct Ledger::Header {
-  std::atomic<int> present;  // ranks of this host
-  std::atomic<int> found;  // 1: a rank is writing down what is wrong, 2: it has
+  std::atomic<int> present;  // number of ranks on this host
+  std::atomic<int> found;  // 1: a rank is writing the disagreement to `wrong`, 2: it is written
   char wrong[1024];
-  std::atomic<int> ranks[1];  // those present; 1 more than the rank, 0 while it is being written
+  std::atomic<int> ranks[1];  // rank + 1 of each rank on this host, 0 while it is being written
 };
 
-// Of one rank and number, which is written last.
+// A rank's collective of one number; `number` is written last.
 struct Ledger::Entry {
   std::atomic<uint64_t> number;
   std::atomic<uint64_t> digest;
@@ -67,7 +67,7 @@ Ledger::Ledger(const std::string& file, std::string group, int rank, std::vector
     : path_("/dev/shm/cputrain_" + file), group_(std::move(group)), rank_(rank), size_(names.size()), names_(std::move(names)) {
   CPUTRAIN_REQUIRE(
       file.size() == 32 && file.find_first_not_of("0123456789abcdef") == std::string::npos, "ccl: group ", group_,
-      " finds another job's value in the job's store: set MASTER_PORT to a free one");
+      " finds another job's value in the job's store: set MASTER_PORT to a free port");
   const auto header_bytes = whole_pages(sizeof(Header) + size_ * sizeof(std::atomic<int>));
   rank_bytes_ = kEntryBytes + whole_pages(kEntries * list_words() * sizeof(uint64_t));
   total_bytes_ = header_bytes + rank_bytes_ * size_;
@@ -96,7 +96,7 @@ Ledger::File::~File() {
   }
 }
 
-// What is touched later has its memory from here on: a full /dev/shm would end the process by SIGBUS.
+// Reserves memory before it is written, because writing to a full /dev/shm would end the process by SIGBUS.
 void Ledger::allocate(size_t start, size_t bytes) {
   if (int error = posix_fallocate(file_.descriptor, static_cast<off_t>(start), static_cast<off_t>(bytes))) {
     fail(error);
@@ -106,8 +106,9 @@ void Ledger::allocate(size_t start, size_t bytes) {
 void Ledger::fail(int error) {
   unlink();
   refuse(
-      "ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error),
-      error == ENOSPC ? ": enlarge it (docker --shm-size=2g), or remove files from it" : ": this user must be able to write to it");
+      "ccl: group ", group_, " cannot share memory in /dev/shm, ", std::strerror(error),
+      error == ENOSPC ? ": enlarge it (docker --shm-size=2g), or remove files from it"
+                      : ": give this user write permission for it");
 }
 
 bool Ledger::has_all() const {
@@ -123,7 +124,7 @@ Ledger::Entry& Ledger::entry_of(int rank, uint64_t number) const {
   return entries[number % kEntries];
 }
 
-// The bytes that a rank gives to each rank in the collective of a number, then those that it receives.
+// Returns the bytes that a rank gives to each rank in collective `number`, followed by the bytes that it receives.
 std::atomic<uint64_t>* Ledger::bytes_of(int rank, uint64_t number) const {
   auto* lists = reinterpret_cast<char*>(&entry_of(rank, 0)) + kEntryBytes;
   return reinterpret_cast<std::atomic<uint64_t>*>(lists) + number % kEntries * list_words();
@@ -140,14 +141,14 @@ void Ledger::write(
   std::copy_n(agreement.tensors.begin(), std::min<size_t>(entry.tensors, kTensors), entry.listed);
   if (!agreement.give.empty()) {
     auto* bytes = bytes_of(rank_, number);
-    if (!has_lists_) {  // most groups need none
+    if (!has_lists_) {  // allocated on demand, because most groups do not need them
       allocate(reinterpret_cast<char*>(bytes_of(rank_, 0)) - base_, kEntries * list_words() * sizeof(uint64_t));
       has_lists_ = true;
     }
     std::ranges::copy(agreement.give, bytes);
     std::ranges::copy(agreement.receive, bytes + size_);
   }
-  entry.number = number;  // sequentially consistent, as are the reads below: of two ranks, one at least sees the other
+  entry.number = number;  // sequentially consistent like the reads in enter(), so one of two ranks sees the other
 }
 
 std::string Ledger::enter(
@@ -167,7 +168,7 @@ std::string Ledger::enter(
     const size_t sent = has_lists ? bytes[rank_].load() : 0;
     const size_t expected = has_lists ? bytes[size_ + rank_].load() : 0;
     if (!there || entry.number != number) {
-      continue;  // it is not there yet, or so far ahead that it has written, or is writing, another one in this place
+      continue;  // not called yet, or the rank is so far ahead that it has overwritten, or is overwriting, this entry
     }
     if (!same) {
       return wrong(number, "");
@@ -175,22 +176,22 @@ std::string Ledger::enter(
     if (has_lists && (agreement.give[other] != expected || agreement.receive[other] != sent)) {
       return wrong(
           number, c10::str(
-                      "; rank ", names_[rank_], " has ", agreement.give[other], " bytes for rank ", names_[other],
-                      ", which expects ", expected, ", and expects ", agreement.receive[other], " bytes of it, which has ",
-                      sent));
+                      "; rank ", names_[rank_], " sends ", agreement.give[other], " bytes to rank ", names_[other],
+                      ", which expects ", expected, ", and expects ", agreement.receive[other],
+                      " bytes from it, which sends ", sent));
     }
   }
   return {};
 }
 
-// Says which rank is in what, once for all ranks: the first one's words count.
+// Describes which ranks are in which collective; the first description is stored for all ranks.
 std::string Ledger::wrong(uint64_t number, const std::string& bytes) {
   auto& header = *reinterpret_cast<Header*>(base_);
   struct Called {
     const Entry* entry;
     std::vector<int> ranks;
   };
-  std::vector<Called> all;  // that differ
+  std::vector<Called> all;  // different collectives, each with its ranks
   bool several_threads = false;
   for (int rank = 0; rank < size_; rank++) {
     const bool here = std::ranges::any_of(
@@ -212,7 +213,7 @@ std::string Ledger::wrong(uint64_t number, const std::string& bytes) {
   for (const auto& [entry, ranks] : all) {
     text += c10::str(text.empty() ? "" : ", ", named(ranks), " in ", entry->text);
   }
-  // Where they differ, unless it is among those that the texts show.
+  // Find the first different tensor, unless it is among the tensors shown in the texts.
   const auto& first = *all.front().entry;
   auto count = std::min(first.tensors, kTensors), different = count;
   for (const auto& [entry, _] : all) {

@@ -1,5 +1,6 @@
-// What the ranks of a group on one host are in. Each writes its collective down before it calls oneCCL, and then reads
-// what the others have written: of two ranks that differ, one sees it before their data can be mixed up.
+// Shared-memory record of the collectives of a group's ranks on one host. Each rank writes its collective before it
+// calls oneCCL, then reads the other ranks' entries, so that at least one of two differing ranks detects it before
+// their data can be mixed up.
 #pragma once
 
 #include <atomic>
@@ -13,25 +14,25 @@ namespace cputrain {
 
 class Ledger {
  public:
-  // Maps the file of this name, which the ranks of a host share; every rank of the group has to construct it.
-  // `names`: the number of each rank of the group as people know it.
+  // Maps the file of this name, which the ranks on a host share; every rank of the group must construct it.
+  // `names`: the global rank of each rank of the group.
   Ledger(const std::string& file, std::string group, int rank, std::vector<int> names);
   ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
-  // Removes the file's name, once all ranks have mapped it.
+  // Unlinks the file. Call it when all ranks have mapped it.
   void unlink() const;
 
-  // Whether all ranks of the group are of this host; once all of this host's have constructed it.
+  // Returns whether all ranks of the group are on this host. Valid after all ranks on this host have constructed it.
   bool has_all() const;
 
-  // Writes down this rank's collective of that number. Returns what is wrong, "" if nothing is, where another rank has
-  // written down another collective of that number; the other ranks then learn it too. `several_threads`: whether
-  // more than one thread of this rank calls the group's collectives.
+  // Records this rank's collective `number`. Returns an error message if another rank has recorded a different
+  // collective of that number, else ""; the other ranks then get the message by disagreement(). `several_threads`:
+  // whether more than one thread of this rank calls the group's collectives.
   std::string enter(uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads);
 
-  // What a rank of this host has found to be wrong; "" if nothing.
+  // Returns the error message of any rank on this host, "" if none.
   std::string disagreement() const;
 
  private:
@@ -41,7 +42,7 @@ class Ledger {
   };
   struct Header;
   struct Entry;
-  static const size_t kEntryBytes;  // of all entries of a rank
+  static const size_t kEntryBytes;  // size of all entries of a rank
 
   Entry& entry_of(int rank, uint64_t number) const;
   std::atomic<uint64_t>* bytes_of(int rank, uint64_t number) const;

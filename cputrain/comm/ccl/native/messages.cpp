@@ -42,7 +42,7 @@ void Inbox::progress(int source) {
     }
     switch (channel.state) {
       case State::idle:
-        if (!wanted(source)) {
+        if (!is_expected(source)) {
           return;
         }
         channel.header = std::make_unique<Header>();
@@ -54,7 +54,7 @@ void Inbox::progress(int source) {
         break;
       case State::known:
         channel.receive = match(source, channel.header->tag);
-        if (!channel.receive && !wanted(source)) {
+        if (!channel.receive && !is_expected(source)) {
           return;
         }
         ask_for_data(source);
@@ -77,7 +77,7 @@ void Inbox::progress(int source) {
   }
 }
 
-// Removes the first waiting receive that takes a message from those that wait.
+// Removes and returns the first waiting receive that matches a message, nullptr if none.
 std::shared_ptr<Receive> Inbox::match(int source, int64_t tag) {
   const auto found = std::ranges::find_if(waiting_, [&](const auto& receive) {
     return receive->tag == tag && (receive->source == source || receive->source == kAnySource);
@@ -91,7 +91,7 @@ std::shared_ptr<Receive> Inbox::match(int source, int64_t tag) {
   return receive;
 }
 
-bool Inbox::wanted(int source) const {
+bool Inbox::is_expected(int source) const {
   return source != rank_ && std::ranges::any_of(waiting_, [&](const auto& receive) {
     return receive->source == source || receive->source == kAnySource;
   });

@@ -1,5 +1,5 @@
-// Point-to-point messages. oneCCL delivers those of two ranks in the order in which they were sent, knows no tags and
-// needs each size beforehand: a header with tag and size precedes every message, and receives are matched here.
+// Point-to-point messages. oneCCL delivers messages between two ranks in order, has no tags and needs to know each size
+// in advance. So a header with tag and size precedes every message, and messages are matched to receives here.
 #pragma once
 
 #include <deque>
@@ -15,37 +15,37 @@ namespace cputrain {
 
 constexpr int kAnySource = -1;
 
-// What precedes a message on its way.
+// Header sent before a message.
 struct Header {
   int64_t tag;
   int64_t bytes;
 };
 
-// A receive that waits for its message or has got it.
+// A receive, waiting for its message or completed.
 struct Receive {
   int source;  // kAnySource, until a message from any rank has matched
   int64_t tag;
   Tensor buffer;  // contiguous
   bool ended = false;
-  int64_t found_bytes = 0;  // of the message: where they are not the buffer's, the buffer is left alone
+  int64_t found_bytes = 0;  // size of the message; if it is not the buffer's size, the buffer is unchanged
 };
 
-// The messages that arrive over a communicator. All is called under the engine's lock.
+// Incoming messages of a communicator. All methods need the engine's lock.
 class Inbox {
  public:
   Inbox(ccl::communicator& comm, int size);
 
   void expect(const std::shared_ptr<Receive>& receive);
 
-  // Takes up what has arrived and asks for what is wanted next.
+  // Processes arrived messages and starts the next receives.
   void progress();
 
-  // Whether oneCCL still waits for a message: a receive from any source leaves it waiting for headers that nobody may
-  // send. Neither this nor the communicator can then be destroyed.
+  // Returns whether oneCCL still waits for a message, as after a receive from any source, which waits for headers of
+  // all ranks. Neither this object nor the communicator can then be destroyed.
   bool awaits() const;
 
  private:
-  enum class State { idle, header, known, data };  // known: the header has arrived, its data was not asked for
+  enum class State { idle, header, known, data };  // known: the header has arrived, the data was not requested yet
 
   // A message that arrived before a receive for it.
   struct Message {
@@ -53,19 +53,19 @@ class Inbox {
     Tensor data;
   };
 
-  // What arrives from one rank.
+  // Incoming messages from one rank.
   struct Channel {
     State state = State::idle;
     std::unique_ptr<Header> header;
     std::optional<ccl::event> event;
     Tensor data;
-    std::shared_ptr<Receive> receive;  // whose data is on its way; none: kept for a later receive
+    std::shared_ptr<Receive> receive;  // receive of the data in flight; null: the data is kept for a later receive
     std::deque<Message> kept;
   };
 
   void progress(int source);
   std::shared_ptr<Receive> match(int source, int64_t tag);
-  bool wanted(int source) const;
+  bool is_expected(int source) const;
   void ask_for_data(int source);
   void open(Channel& channel, void* at, int64_t bytes, int source);
   static void deliver(Receive& receive, const Tensor& data);
@@ -74,18 +74,18 @@ class Inbox {
   ccl::communicator& comm_;
   const int rank_;
   std::vector<Channel> channels_;
-  std::list<std::shared_ptr<Receive>> waiting_;  // in the order of the calls
+  std::list<std::shared_ptr<Receive>> waiting_;  // in call order
 };
 
-// A message that is to be sent, or on its way.
+// A message to send, or in flight.
 struct Send {
   Header header;
   Tensor data;  // contiguous
   enum class State { queued, header, data, ended } state = State::queued;
 };
 
-// The messages that leave over a communicator. All is called under the engine's lock. oneCCL starts sends in the order
-// in which it finds them while it works, not in that of the calls: to each rank, one is on its way at a time.
+// Outgoing messages of a communicator. All methods need the engine's lock. oneCCL does not start sends in call order,
+// so only one message to each rank is in flight at a time.
 class Outbox {
  public:
   Outbox(ccl::communicator& comm, int size) : comm_(comm), channels_(size) {}

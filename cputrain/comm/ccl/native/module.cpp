@@ -1,4 +1,4 @@
-// What Python sees of the extension.
+// Python bindings of the extension.
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.hpp"
@@ -18,7 +18,7 @@ PYBIND11_MODULE(cputrain_ccl, module) {
             return c10::make_intrusive<CclBackend>(store, rank, std::move(ranks), timeout, name);
           }),
           without_gil);
-  // Never destroyed: its thread runs until it is stopped, or the process ends.
+  // Never destroyed, because its thread runs until it is stopped or the process ends.
   py::class_<HeartbeatSender, std::unique_ptr<HeartbeatSender, py::nodelete>>(module, "HeartbeatSender")
       .def(
           py::init([](const StorePtr& store, const std::string& key, const std::string& token, const std::string& place,
@@ -29,8 +29,8 @@ PYBIND11_MODULE(cputrain_ccl, module) {
           }),
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
-  // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group's key and
-  // number there, the digest of the group's collectives so far, and the peers of a message.
+  // Returns the collective in flight with the earliest deadline ("" if none), the seconds since its deadline, its
+  // group's key and its number there, the digest of the group's collectives so far, and the peers of a message.
   module.def("pending_collective", [] {
     const auto current = Engine::instance().current();
     const std::chrono::duration<double> overdue = cputrain::awake_now() - current.deadline;

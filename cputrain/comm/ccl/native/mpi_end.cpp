@@ -6,7 +6,7 @@
 
 namespace cputrain {
 
-// Without MPI's headers, which are not needed to compile the rest: oneCCL loads the library where it uses MPI.
+// Uses dlsym instead of MPI's headers, which nothing else needs; oneCCL has loaded the library if it uses MPI.
 bool end_mpi() {
   const char* path = std::getenv("CCL_MPI_LIBRARY_PATH");
   void* library = path == nullptr ? nullptr : dlopen(path, RTLD_LAZY | RTLD_NOLOAD);

@@ -1,10 +1,10 @@
-// The end of MPI where oneCCL has started it and does not end it.
+// Finalizes MPI if oneCCL has initialized it and does not finalize it.
 #pragma once
 
 namespace cputrain {
 
-// Calls MPI_Finalize, which waits for all ranks, where oneCCL's MPI has been started and not ended in this process;
-// whether it has.
+// Calls MPI_Finalize, which waits for all ranks, if oneCCL's MPI is initialized and not finalized in this process;
+// returns whether it was called and succeeded.
 bool end_mpi();
 
 }  // namespace cputrain

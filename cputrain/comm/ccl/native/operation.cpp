@@ -9,7 +9,7 @@ namespace cputrain {
 
 namespace {
 
-constexpr int kPolls = 2000;  // of a waiting caller before it yields the CPU between two polls
+constexpr int kPolls = 2000;  // polls of a waiting caller before it yields the CPU between polls
 
 }  // namespace
 
@@ -78,7 +78,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
     }
   }
   {
-    // Under the lock: the engine's thread could otherwise miss that the last waiting caller has gone.
+    // Under the lock, so that the engine's thread does not miss that the last waiting caller has left.
     const auto lock = engine.enter();
     engine.waiting_callers_--;
   }
@@ -89,7 +89,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   if (late && !future_->completed()) {
     engine.time_out(*this);
   }
-  future_->wait();  // not yet completed only where another thread is just finishing or failing it
+  future_->wait();  // returns at once unless another thread is just finishing or failing the operation
   if (future_->hasError()) {
     std::rethrow_exception(future_->exception_ptr());
   }
@@ -100,7 +100,7 @@ void Operation::finish() {
   try {
     {
       const at::ThreadLocalStateGuard as_caller(*caller_);
-      // Below autograd, as PyTorch's own backends write: an inference tensor may be written from anywhere.
+      // Below autograd, like PyTorch's backends, because inference tensors may be written in any mode.
       const at::AutoDispatchBelowADInplaceOrView unrecorded;
       finish_();
     }

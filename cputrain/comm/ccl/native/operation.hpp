@@ -15,8 +15,8 @@
 
 namespace cputrain {
 
-// The key of the collective's group (Engine::add_group) and its number there, and of all agreements of this group so far a
-// digest and the sum of the balances. A message has none; `peers` are the ranks one of which it comes from or goes to.
+// A collective's group (its key in Engine::add_group) and number, and the digest and sum of balances of the group's
+// agreements so far. A message has no group; `peers` are its possible sources or destinations.
 struct Place {
   std::string group;
   uint64_t number = 0;
@@ -25,10 +25,10 @@ struct Place {
   std::vector<int> peers;
 };
 
-// Whether what was started has ended; called under the engine's lock until it returns true.
+// Returns whether an operation has ended; called under the engine's lock until it returns true.
 using Poll = std::function<bool()>;
 
-// It ends when its poll says so, or with an error.
+// Ends when its poll returns true, or with an error.
 class Operation : public c10d::Work {
  public:
   Operation(
@@ -44,7 +44,7 @@ class Operation : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
-  // Raises at this timeout, and the operation goes on; at the group's timeout, all operations in flight end.
+  // Throws at this timeout, after which the operation continues; at the group's timeout, all operations in flight fail.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override {}
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -56,7 +56,7 @@ class Operation : public c10d::Work {
  private:
   friend class Engine;
 
-  // Runs what follows the last event, in the state (grad mode, inference mode) of the thread that submitted it.
+  // Runs finish_ after the last event, with the thread-local state (such as grad mode) of the submitting thread.
   void finish();
   void fail(const std::string& reason);
 
@@ -68,11 +68,11 @@ class Operation : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::optional<at::ThreadLocalState> caller_;
   // Set under the engine's lock.
-  bool has_ended_ = false;  // by ended_; finish() has still to run
+  bool has_ended_ = false;  // ended_ has returned true; finish() may still have to run
   Poll ended_;
   std::function<Poll()> start_;  // owns the buffers that oneCCL reads
   std::function<void()> finish_;  // copies results to the caller's tensors; owns the buffers it copies from
-  std::function<int()> source_;  // of a received message: the rank that sent it
+  std::function<int()> source_;  // returns the sender of a received message
 };
 
 }  // namespace cputrain

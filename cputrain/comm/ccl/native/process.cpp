@@ -1,4 +1,4 @@
-// Forks and the exit of a process that runs oneCCL.
+// Handles forks and the exit of a process that runs oneCCL.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -16,9 +16,9 @@ namespace cputrain {
 
 namespace {
 
-constexpr auto kExitGrace = std::chrono::seconds(1);  // for operations in flight that no caller waits for
+constexpr auto kExitGrace = std::chrono::seconds(1);  // limit for operations in flight for which no caller waits
 constexpr auto kExitPause = std::chrono::microseconds(100);
-// For a call of oneCCL to return before a fork: one that waits for a lost rank does not.
+// Limit for a call of oneCCL to return before a fork; a call that waits for a lost rank does not return.
 constexpr auto kForkPatience = std::chrono::seconds(5);
 thread_local bool holds_for_fork = false;
 
@@ -30,14 +30,14 @@ void Engine::refuse_in_child(const std::string& what) {
       "memory with its parent: call collectives in the parent, or start the process with the spawn method");
 }
 
-// While a process forks, no thread of it is inside oneCCL or MPI, unless one is stuck there: what the child copies is
-// then not whole, but the child leaves it alone.
+// While the process forks, none of its threads is inside oneCCL or MPI, unless it is stuck there; the child then copies
+// an inconsistent state, but does not use it.
 void Engine::guard_process() {
   static const bool guarded = [] {
-    // A child's lock stays locked, as no thread of it may drive: where it forks itself, it must not wait for it.
+    // A child's lock stays locked, as none of its threads may drive, so it is not taken when a child forks.
     const auto prepare = [] {
       holds_for_fork = !instance().forked_ && instance().mutex_.try_lock_for(kForkPatience);
-      instance().published_mutex_.lock();  // which the child needs, too
+      instance().published_mutex_.lock();  // the child needs it, too
     };
     const auto parent = [] {
       instance().published_mutex_.unlock();
@@ -57,10 +57,10 @@ void Engine::guard_process() {
   static_cast<void>(guarded);
 }
 
-// Whether nothing is in flight any more and no other thread is in a callback, at the latest at a deadline; no thread
-// calls oneCCL from the first look on.
+// Waits until a deadline for all operations to end and all callbacks of other threads to return; returns whether they
+// have. From the start, no other thread calls oneCCL.
 bool Engine::end_operations(Clock::time_point deadline) {
-  static auto* kept = new Operations();  // nothing is destroyed from here on
+  static auto* kept = new Operations();  // keeps operations alive, as nothing may be destroyed at exit
   Lock lock(mutex_, std::defer_lock);
   while (lock.try_lock_until(deadline)) {
     exiting_ = true;
@@ -84,12 +84,12 @@ bool Engine::end_operations(Clock::time_point deadline) {
   return false;
 }
 
-// Runs before oneCCL's own exit handlers. Where an operation is still in flight after a grace period, these would crash
-// or hang, so the process exits without them; so does a forked child, which shares oneCCL's memory and connections with
-// its parent. With a communicator left, oneCCL does not end MPI, and the launcher kills ranks that do: it is ended here,
-// unless this rank has failed, since its end then waits for ranks that wait for this one.
+// Runs before oneCCL's exit handlers. If an operation is still in flight after a grace period, these would crash or
+// hang, so the process exits without them. So does a forked child, which shares oneCCL's memory and connections with
+// its parent. If a communicator still exists, oneCCL does not finalize MPI, and the launcher kills ranks that do. MPI is
+// therefore finalized here, unless this rank has failed, because MPI_Finalize would wait for ranks that wait for this one.
 void Engine::on_process_exit(int status) {
-  leaving_ = true;  // before the lock: threads that drive would take it again and again
+  leaving_ = true;  // before taking the lock, which driving threads would otherwise take again and again
   const bool ended = !forked_ && end_operations(Clock::now() + kExitGrace);
   const bool mpi_ended = ended && communicators_ > 0 && status == 0 && end_mpi();
   if (!ended || mpi_ended) {

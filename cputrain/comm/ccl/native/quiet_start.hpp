@@ -1,4 +1,4 @@
-// oneCCL's start without its warning about CCL_LOG_LEVEL, the variable that silences its other warnings.
+// Suppresses oneCCL's warning at its start about CCL_LOG_LEVEL, which is set to suppress its other warnings.
 #pragma once
 
 #include <iostream>
@@ -7,7 +7,7 @@
 
 namespace cputrain {
 
-// Holds back what is written to a stream, and passes it on without that line. oneCCL shares libstdc++'s streams.
+// Buffers the output of a stream and writes it without that line at the end. oneCCL shares libstdc++'s streams.
 class QuietStart {
  public:
   explicit QuietStart(std::ostream& stream) : stream_(stream), before_(stream.rdbuf(held_.rdbuf())) {}

@@ -1,4 +1,4 @@
-// Reductions that oneCCL lacks, bitwise ones and sums of sparse tensors: all ranks' values are gathered, and reduced here.
+// Reductions that oneCCL lacks (bitwise ones, sums of sparse tensors): all ranks' values are gathered and reduced here.
 #include <ATen/Functions.h>
 
 #include "backend.hpp"
@@ -16,7 +16,7 @@ ccl::event CclBackend::gather_bytes(
 
 namespace {
 
-// The bitwise combination of the rows of a tensor.
+// Returns the bitwise combination of the rows of a tensor.
 Tensor combined(const Tensor& rows, RedOpType op) {
   auto result = rows[0];
   for (int64_t rank = 1; rank < rows.size(0); rank++) {
@@ -34,7 +34,7 @@ void check_bits(const Tensor& tensor) {
 
 }  // namespace
 
-// `root`: the rank whose tensors get the result; none: all ranks'.
+// Writes the result to the tensors of rank `root`, or of all ranks without `root`.
 WorkPtr CclBackend::reduce_bits(
     OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, std::optional<int64_t> root) {
   const bool receives = root.value_or(rank_) == rank_;
@@ -90,7 +90,7 @@ WorkPtr CclBackend::scatter_bits(
       });
 }
 
-// The number of entries of each rank has to be known before they are gathered: the caller waits for that exchange.
+// The call blocks while the ranks exchange their numbers of entries, which must be known to gather the entries.
 WorkPtr CclBackend::reduce_sparse(const Tensor& tensor, RedOpType op, Milliseconds timeout) {
   CPUTRAIN_REQUIRE(op == ReduceOp::SUM, "ccl reduces sparse tensors by sum only, found ", name_of(op));
   CPUTRAIN_REQUIRE(tensor.device().is_cpu(), "ccl takes CPU tensors, found one on ", tensor.device());

@@ -24,13 +24,14 @@ const char* name_of(ReduceOp::RedOpType op) {
 namespace {
 
 void check_operator(const Tensor& tensor, ReduceOp::RedOpType op, bool adds) {
-  CPUTRAIN_REQUIRE(op <= ReduceOp::MAX, "ccl cannot reduce by ", name_of(op), " here: use sum, avg, product, min or max");
+  CPUTRAIN_REQUIRE(
+      op <= ReduceOp::MAX, "ccl cannot reduce by ", name_of(op), " here: use sum, avg, product, min or max");
   CPUTRAIN_REQUIRE(
       !tensor.is_complex() || adds, "ccl cannot reduce complex numbers by ", name_of(op),
       ": reduce their real and imaginary parts");
   CPUTRAIN_REQUIRE(
       op != ReduceOp::AVG || tensor.is_floating_point() || tensor.is_complex(),
-      "ccl cannot average ", tensor.scalar_type(), ": sum, then divide with the rounding that you need");
+      "ccl cannot average ", tensor.scalar_type(), ": use sum, then divide with the rounding you need");
 }
 
 }  // namespace
@@ -58,7 +59,7 @@ Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, B
       values = values.to(at::kFloat);
     }
   }
-  datatype_of(values.scalar_type());  // refuses in the call: where oneCCL gets it later, an error would end the group
+  datatype_of(values.scalar_type());  // throws in the call; an error at a deferred start would end the group
   return {values, how, function, op == ReduceOp::AVG ? static_cast<double>(size) : 1.0};
 }
 

@@ -1,4 +1,4 @@
-// Threads that drive operations in place of those that a future's callback keeps.
+// Relievers: threads that drive operations while other threads are blocked in callbacks of futures.
 #include "engine.hpp"
 
 #include <system_error>
@@ -10,13 +10,13 @@ namespace cputrain {
 
 namespace {
 
-constexpr auto kUnpolled = std::chrono::milliseconds(200);  // that operations in flight may be without anybody's poll
+constexpr auto kUnpolled = std::chrono::milliseconds(200);  // after this time without a poll, a reliever is started
 constexpr auto kReliefSleep = std::chrono::microseconds(200);
 
 thread_local bool relieves = false;
-thread_local int finishing = 0;  // calls of finish() on this thread's stack: a callback may drive too
+thread_local int finishing = 0;  // calls of finish() on this thread's stack, as a callback may drive
 
-// Whether there is one: there may be no more threads at the moment, and look_for_unpolled tries again.
+// Returns whether a thread was started. If the limit of threads is reached, look_for_unpolled tries again.
 bool start_thread(std::function<void()> work) {
   try {
     std::thread(std::move(work)).detach();
@@ -32,7 +32,7 @@ void Engine::finish(Operation& ended) {
   const bool was_free = relieves && finishing == 0;
   free_relievers_ -= was_free;
   finishing++;
-  // Also where a thread ends in a callback, as Python ends those that want its lock while the interpreter exits.
+  // Also runs if the thread ends in a callback, as Python ends threads that request the GIL at interpreter exit.
   const auto counted = c10::make_scope_exit([&] {
     finishing--;
     free_relievers_ += was_free;
@@ -51,7 +51,7 @@ void Engine::relieve_callback() {
   }
 }
 
-// It ends when nothing is in flight, which is decided under the lock, as is whether another one is needed.
+// A reliever ends when nothing is in flight. This is decided under the lock, as is the start of another one.
 void Engine::start_reliever() {
   free_relievers_ += start_thread([this] { relieve(); });
 }
@@ -73,7 +73,7 @@ void Engine::relieve() {
   }
 }
 
-// One after the other. Where a callback of one waits for another one, look_for_unpolled starts a second thread.
+// Fails operations one by one. If a callback waits for another operation, look_for_unpolled starts a second thread.
 void Engine::fail_pending() {
   while (true) {
     c10::intrusive_ptr<Operation> operation;
@@ -89,7 +89,7 @@ void Engine::fail_pending() {
   }
 }
 
-// A callback may also wait for what was submitted before it began.
+// Starts threads if nobody polls or fails operations, because a callback may also wait for earlier operations.
 void Engine::look_for_unpolled() {
   pthread_setname_np(pthread_self(), "cputrain-look");
   uint64_t seen = 0;

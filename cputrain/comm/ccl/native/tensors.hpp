@@ -1,4 +1,4 @@
-// Tensors as oneCCL sees them: types, addresses and sizes, checked before they are handed over.
+// Types, addresses and sizes of tensors for oneCCL, with checks; and error messages.
 #pragma once
 
 #include <functional>
@@ -15,33 +15,33 @@ namespace cputrain {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// An error of one line in Python, without the C++ stack that TORCH_CHECK appends.
+// Throws an error of one line, without the C++ stack that TORCH_CHECK appends.
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   throw std::runtime_error(c10::str(parts...));
 }
 
-// What an exception says, without the C++ stack of PyTorch's own.
+// Returns an exception's message, without the C++ stack in PyTorch's exceptions.
 std::string message_of(const std::exception& error);
 
-// What is said of an operation that oneCCL does not start.
+// Returns the error message for an operation that oneCCL refuses to start.
 std::string refusal_of(const std::string& description, const std::exception& error);
 
-// oneCCL's type for reductions; refuses types that it cannot reduce.
+// Returns oneCCL's type for reductions; throws if oneCCL cannot reduce the type.
 ccl::datatype datatype_of(at::ScalarType type);
 
 void check_one(const Tensors& tensors);
 void check_dense(const Tensor& tensor);
 void check_dense(const Tensors& tensors);
 
-// All of a contiguous tensor's bytes; moving them needs no knowledge of its type.
+// Returns a contiguous tensor's bytes as a tensor, to move data of any type.
 Tensor bytes_of(const Tensor& contiguous);
 
 Tensors contiguous(const Tensors& tensors);
 std::vector<size_t> sizes_of(const Tensors& tensors);
 std::vector<void*> addresses_of(const Tensors& tensors);
 
-// The types and shapes of tensors for people, of many the first kShown.
+// Describes types and shapes of tensors for messages; of many tensors only the first kShown.
 constexpr size_t kShown = 3;
 std::string shape_of(const Tensors& tensors);
 
@@ -50,7 +50,7 @@ std::function<void()> copier(Tensors targets, Tensors buffers);
 
 }  // namespace cputrain
 
-// The parts of the message are evaluated only where the condition does not hold.
+// Throws unless the condition holds. The parts of the message are evaluated only in that case.
 #define CPUTRAIN_REQUIRE(condition, ...)  \
   do {                                    \
     if (!(condition)) {                   \

@@ -1,5 +1,5 @@
-// Found before PyTorch's header of this name, which declares all 1,400 operators and is a third of the work of
-// compiling: the operators that c10d's headers (cat, empty, empty_strided) and ours use. Needs AT_PER_OPERATOR_HEADERS.
+// Replaces PyTorch's header of this name, which declares all 1,400 operators and takes a third of the compile time, by
+// the operators that c10d's headers (cat, empty, empty_strided) and ours use. Needs AT_PER_OPERATOR_HEADERS.
 #pragma once
 
 #include <ATen/Tensor.h>
