@@ -1,1 +1,1 @@
-"""Programs for those who work on cputrain; none of them is installed."""
+"""Development tools of cputrain; none of them is installed."""

@@ -1,6 +1,6 @@
-"""Manual pages of every command, from click's own parameters: python -m tools.man_pages FOLDER
+"""Write the manual page of every command, generated from click's parameters: python -m tools.man_pages FOLDER
 
-The wheel carries them to share/man/man1 where they lie in man/ when it is built (hatch_build.py).
+If the pages are in man/ when the wheel is built, it installs them to share/man/man1 (hatch_build.py).
 """
 
 import re
@@ -18,7 +18,7 @@ from cputrain.cli.options import SectionedCommand
 
 
 def man_pages() -> dict[str, str]:
-    """File name -> page of cputrain and of each command, those inside others included."""
+    """Return the page of cputrain and of each command, including subcommands, by file name."""
     root = click.Context(group, info_name="cputrain")
     return {f"{name}.1": text for name, text in _pages(group, root, "plan, launch and train on CPU machines")}
 
@@ -35,7 +35,7 @@ def _pages(command: click.Command, context: click.Context, purpose: str) -> Iter
 
 
 def _inner(command: click.Command, context: click.Context) -> dict[str, click.Command]:
-    """The commands inside a command."""
+    """Return the subcommands of a command."""
     if not isinstance(command, click.Group):
         return {}
     found = {name: command.get_command(context, name) for name in command.list_commands(context)}
@@ -71,7 +71,7 @@ def _exit_statuses() -> str:
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
-    """The options, in the sections of --help."""
+    """Yield the options in the sections of --help."""
     if isinstance(command, SectionedCommand):
         sections = list(command.options_by_section(context))
     else:
@@ -86,7 +86,7 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> str:
-    """A docstring in paragraphs; one that begins with click's \\b keeps its lines."""
+    """Format a docstring in paragraphs; one that starts with click's \\b keeps its lines."""
     parts = []
     for paragraph in re.split(r"\n\s*\n", text):
         if paragraph.startswith("\b"):
@@ -98,13 +98,13 @@ def _paragraphs(text: str) -> str:
 
 
 def roff(text: str) -> str:
-    """Text as roff has it: no character of it is a command."""
+    """Escape text for roff, so that no character of it is a command."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\(ga").replace("'", "\\(aq")
     return re.sub(r"^\.", r"\\&.", escaped.replace("\n", " "))
 
 
 def main(folder: Path) -> None:
-    """Write all pages into a folder, in place of those that lie there."""
+    """Write all pages into a folder, replacing the pages in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.1"):
         old.unlink()

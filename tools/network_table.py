@@ -1,7 +1,7 @@
-"""python -m tools.network_table [NAME ...]: traces networks, and writes their layers to configs/networks/.
+"""Trace networks and write their layers to configs/networks/: python -m tools.network_table [NAME ...]
 
-The planner and `cputrain simulate` know a network by its file there. A network's weights have no values while it is
-traced (torch's meta device). `--check` compares the files with the networks, and changes nothing.
+The planner and `cputrain simulate` read a network's layers from its file. Weights have no values during tracing
+(torch's meta device). `--check` compares the files with the networks and writes nothing.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from cputrain.models import (
 from cputrain.models.networks import OWN_NETWORKS as BY_SIDE
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, TORCHVISION, ModelSection
 
-SIDE = 224  # the crop that a new network is traced at, if not told
-IMAGES = 11  # divides no layer's size
-KEPT_TOLERANCE = 0.02  # the files scale by the image's area
-PERIOD = 32  # the side of a network's last maps grows by 1 with so many pixels, or a divisor of them
-# What an operation is in the table. Those left out move no values (views) or few (statistics, random numbers).
+SIDE = 224  # the default crop for tracing a new network
+IMAGES = 11  # does not divide the size of any layer
+KEPT_TOLERANCE = 0.02  # as the files scale with the image's area
+PERIOD = 32  # the last maps grow by 1 per PERIOD pixels of the image, or per a divisor of them
+# Kind of an operation in the table. Operations not listed move no values (views) or few (statistics, random numbers).
 ACTIVATIONS = ("relu", "relu_", "silu", "silu_", "hardswish_", "hardtanh_", "hardsigmoid", "sigmoid", "gelu", "tanh")
 KINDS = {
     **dict.fromkeys(("convolution",), "conv"),
@@ -52,7 +52,7 @@ KINDS = {
 
 
 class _Weightless(TorchFunctionMode):
-    """Makes weights without values; numbers that a constructor computes with have some."""
+    """Creates weights without values; numbers that a constructor computes with do have values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -63,8 +63,8 @@ class _Weightless(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _Row:
-    """An operation as it was traced, per image: values and channels of its input and output, FLOP of its forward pass,
-    and the sizes of the weights that it is the first to read."""
+    """A traced operation, per image: values and channels of its input and output, FLOP of its forward pass, and the
+    sizes of the weights that it is the first to read."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class _Row:
 
 
 class _Trace(TorchDispatchMode):
-    """Records the operations of a network's forward pass that compute with images' maps."""
+    """Records the operations of a network's forward pass that compute with feature maps."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class _Trace(TorchDispatchMode):
             self.hooks.append(module.register_forward_hook(lambda *_: self.stack.pop() and None))
 
     def remove(self) -> None:
-        """Take the hooks off the network."""
+        """Remove the hooks from the network."""
         for hook in self.hooks:
             hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = func.overloadpacket.__name__
-        if operation == "native_batch_norm":  # the meta device's own is slow
+        if operation == "native_batch_norm":  # slow on the meta device
             result = (torch.empty_like(args[0]), *(args[0].new_empty(args[0].shape[1]) for _ in range(2)))
         else:
             result = func(*args, **(kwargs or {}))
@@ -120,7 +120,7 @@ class _Trace(TorchDispatchMode):
         elif kind == "add" and operation != "sub":
             name = f"{name}.add".lstrip(".")
         if not flop and kind != "norm" and _positions(output) == 1:
-            return  # of one value a channel: as good as nothing
+            return  # one value per channel: negligible
         if kind == "act" and self.rows and self.rows[-1].kind in ("norm", "add") and operation in ACTIVATIONS:
             self.rows[-1].kind += "+act"
             return
@@ -147,7 +147,7 @@ def _flat(args: Any) -> Iterator[Any]:
 
 
 def _channels(tensor: Tensor) -> int:
-    """Of (N, C, H, W) with square maps; else the last dimension."""
+    """Return C of (N, C, H, W) with square maps, else the last dimension."""
     square = tensor.dim() == 4 and tensor.shape[2] == tensor.shape[3]
     return tensor.shape[1 if square else -1]
 
@@ -158,28 +158,28 @@ def _positions(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=2)
 def _built(name: str, side: int) -> nn.Module:
-    section = ModelSection.model_construct(name=name)  # a new one is not known yet
+    section = ModelSection.model_construct(name=name)  # without validation, as a new network is not known yet
     try:
         with torch.device("meta"):
             return build_model(section, CLASSES, side)
-    except NotImplementedError:  # RegNet's constructor reads numbers that it has computed by tensors
+    except NotImplementedError:  # RegNet's constructor reads values that it computed with tensors
         with _Weightless():
             return build_model(section, CLASSES, side)
 
 
 @lru_cache(maxsize=32)
 def traced(name: str, side: int) -> tuple[list[_Row], int]:
-    """The operations of a network's forward pass, and the bytes of an image that autograd keeps for the backward pass.
+    """Return the operations of a network's forward pass, and the bytes per image saved for the backward pass.
 
-    Raises InputError where the network does not accept such images.
+    Raises InputError if the network does not accept such images.
     """
     network = _built(name, side if name in BY_SIDE else SIDE)
     kept: dict[int, int] = {}
-    alive = []  # a storage that is freed lends its address to the next one
+    alive = []  # keeps storages, as the address of a freed one is reused
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if tensor.dim() and len(tensor) % IMAGES == 0:  # neither weights nor statistics
+        if tensor.dim() and len(tensor) % IMAGES == 0:  # not a weight or statistic
             kept[storage._cdata] = storage.nbytes()
             alive.append(storage)
         return tensor
@@ -193,14 +193,14 @@ def traced(name: str, side: int) -> tuple[list[_Row], int]:
     finally:
         trace.remove()
     if trace.unread or trace.pending:
-        raise InputError(f"{name}: {len(trace.unread) + len(trace.pending)} weights are in no operation of the trace")
+        raise InputError(f"{name}: {len(trace.unread) + len(trace.pending)} weights are read by no operation")
     return trace.rows, sum(kept.values()) // IMAGES
 
 
 def table_of(name: str, side: int) -> dict[str, Any]:
-    """A network's file: its sizes at the side, and its layers as functions of the side.
+    """Build a network's file: its sizes at `side`, and its layers as functions of the side.
 
-    A network of one size has the same layers at any side; one that pads its maps is traced at multiples of its side.
+    A network of fixed size has the same layers at any side; one that pads its maps is traced at multiples of its side.
     """
     sides = [side, side + 1, side + 2 * PERIOD]
     while (found := _table_by(name, sides)) is not None:
@@ -213,8 +213,8 @@ def table_of(name: str, side: int) -> dict[str, Any]:
 
 
 def _table_by(name: str, sides: Sequence[int]) -> tuple[dict[str, Any], int | None] | None:
-    """A network's file from traces at several sides, and a side that would tell more; None where the network does not
-    accept them all, or has other layers at some."""
+    """Build a network's file from traces at several sides, and return a side that would resolve ambiguities. None if
+    the network does not accept all sides, or has different layers at some."""
     traces = [traced(name, sides[0])]
     for other in sides[1:]:
         try:
@@ -244,20 +244,20 @@ def _table_by(name: str, sides: Sequence[int]) -> tuple[dict[str, Any], int | No
 
 
 def sums_of(layers: Sequence[LayerSize]) -> dict[str, float]:
-    """A network's parameters, and the GFLOP of an image."""
+    """Return a network's number of parameters, and the GFLOP per image."""
     return {"parameters": sum(sum(layer.weights) for layer in layers), "gflop": gflop_of(layers)}
 
 
 class _Maps:
-    """Sides of maps as floor((side + offset) / stride) of the image's side: exact, as such roundings compose."""
+    """Sides of maps as floor((side + offset) / stride) of the image's side: exact, as these roundings compose."""
 
     def __init__(self, sides: Sequence[int]) -> None:
         self.sides = sides
         self.found: list[tuple[int, int]] = [(0, 1)]
-        self.probe: int | None = None  # a side that tells apart offsets which fit all sides
+        self.probe: int | None = None  # a side that distinguishes offsets which fit all sides so far
 
     def quantity(self, values: Sequence[int], channels: int) -> Any:
-        """A number of values at each side as a constant, or as [factor, index of the map whose area it multiplies]."""
+        """Express a quantity at each side as a constant, or as [factor, index of the map whose area it multiplies]."""
         if len(set(values)) == 1:
             return values[0]
         for index in reversed(range(len(self.found))):
@@ -268,7 +268,7 @@ class _Maps:
                 return [values[0] // areas[0], index]
         new = self._fitted([math.isqrt(value // channels) for value in values]) if channels else None
         if new is None or new in self.found:
-            return [values[0] / self.sides[0] ** 2, 0]  # by the image's area
+            return [values[0] / self.sides[0] ** 2, 0]  # scales with the image's area
         self.found.append(new)
         return self.quantity(values, channels)
 
@@ -288,30 +288,30 @@ def _side_of(each: tuple[int, int], side: int) -> int:
 
 
 def _check_classes(name: str, layers: Sequence[list[Any]]) -> None:
-    """Layers of CLASSES outputs count as those of the classes: the last with weights, and what follows it."""
+    """Check that the last layer with weights, and only what follows it, has CLASSES outputs, as these are replaced."""
     last = max(number for number, row in enumerate(layers) if row[2])
     wide = [
         number for number, row in enumerate(layers) if CLASSES in (row[4], row[4][0] if isinstance(row[4], list) else 0)
     ]
     if not wide or wide[0] != last:
-        raise InputError(f"{name}: its last layer with weights has not {CLASSES} outputs, or another one has")
+        raise InputError(f"{name}: its last layer with weights does not have {CLASSES} outputs, or another one does")
 
 
 def _facts(layer: _Row | LayerSize) -> tuple[object, ...]:
-    """What a traced and a read layer have in common."""
+    """Return the properties that a traced layer and a layer from a file share."""
     flop = layer.flop[0] if isinstance(layer, LayerSize) else layer.flop
     return layer.name, layer.kind, tuple(layer.weights), layer.inputs, layer.outputs, flop
 
 
 def written(table: dict[str, Any]) -> str:
-    """A network's file as JSON, a line per layer."""
+    """Format a network's file as JSON, a line per layer."""
     rows = ",\n".join(f"  {json.dumps(row)}" for row in table["layers"])
     head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in table.items() if key != "layers")
     return f'{{\n{head}"layers": [\n{rows}\n]\n}}\n'
 
 
 def differences(name: str, *others: int) -> list[str]:
-    """What a network's file says otherwise than the network itself, at the file's side and at others."""
+    """Return how a network's file differs from the network itself, at the file's side and at others."""
     table = read_network(name)
     if table is None:
         return [f"{name} has no file: run `python -m tools.network_table {name}`"]
@@ -325,31 +325,31 @@ def differences(name: str, *others: int) -> list[str]:
             *zip(map(_facts, rows), map(_facts, layers), strict=False),
         ]
         found += [
-            f"{name} at {side}: {own} in the network, {said} in the file" for own, said in compared if own != said
+            f"{name} at {side}: {traced_one} in the network, {file_one} in the file"
+            for traced_one, file_one in compared
+            if traced_one != file_one
         ]
         if not math.isclose(kept, kept_by_file, rel_tol=KEPT_TOLERANCE):
-            found.append(f"{name} at {side}: keeps {kept} bytes of an image, {kept_by_file:.0f} by the file")
+            found.append(f"{name} at {side}: saves {kept} bytes per image, {kept_by_file:.0f} in the file")
     sums = sums_of(layers_at(table, table["side"]))
     return found + [
-        f"{name}: {key} is {table[key]}, of its layers {sums[key]}" for key in sums if table[key] != sums[key]
+        f"{name}: {key} is {table[key]}, but {sums[key]} over its layers" for key in sums if table[key] != sums[key]
     ]
 
 
 def all_names() -> list[str]:
-    """Our networks, and torchvision's that are not among them."""
+    """Return the names of cputrain's networks, and of torchvision's that are not among them."""
     models = import_torchvision("models")
     others = [each for each in models.list_models(module=models) if each not in OWN_NETWORKS]
     return [*OWN_NETWORKS, *(f"{TORCHVISION}{each}" for each in others)]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trace the networks; 1 where a check finds a difference."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.network_table", description=(__doc__ or "").partition(":")[2]
-    )
-    parser.add_argument("names", nargs="*", help="as in model.name; all that are known")
-    parser.add_argument("--side", type=int, help=f"of the images; that of the network's file, or {SIDE}")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a file is wrong")
+    """Trace the networks; return 1 if a check finds a difference."""
+    parser = argparse.ArgumentParser(prog="python -m tools.network_table", description=__doc__)
+    parser.add_argument("names", nargs="*", help="networks as in model.name  [default: all known]")
+    parser.add_argument("--side", type=int, help=f"side of the images  [default: the file's, else {SIDE}]")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a file is wrong")
     options = parser.parse_args(argv)
     wrong = []
     for name in options.names or all_names():

@@ -1,7 +1,7 @@
 """Make a release: python -m tools.release [--untagged]
 
 Checks the version, writes the manual pages, builds wheel and sdist into dist/, checks their contents, installs the
-wheel into an environment of its own and runs it there, builds the documentation. --untagged tries it at any commit.
+wheel into a new environment and runs it there, and builds the documentation. --untagged works at any commit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tools.man_pages import main as write_man_pages
 ROOT = Path(__file__).parents[1]
 PACKAGE = "cputrain"
 BESIDE = ("_cputrain_autoload.py", "_cputrain_command.py")
-HEAVY = ("torch", "torchvision")  # gigabytes: nothing that is tried after the installation needs them
+HEAVY = ("torch", "torchvision")  # gigabytes, and not needed by the commands in TRIED
 IN_WHEEL = {
     "affinity": "cputrain/affinity",
     "mpi": "cputrain/mpi",
@@ -41,13 +41,13 @@ TRIED = (
 
 
 class ReleaseError(Exception):
-    """Why there is no release."""
+    """The reason why there is no release."""
 
 
 def main(arguments: list[str]) -> int:
-    """Make the release; 1 with a line where something is wrong."""
+    """Make the release; print the problem and return 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
-    parser.add_argument("--untagged", action="store_true", help="try it at any commit")
+    parser.add_argument("--untagged", action="store_true", help="try the release at any commit")
     options = parser.parse_args(arguments)
     try:
         check_version(ROOT)
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_version(root: Path) -> None:
-    """Raise ReleaseError where a file has another version than the code."""
+    """Raise ReleaseError if a file has another version than the code."""
     found = {
         "CITATION.cff": r"^version: (.+)$",
         "compat/pyproject.toml": r'^version = "(.+)"$',
@@ -110,22 +110,22 @@ def release() -> None:
 
 
 def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:
-    """Raise ReleaseError where a tracked file is missing in wheel or sdist, or the wheel has something else."""
+    """Raise ReleaseError if a tracked file is missing in wheel or sdist, or the wheel contains other files."""
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
-    links = {f"{PACKAGE}/{name}" for name in IN_WHEEL}  # in the checkout
-    wanted = {name for name in tracked if name.partition("/")[0] in (PACKAGE, *BESIDE)} - links
+    links = {f"{PACKAGE}/{name}" for name in IN_WHEEL}  # exist only in the checkout
+    expected = {name for name in tracked if name.partition("/")[0] in (PACKAGE, *BESIDE)} - links
     for name in tracked:
         for folder, inside in IN_WHEEL.items():
             if name.startswith(f"{folder}/"):
-                wanted.add(f"{inside}/{name.removeprefix(f'{folder}/')}")
-    if missing := sorted(wanted - in_wheel):
+                expected.add(f"{inside}/{name.removeprefix(f'{folder}/')}")
+    if missing := sorted(expected - in_wheel):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
     allowed = (f"{PACKAGE}/", *BESIDE, f"{PACKAGE}-{__version__}.data/data/share/man/man1/")
     if foreign := sorted(name for name in in_wheel if not name.startswith(allowed)):
-        raise ReleaseError(f"{wheel.name} also has {', '.join(foreign[:5])}")
+        raise ReleaseError(f"{wheel.name} also contains {', '.join(foreign[:5])}")
     if not any(name.endswith("/man1/cputrain-plan.1") for name in in_wheel):
         raise ReleaseError(f"{wheel.name} has no manual pages: python -m tools.man_pages man")
     if missing := sorted({name for name in tracked if not name.startswith(".git")} - links - in_sdist):
@@ -133,8 +133,8 @@ def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
-    """Install the wheel with its dependencies but torch and torchvision, and run commands in an empty folder. Raises
-    CalledProcessError where one fails, ReleaseError where it prints another version."""
+    """Install the wheel with its dependencies except torch and torchvision, and run commands in an empty folder. Raises
+    CalledProcessError if a command fails, ReleaseError if it prints another version."""
     environment, here = folder / "venv", folder / "here"
     here.mkdir()
     venv.create(environment, with_pip=True)
@@ -158,7 +158,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What a wheel requires without extras."""
+    """Return the packages that a wheel requires without extras."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())

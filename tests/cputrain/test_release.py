@@ -69,7 +69,7 @@ def test_a_file_that_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
     assert requirements(wheel) == ["click>=8.2"]
     for in_wheel, in_sdist, message in (
         (IN_WHEEL[1:], TRACKED, "lacks cputrain/py.typed"),
-        ([*IN_WHEEL, "tests/test_a.py"], TRACKED, "also has tests/test_a.py"),
+        ([*IN_WHEEL, "tests/test_a.py"], TRACKED, "also contains tests/test_a.py"),
         (IN_WHEEL[:-1], TRACKED, "no manual pages"),
         (IN_WHEEL, TRACKED[1:], "lacks cputrain/py.typed"),
     ):
