@@ -1,10 +1,10 @@
-"""Command lines of other launchers as `cputrain launch`.
+"""Translate command lines of other launchers to `cputrain launch`.
 
-Each program that launches trainings has a table of its options, and of what they become, in other_launchers.yaml. A
-line is split into words, read by its program's table, and translated.
+other_launchers.yaml has, for each launcher, a table of its options and their counterparts. A line is split into words,
+parsed with its launcher's table, and translated.
 
-What a shell would expand in a line ($NAME, ${NAME}, $(command), ~/) stays expandable: in words a `$` or `~` of that
-kind is a character of its own (VARIABLE, HOME); in single quotes there are none.
+Shell expansions ($NAME, ${NAME}, $(command), ~/) stay expandable: in words such a `$` or `~` is replaced by a marker
+character (VARIABLE, HOME), except in single quotes.
 """
 
 import re
@@ -26,10 +26,10 @@ from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option by its `names`, with the number of words that follow it; as in other_launchers.yaml.
+    """A launcher's option by its `names`, with the number of words that follow it; see other_launchers.yaml.
 
-    `field` is what it sets in `Wanted`, "" where it has no counterpart. With `parts`, what remains of the word behind
-    it after the parts that are found, but for words that are `understood`, has no counterpart.
+    `field` is the field of `LaunchSpec` that it sets, "" if it has no counterpart. With `parts`, whatever remains of
+    the following word after removing the matched parts and what is `understood` has no counterpart.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Option:
 
     @property
     def launch_option(self) -> str:
-        """How `cputrain launch` has it; "" where it does not."""
+        """The counterpart in `cputrain launch`; "" if there is none."""
         if self.parts:
             return ", ".join(FIELDS[field].shown for field, _ in self.parts)
         if not self.field:
@@ -55,12 +55,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A launcher: the words that call it, the modules that `python -m` calls it by, and its options.
+    """A launcher: the words that call it, the modules for `python -m`, and its options.
 
-    `starts_python`: the command behind its options is a Python script, not a program. `joins_letters`: letters behind
-    one dash are options of their own, the last one with its value, as in -lN2. `remark`: what to know of all its
-    command lines; `remark_on_one_host`: of those that name no other hosts; `remark_without_ranks`: of those that give
-    no number of ranks.
+    `starts_python`: the command after its options is a Python script, not a program. `joins_letters`: letters after one
+    dash are separate options, the last one with its value, as in -lN2. `remark` is a note for all its command lines,
+    `remark_on_one_host` for those that name no other hosts, `remark_without_ranks` for those without a number of ranks.
     """
 
     name: str
@@ -80,7 +79,7 @@ REASONS: dict[str, str] = TABLES["reasons"]
 
 
 def _options_of(table: Mapping[str, Any]) -> Iterator[Option]:
-    """The options of a program's table."""
+    """Yield the options of a launcher's table."""
     if "includes" in table:
         yield from _options_of(TABLES[table["includes"]])
     for entry in table.get("options", ()):
@@ -96,7 +95,7 @@ def _options_of(table: Mapping[str, Any]) -> Iterator[Option]:
 
 
 def _by_words(names: str, **settings: Any) -> Iterator[Option]:
-    """An option for those of the names that as many words follow."""
+    """Yield an option for each group of names that are followed by equally many words."""
     counts = {name.rstrip("="): len(name) - len(name.rstrip("=")) for name in names.split()}
     for takes in dict.fromkeys(counts.values()):
         yield Option(names=tuple(name for name in counts if counts[name] == takes), takes=takes, **settings)
@@ -119,43 +118,43 @@ PROGRAMS = {name: _program(name, table) for name, table in TABLES["programs"].it
 
 
 def option_named(program: Program, name: str) -> Option:
-    """A launcher's option by its name: with one dash or two, - or _, and shortened where only one begins so.
+    """Find a launcher's option by name: with one dash or two, - or _, and abbreviated if unambiguous.
 
-    Raises InputError for one that it does not have.
+    Raises InputError for an unknown option.
     """
-    wanted = key_of(name)
+    normalized = key_of(name)
     by_key = {key_of(each): option for option in program.options for each in option.names if not each.endswith("*")}
-    if wanted in by_key:
-        return by_key[wanted]
+    if normalized in by_key:
+        return by_key[normalized]
     for option in program.options:
-        if any(each.endswith("*") and wanted.startswith(key_of(each[:-1])) for each in option.names):
+        if any(each.endswith("*") and normalized.startswith(key_of(each[:-1])) for each in option.names):
             return option
-    begin_so = {id(option): option for key, option in by_key.items() if key.startswith(wanted) and len(wanted) > 2}
-    if len(begin_so) == 1 and program.starts_python:
-        return next(iter(begin_so.values()))
-    near = get_close_matches(wanted, by_key, n=1, cutoff=0.7)
+    with_prefix = {id(each): each for key, each in by_key.items() if key.startswith(normalized) and len(normalized) > 2}
+    if len(with_prefix) == 1 and program.starts_python:
+        return next(iter(with_prefix.values()))
+    near = get_close_matches(normalized, by_key, n=1, cutoff=0.7)
     hint = f": did you mean --{near[0]}?" if near else ": remove it, and import the rest"
-    raise InputError(f"{program.title} has no option {name[:60]} that is known here{hint}")
+    raise InputError(f"{program.title} has no option {name[:60]} known to cputrain{hint}")
 
 
 def key_of(name: str) -> str:
-    """A name without its dashes in front, and with dashes for what may be _."""
+    """Normalize an option name: no leading dashes, and - for _."""
     return name.lstrip("-").replace("_", "-")
 
 
-# A command as far as its first operator outside quotes: a redirection, a pipe, "&&", ";", "&"; or as far as a comment.
+# A command up to its first operator outside quotes (a redirection, a pipe, "&&", ";", "&") or up to a comment.
 COMMAND = re.compile(
     r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\\'"|&;<>#]|(?<=\S)#)*""",
     re.DOTALL,
 )
 OPERATORS = "|&;<>"
-VARIABLE, HOME = "\ue000", "\ue001"  # of Unicode's private use area: no command line has them
+VARIABLE, HOME = "\ue000", "\ue001"  # from Unicode's private use area, which no command line contains
 
 
 def command_and_rest(text: str) -> tuple[str, str]:
-    """A line's first command, and what follows it: "2>&1 | tee log"; "" for nothing, or a comment."""
+    """Split a line into its first command and what follows it: "2>&1 | tee log"; "" for nothing or a comment."""
     command = COMMAND.match(text)
-    assert command is not None  # it matches "" too
+    assert command is not None  # it also matches ""
     end = command.end()
     if text[end : end + 1] not in tuple(OPERATORS):
         return (text[:end] if text[end : end + 1] == "#" else text), ""
@@ -164,8 +163,8 @@ def command_and_rest(text: str) -> tuple[str, str]:
     return text[:end], text[end:].strip()
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    """The words of a shell's line; a line may be continued. Raises InputError where quotes are open."""
+def split_words(text: str) -> tuple[str, ...]:
+    """Split a shell line into words; it may have continuation lines. Raises InputError if a quote is not closed."""
     try:
         words = shlex.split(_marked(text.replace("\\\n", " ")))
     except ValueError as error:
@@ -174,7 +173,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def _marked(line: str) -> str:
-    """The line with VARIABLE and HOME for what a shell expands."""
+    """Replace the start of each shell expansion by VARIABLE or HOME."""
     marked: list[str] = []
     quote, escaped = "", False
     for char, after in zip(line, f"{line[1:]} ", strict=True):
@@ -195,8 +194,8 @@ def _marked(line: str) -> str:
     return "".join(marked)
 
 
-def line_of(words: Sequence[str]) -> str:
-    """The line for a shell that has these words: quoted where that is needed, in double quotes what it expands."""
+def join_words(words: Sequence[str]) -> str:
+    """Join words to a shell line: quoted where necessary, with double quotes if the shell must expand a part."""
     return " ".join(map(_quoted, words))
 
 
@@ -210,7 +209,7 @@ def _quoted(word: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """A text as it was written, also where repr() has escaped it."""
+    """Restore the original characters in a text, even if repr() has escaped the markers."""
     for mark, char in ((VARIABLE, "$"), (HOME, "~")):
         text = text.replace(mark, char).replace(repr(mark)[1:-1], char)
     return text
@@ -218,15 +217,15 @@ def unmarked(text: str) -> str:
 
 DIGITS = re.compile("[0-9]{1,6}")
 HOSTS_OR_RANGE = re.compile("(?:[0-9]{1,6}[:-])?([0-9]{1,6})")
-LEFT_OPEN = ("auto", "cpu", "gpu", "xpu", "", "-1", "0")  # values that leave a number to the launcher
+LEFT_OPEN = ("auto", "cpu", "gpu", "xpu", "", "-1", "0")  # values that let the launcher choose a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a command line asks for; None and () where it says nothing.
+class LaunchSpec:
+    """What a command line requests; None or () if it does not say.
 
-    `ranks` are those of all hosts, `ppn` those of each. `instances`: a number, "latency" or "throughput". `environment`
-    are NAME=VALUE for the ranks. `command` is what is started: with `module` a Python module and its arguments.
+    `ranks` counts all hosts, `ppn` each host. `instances`: a number, "latency" or "throughput". `environment` has
+    NAME=VALUE for the ranks. `command` is the program to start, or with `module` a Python module, and its arguments.
     """
 
     nodes: int | None = None
@@ -254,27 +253,27 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """An option of a command line as it was written, and the field that it sets to a text."""
+class ParsedOption:
+    """An option as written in a command line, the field that it sets, and the value as text."""
 
     written: str
     field: str
     value: str
 
 
-def wanted(given: Iterable[Given], command: tuple[str, ...]) -> Wanted:
-    """What the options ask for; of one that is repeated the last counts. Raises InputError for bad values."""
+def spec_of(given: Iterable[ParsedOption], command: tuple[str, ...]) -> LaunchSpec:
+    """Return what the options request; the last one of a repeated option counts. Raises InputError for bad values."""
     values: dict[str, Any] = {}
     for each in given:
         field = FIELDS[each.field]
         if field.must_be_known and VARIABLE in each.value:
-            raise InputError(f"{each.written}: a variable of the shell has no value here: put its value in its place")
+            raise InputError(f"{each.written}: shell variables are not expanded here: replace it by its value")
         try:
             value = field.read(each.value)
         except ValueError as error:
             raise InputError(f"{each.written}: {each.value[:30]!r} {error}") from None
         values[each.field] = (*values.get("environment", ()), value) if each.field == "environment" else value
-    return Wanted(**values, command=command)
+    return LaunchSpec(**values, command=command)
 
 
 def _text(value: str) -> str | None:
@@ -309,7 +308,7 @@ def _instances(value: str) -> str | None:
 
 
 def _instance(value: str) -> str | None:
-    """Numbers of copies, of which 0 is the first; -1 stands for all of them."""
+    """Parse indices of copies, from 0; -1 means all of them."""
     return None if value == "-1" else _list(value)
 
 
@@ -328,8 +327,8 @@ def _one_of(names: dict[str, str | None]) -> Callable[[str], str | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A field of `Wanted`: the option of `cputrain launch` that has it, or in words what does, and the value that
-    follows; how the text of another launcher's option is read. `must_be_known`: it cannot be a variable of the shell.
+    """A field of `LaunchSpec`: its option in `cputrain launch`, or a description, and the option's value; `read` parses
+    the text of another launcher's option. `must_be_known`: the value must not be a shell variable.
     """
 
     option: str
@@ -339,7 +338,7 @@ class Field:
 
     @property
     def shown(self) -> str:
-        """How `cputrain launch` has it."""
+        """Format the counterpart in `cputrain launch`."""
         return f"{self.option} {self.value}".rstrip()
 
 
@@ -353,7 +352,7 @@ READ: dict[str, Callable[[str], Any]] = {
         {"default": "glibc", "glibc": "glibc", "tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "auto": None}
     ),
 }
-"""How the values of planning options are read."""
+"""Parsers of the values of planning options."""
 LAUNCH_OPTIONS = {
     "output": Field(option="--output", value="DIR"),
     "instances": Field(option="--instances", read=_instances, must_be_known=True),
@@ -372,7 +371,7 @@ LAUNCH_OPTIONS = {
     },
     "restarts": Field(option="--restarts", value="N", read=_number, must_be_known=True),
 }
-"""In the order of the help."""
+"""In the order of --help."""
 FIELDS = {
     **LAUNCH_OPTIONS,
     "ranks": Field(option="--ppn", value="N", read=_number, must_be_known=True),
@@ -392,13 +391,13 @@ MOST_WORDS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A command line as read: the launcher, the variables set before it, the options that have a counterpart and those
-    that have none with the reason, what else to know of the options, and the command."""
+class ParsedCommand:
+    """A parsed command line: the launcher, the variables set before it, the options with a counterpart, those without
+    and the reason, notes on options, and the command."""
 
     program: Program
     variables: tuple[str, ...]
-    given: tuple[Given, ...]
+    given: tuple[ParsedOption, ...]
     without: tuple[tuple[str, str], ...]
     notes: tuple[tuple[str, str], ...]
     command: tuple[str, ...]
@@ -406,11 +405,11 @@ class Reading:
 
 def read(
     words: Sequence[str], name: str | None = None, launcher_of: Callable[[str], str | None] = lambda program: None
-) -> Reading:
-    """Read a command line, of the launcher `name` where the first word does not decide it, else of the first that has
-    its options, beginning with the one that `launcher_of` finds the called program to be.
+) -> ParsedCommand:
+    """Parse a command line. If its first word leaves the launcher open, use `name`, else the first launcher that has
+    its options, starting with the one that `launcher_of` returns for the called program.
 
-    Raises InputError for a launcher or an option that is not known.
+    Raises InputError for an unknown launcher or option.
     """
     if len(words) > MOST_WORDS:
         raise InputError(f"the command line has more than {MOST_WORDS:,} words: give one command")
@@ -432,13 +431,13 @@ def read(
 
 
 def _recognized(program: Program, words: tuple[str, ...]) -> int:
-    """How many of the words are options of the launcher."""
+    """Count the words that are options of the launcher."""
     keys = {key_of(name) for option in program.options for name in option.names}
     return sum(word.startswith("-") and key_of(word.partition("=")[0]) in keys for word in words)
 
 
 def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]]:
-    """The launchers that a command line may be of, the program that it calls, and the words behind the call."""
+    """Return the launchers that a command line may belong to, the program it calls, and the words after the call."""
     python = bool(words) and PYTHON.fullmatch(PurePath(words[0]).name) is not None
     if python and "-m" in words[:-1]:
         at = words.index("-m")
@@ -450,15 +449,15 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
     found = [program for program in PROGRAMS.values() if any(plain[: len(call)] == call for call in program.called)]
     if not found:
         known = ", ".join(dict.fromkeys(" ".join(call) for p in PROGRAMS.values() for call in p.called[:1]))
-        shown = f"{' '.join(words)[:60]!r} calls no launcher that is known here" if words else "no command line"
+        shown = f"{' '.join(words)[:60]!r} calls no known launcher" if words else "no command line"
         if python and len(words) > 1:
-            script = line_of(called if called != words else ("--", *words))
+            script = join_words(called if called != words else ("--", *words))
             raise InputError(
-                f"{shown}: cputrain launch {script} starts it once for each planned worker, with --instances 1 before "
-                "it once in all"
+                f"{shown}: cputrain launch {script} starts it once per planned worker, or only once with --instances 1 "
+                "before it"
             )
         if plain[:1] in (("numactl",), ("taskset",)):
-            raise InputError(f"{shown}: put {plain[0]} before cputrain launch, whose plan stays inside what it allows")
+            raise InputError(f"{shown}: put {plain[0]} before cputrain launch, whose plan uses only the allowed CPUs")
         if plain[:1] and plain[0] in PREFIXES:
             raise InputError(f"{shown}: import what follows {plain[0]}, and put {plain[0]} before cputrain launch")
         raise InputError(f"{shown}: give a command line of {known} or python -m torch.backends.xeon.run_cpu")
@@ -466,9 +465,9 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
     return found, called[0], called[length:]
 
 
-def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...]) -> Reading:
-    """Read the words behind a launcher's call."""
-    given: list[Given] = []
+def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...]) -> ParsedCommand:
+    """Parse the words after a launcher's call."""
+    given: list[ParsedOption] = []
     without: list[tuple[str, str]] = []
     notes: list[tuple[str, str]] = []
     place = 0
@@ -477,37 +476,37 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
             words = (*words[:place], *_separated(program, words[place]), *words[place + 1 :])
         name, equals, attached = _split(program, words[place])
         option = option_named(program, name)
-        behind = [attached] if equals else []
-        count = option.takes - len(behind)
+        values = [attached] if equals else []
+        count = option.takes - len(values)
         following = words[place + 1 : place + 1 + count]
         if option.takes == 2 and following and ASSIGNMENT.match(following[0]):
-            behind, count = list(following[0].partition("=")[::2]), 1  # -genv NAME=VALUE
+            values, count = list(following[0].partition("=")[::2]), 1  # -genv NAME=VALUE
         else:
-            behind += following
-        if len(behind) < option.takes:
+            values += following
+        if len(values) < option.takes:
             raise InputError(f"{program.title}: {name} needs a value: give it")
         place += 1 + max(0, count)
-        written = " ".join((name, *behind))
-        if option.field == "environment" and option.takes == 1 and option.value == "{}" and "=" not in behind[0]:
+        written = " ".join((name, *values))
+        if option.field == "environment" and option.takes == 1 and option.value == "{}" and "=" not in values[0]:
             without.append((written, "the ranks inherit the environment"))
         else:
-            found, whole = _set_by(option, written, behind)
+            found, whole = _set_by(option, written, values)
             given += found
             if not whole:
                 without.append((written, option.why))
-            elif option.why and re.fullmatch(option.when, " ".join(behind)):
+            elif option.why and re.fullmatch(option.when, " ".join(values)):
                 notes.append((written, option.why))
     command = words[place + 1 :] if words[place : place + 1] == ("--",) else words[place:]
     if not command:
-        raise InputError(f"{program.title}: the command line ends before what it starts: add the script or the program")
+        raise InputError(f"{program.title}: the command line contains no command: add the script or the program")
     if not program.starts_python and (inner := _launcher_in(command)):
         raise InputError(
             f"{program.title} starts {inner} here: import that command line alone, as cputrain launch starts the ranks "
-            "of all hosts by itself"
+            "of all hosts itself"
         )
     if not program.starts_python and ":" in command:
-        raise InputError(f"{program.title}: several programs in one job (:) are not supported: start them one by one")
-    return Reading(
+        raise InputError(f"{program.title}: several programs in one job (:) are not supported: start them separately")
+    return ParsedCommand(
         program=program,
         variables=variables,
         given=tuple(given),
@@ -518,21 +517,21 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
 
 
 def _launcher_in(command: tuple[str, ...]) -> str:
-    """The launcher that a command calls; "" where it calls none."""
+    """Return the launcher that a command calls; "" if it calls none."""
     start = next((i for i, word in enumerate(command) if word != "env" and not ASSIGNMENT.match(word)), len(command))
-    called, behind = command[start:], command[start + 1 :]
+    called, rest = command[start:], command[start + 1 :]
     if not called:
         return ""
     name = PurePath(called[0]).name
-    module = behind[behind.index("-m") + 1 :][:1] if PYTHON.fullmatch(name) and "-m" in behind else ()
+    module = rest[rest.index("-m") + 1 :][:1] if PYTHON.fullmatch(name) and "-m" in rest else ()
     for program in PROGRAMS.values():
-        if any((name, *behind)[: len(call)] == call for call in program.called) or set(module) & set(program.modules):
+        if any((name, *rest)[: len(call)] == call for call in program.called) or set(module) & set(program.modules):
             return program.title
     return ""
 
 
 def _split(program: Program, word: str) -> tuple[str, str, str]:
-    """An option's name, "=" where a value is attached to it, and that value: of --nodes=2, and of -N2."""
+    """Return an option's name, "=" if a value is attached to it, and that value: for --nodes=2, and for -N2."""
     letter = word[:2]
     with_value = any(letter in each.names and each.takes for each in program.options)
     if with_value and word[2:].isdecimal():
@@ -542,7 +541,7 @@ def _split(program: Program, word: str) -> tuple[str, str, str]:
 
 
 def _separated(program: Program, word: str) -> tuple[str, ...]:
-    """The first of the options that are joined in a word, and the rest: -t10:00 is -t 10:00, -lN2 is -l -N2."""
+    """Split joined options after the first one: -t10:00 is -t 10:00, -lN2 is -l -N2."""
     letter, rest = word[:2], word[2:]
     if letter == "--" or not rest:
         return (word,)
@@ -551,72 +550,72 @@ def _separated(program: Program, word: str) -> tuple[str, ...]:
     return (letter, f"-{rest}") if rest[0].isalpha() else (f"{letter}={rest}",)
 
 
-def _set_by(option: Option, written: str, behind: list[str]) -> tuple[list[Given], bool]:
-    """The fields that an option sets to the words behind it, and whether that is all that they say."""
+def _set_by(option: Option, written: str, values: list[str]) -> tuple[list[ParsedOption], bool]:
+    """Return the options set by the following words, and whether these have no other meaning."""
     if option.field:
-        value = option.value.format(*behind) if behind else option.value
-        return [Given(written=written, field=option.field, value=value)], True
+        value = option.value.format(*values) if values else option.value
+        return [ParsedOption(written=written, field=option.field, value=value)], True
     if not option.parts:
         return [], False
-    found, rest = [], behind[0]
+    found, rest = [], values[0]
     for field, pattern in option.parts:
-        matches = re.finditer(pattern, behind[0], re.IGNORECASE)
-        found += [Given(written=written, field=field, value=match[1]) for match in matches]
+        matches = re.finditer(pattern, values[0], re.IGNORECASE)
+        found += [ParsedOption(written=written, field=field, value=match[1]) for match in matches]
         rest = re.sub(pattern, "", rest, flags=re.IGNORECASE)
     rest = re.sub(option.understood, "", rest, flags=re.IGNORECASE)
     return found, bool(found) and re.search(r"\w", rest) is None
 
 
-# Variables that the plan sets: one beside it would contradict it.
+# Variables that the plan sets; other values would contradict it.
 PLANNED = (
     *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"),
     *("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "CCL_WORKER_AFFINITY"),
     *("MALLOC_CONF", "OMP_SCHEDULE"),
 )
-# Variables that are options of launch -> what they set in `Wanted`.
+# Variables that correspond to options of launch -> field of LaunchSpec.
 VARIABLES = {"OMP_NUM_THREADS": "threads", "CCL_WORKER_COUNT": "comm_cores"}
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-ALLOCATION = "in a scheduler's job launch takes the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
+ALLOCATION = "in a scheduler's job launch uses the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A line for a shell, the options that are not in it and why, and what else to know."""
+    """A shell line, the options that it does not contain with reasons, and notes."""
 
     line: str
     without: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
 
-def translated(reading: Reading, *, cores: int, hosts_in: Callable[[str], int | None]) -> Translation:
-    """The `cputrain launch` of a command line, on a machine of so many cores; `hosts_in` counts the hosts of a
-    hostfile, None where it cannot be read. Raises InputError where hosts would differ."""
-    options, dropped = _without_planned(wanted(reading.given, reading.command), reading.variables)
-    front = tuple(word for word in reading.variables if word.partition("=")[0] in MEETING)
-    notes = [f"{written}: {why}" for written, why in reading.notes]
-    if reading.program.name in ("ipexrun", "run_cpu"):
+def translate(parsed: ParsedCommand, *, cores: int, hosts_in: Callable[[str], int | None]) -> Translation:
+    """Translate a command line to `cputrain launch` on a machine with this number of cores; `hosts_in` counts the hosts
+    of a hostfile, None if unreadable. Raises InputError if hosts would differ."""
+    options, dropped = _without_planned(spec_of(parsed.given, parsed.command), parsed.variables)
+    front = tuple(word for word in parsed.variables if word.partition("=")[0] in MEETING)
+    notes = [f"{written}: {why}" for written, why in parsed.notes]
+    if parsed.program.name in ("ipexrun", "run_cpu"):
         asked, options = options, _instances_or_ranks(options, cores)
-        dropped += _of_the_other_mode(reading, asked, options)
-    if reading.program.name == "ipexrun" and (options.nodes or 1) > 1 and not options.hostfile:
+        dropped += _of_the_other_mode(parsed, asked, options)
+    if parsed.program.name == "ipexrun" and (options.nodes or 1) > 1 and not options.hostfile:
         options = replace(options, hostfile="hostfile")
     options, more = _sized(options, hosts_in)
     notes += more
     one_host = not options.hosts and not options.hostfile and (options.nodes or 1) == 1
-    numbered = any(each.field in ("ppn", "ranks") for each in reading.given)
-    program = reading.program
+    numbered = any(each.field in ("ppn", "ranks") for each in parsed.given)
+    program = parsed.program
     notes += (program.remark, program.remark_on_one_host if one_host else "")
     notes += ("" if numbered else program.remark_without_ranks,)
-    words = ("cputrain", "launch", *_words_of(options), *_command(options, starts_python=reading.program.starts_python))
-    folder = f"{line_of(('cd', options.folder))} && " if options.folder else ""
+    words = ("cputrain", "launch", *_words_of(options), *_command(options, starts_python=parsed.program.starts_python))
+    folder = f"{join_words(('cd', options.folder))} && " if options.folder else ""
     return Translation(
-        line=folder + line_of((*(("env", *front) if front else ()), *words)),
-        without=tuple((unmarked(option), why) for option, why in (*reading.without, *dropped)),
+        line=folder + join_words((*(("env", *front) if front else ()), *words)),
+        without=tuple((unmarked(option), why) for option, why in (*parsed.without, *dropped)),
         notes=tuple(dict.fromkeys(unmarked(note) for note in notes if note)),
     )
 
 
-def _without_planned(options: Wanted, variables: tuple[str, ...]) -> tuple[Wanted, list[tuple[str, str]]]:
-    """The variables for the ranks, those before the call among them, without what the plan sets; and that."""
+def _without_planned(options: LaunchSpec, variables: tuple[str, ...]) -> tuple[LaunchSpec, list[tuple[str, str]]]:
+    """Split environment variables into those to pass to the ranks and those that the plan sets."""
     kept, dropped = [], []
     for variable in (*variables, *options.environment):
         name, _, value = variable.partition("=")
@@ -631,8 +630,8 @@ def _without_planned(options: Wanted, variables: tuple[str, ...]) -> tuple[Wante
     return replace(options, environment=tuple(kept)), dropped
 
 
-def _instances_or_ranks(options: Wanted, cores: int) -> Wanted:
-    """ipexrun and run_cpu start independent copies; ipexrun with --nnodes, older ones with --distributed, ranks."""
+def _instances_or_ranks(options: LaunchSpec, cores: int) -> LaunchSpec:
+    """Decide between independent copies and ranks: ipexrun starts ranks with --nnodes or --distributed only."""
     if options.nodes is not None or options.distributed:
         return replace(options, instances=None, instance=None)
     copies = replace(options, comm_cores=None, ppn=None)
@@ -643,19 +642,19 @@ def _instances_or_ranks(options: Wanted, cores: int) -> Wanted:
     )
 
 
-def _of_the_other_mode(reading: Reading, asked: Wanted, kept: Wanted) -> list[tuple[str, str]]:
-    """What is given of copies where ranks start, and of ranks where copies start."""
-    copies = "independent copies start, which do not communicate"
+def _of_the_other_mode(parsed: ParsedCommand, asked: LaunchSpec, kept: LaunchSpec) -> list[tuple[str, str]]:
+    """Return the options for copies if ranks start, and for ranks if copies start, with reasons."""
+    copies = "it starts independent copies, which do not communicate"
     reasons = {
-        "instances": "the ranks of one job start: --ppn is their number on each host",
-        "instance": "the ranks of one job start, all of them",
+        "instances": "it starts the ranks of one job, --ppn on each host",
+        "instance": "it starts all ranks of one job",
         "threads": "the mode decides how many cores a copy has",
         "comm_cores": copies,
-        "ppn": f"{copies}: --instances is their number",
+        "ppn": f"{copies}; --instances sets their number",
     }
     written = {
-        **{VARIABLES.get(each.partition("=")[0], ""): each for each in reading.variables},
-        **{each.field: each.written for each in reading.given},
+        **{VARIABLES.get(each.partition("=")[0], ""): each for each in parsed.variables},
+        **{each.field: each.written for each in parsed.given},
     }
     return [
         (written[field], why)
@@ -664,8 +663,8 @@ def _of_the_other_mode(reading: Reading, asked: Wanted, kept: Wanted) -> list[tu
     ]
 
 
-def _sized(options: Wanted, hosts_in: Callable[[str], int | None]) -> tuple[Wanted, list[str]]:
-    """The same with workers per host in place of ranks, and with names or a number of hosts; and notes."""
+def _sized(options: LaunchSpec, hosts_in: Callable[[str], int | None]) -> tuple[LaunchSpec, list[str]]:
+    """Convert ranks to workers per host, and hosts to names or a number; also return notes."""
     options = _with_slots(options)
     named = len(expand(options.hosts)) if options.hosts else None
     if options.hostfile:
@@ -682,14 +681,14 @@ def _sized(options: Wanted, hosts_in: Callable[[str], int | None]) -> tuple[Want
         hosts = -(-options.ranks // options.ppn)
     if options.ranks is not None and options.ppn is None and hosts is None:
         notes.append(
-            f"{options.hostfile} cannot be read: add --ppn, {options.ranks} divided by the number of its hosts"
+            f"{options.hostfile} cannot be read: add --ppn with {options.ranks} divided by its number of hosts"
         )
     elif options.ranks is not None and hosts is not None:
         if options.ranks % hosts or (options.ppn is not None and options.ppn * hosts != options.ranks and hosts > 1):
             of_each = f", {options.ppn} on each" if options.ppn is not None else ""
             raise InputError(
-                f"{counted(options.ranks, 'rank')} on {counted(hosts, 'host')}{of_each}: cputrain starts as many "
-                "workers on every host: give another number"
+                f"{counted(options.ranks, 'rank')} on {counted(hosts, 'host')}{of_each}: cputrain starts equally many "
+                "workers on every host, so give another number"
             )
         options = replace(options, ppn=options.ranks // hosts)
     if named is None and not options.hostfile and (hosts or 1) > 1:
@@ -697,17 +696,17 @@ def _sized(options: Wanted, hosts_in: Callable[[str], int | None]) -> tuple[Want
         notes.append(ALLOCATION)
     else:
         if options.hostfile and options.nodes is not None and named not in (None, options.nodes):
-            notes.append(f"all {named} hosts of {options.hostfile} are used: leave {options.nodes} in it")
+            notes.append(f"all {named} hosts of {options.hostfile} are used: keep only {options.nodes} in it")
         options = replace(options, nodes=None)
     return replace(options, ranks=None), notes
 
 
-def _with_slots(options: Wanted) -> Wanted:
-    """The same without slots behind the hosts' names, which become workers per host; this host needs no name."""
+def _with_slots(options: LaunchSpec) -> LaunchSpec:
+    """Convert slots after host names to workers per host; this host needs no name."""
     if options.hosts is None:
         return options
     slots: Counter[str] = Counter()
-    ranges = "[" in options.hosts  # Slurm's, and without slots
+    ranges = "[" in options.hosts  # Slurm's format, which has no slots
     for host in expand(options.hosts) if ranges else options.hosts.split(","):
         name, number = split_slots(host.strip())
         slots[name] += int(number or 1)
@@ -722,8 +721,8 @@ def _with_slots(options: Wanted) -> Wanted:
     return replace(options, hosts=None if all(map(is_loopback, slots)) else fold(slots) if ranges else ",".join(slots))
 
 
-def _words_of(options: Wanted) -> tuple[str, ...]:
-    """The options of `cputrain launch`, in the order of its help."""
+def _words_of(options: LaunchSpec) -> tuple[str, ...]:
+    """Return the options of `cputrain launch` in the order of its --help."""
     values = ((field, getattr(options, name, None)) for name, field in LAUNCH_OPTIONS.items())
     given = tuple(
         word
@@ -734,8 +733,8 @@ def _words_of(options: Wanted) -> tuple[str, ...]:
     return (*given, "--dry-run") if options.dry_run else given
 
 
-def _command(options: Wanted, *, starts_python: bool) -> tuple[str, ...]:
-    """The words of the command, behind the options."""
+def _command(options: LaunchSpec, *, starts_python: bool) -> tuple[str, ...]:
+    """Return the words of the command after the options."""
     words, variables = options.command, options.environment
     if starts_python and not options.no_python:
         plain = not variables and (options.module or words[0].endswith(".py"))

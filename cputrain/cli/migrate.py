@@ -1,4 +1,4 @@
-"""`cputrain import`, which alone reads the tables of other launchers."""
+"""`cputrain import`, the only command that reads the option tables of other launchers."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
 from cputrain.mpi.hosts.hostfile import read_hostfile
 from cputrain.mpi.launchers.command import identify
-from cputrain.other_launchers import PROGRAMS, command_and_rest, read, translated, unmarked, words_of
+from cputrain.other_launchers import PROGRAMS, command_and_rest, read, split_words, translate, unmarked
 
 
 @click.command("import", context_settings={"allow_interspersed_args": False})
@@ -19,40 +19,40 @@ from cputrain.other_launchers import PROGRAMS, command_and_rest, read, translate
     "--from",
     "name",
     type=click.Choice(list(PROGRAMS)),
-    help="the launcher that the command line is for, where mpirun may be that of several",
+    help="read the command line as this launcher's, if mpirun could belong to several",
 )
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND-LINE")
 def import_command(name: str | None, words: tuple[str, ...]) -> None:
-    """Print the cputrain launch that does what a command line of another launcher does, and on stderr which of its
-    options are not in it, and why. Nothing is started.
+    """Print the cputrain launch command equivalent to another launcher's command line; start nothing. Options that it
+    does not contain are listed with reasons on stderr.
 
     \b
     cputrain import "ipexrun --nnodes 2 --nprocs-per-node 2 --ccl-worker-count 4 --hostfile hosts train.py"
     cputrain import torchrun --nproc-per-node 4 train.py --epochs 3
     cputrain import --from openmpi "mpirun -np 4 python train.py"
 
-    Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and mpirun
-    of Intel MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
+    Supported are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and
+    mpirun of Intel MPI, Open MPI and MPICH; if its options leave open which MPI, mpirun --version decides.
     """
     rest = ""
     try:
         if len(words) == 1:
             line, rest = command_and_rest(words[0])
-            words = words_of(line)
-        reading = read(words, name, _launcher_of)
-        found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
+            words = split_words(line)
+        parsed = read(words, name, _launcher_of)
+        found = translate(parsed, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
     except InputError as error:
         raise InputError(unmarked(str(error))) from None
     print_file(f"{found.line} {rest}".rstrip() + "\n")
     if found.without:
-        click.echo(f"of {reading.program.title}, not needed, or without a counterpart:", err=True)
+        click.echo(f"options of {parsed.program.title} that are not needed or have no counterpart:", err=True)
         click.echo(align_columns([(f"  {option}", why) for option, why in found.without]), err=True)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
 
 
 def _launcher_of(program: str) -> str | None:
-    """The MPI that a program is of, on PATH or by its own path; None where it is not here or of another."""
+    """Return the MPI that provides a program found on PATH or by its path; None if it is not here or not an MPI's."""
     try:
         found = identify(program, os.environ)
     except InputError:
@@ -61,7 +61,7 @@ def _launcher_of(program: str) -> str | None:
 
 
 def _hosts_in(path: str) -> int | None:
-    """The number of hosts in a hostfile; None where it cannot be read here."""
+    """Return the number of hosts in a hostfile; None if it cannot be read here."""
     try:
         return len(read_hostfile(Path(path)).hosts)
     except InputError:

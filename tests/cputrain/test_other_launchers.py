@@ -18,7 +18,16 @@ from site_pages.text import plain
 from cputrain.affinity.errors import InputError
 from cputrain.cli import group
 from cputrain.mpi.launchers import find_launcher
-from cputrain.other_launchers import PROGRAMS, Program, Translation, line_of, option_named, read, translated, words_of
+from cputrain.other_launchers import (
+    PROGRAMS,
+    Program,
+    Translation,
+    join_words,
+    option_named,
+    read,
+    split_words,
+    translate,
+)
 from tests.support.commands import cputrain, here, mpi_path, refused
 
 OF_HELP = ("-h", "--help", "--usage", "-V", "--version", "-help")
@@ -204,7 +213,7 @@ def test_every_option_of_srun_s_help_is_known(tmp_path: Path) -> None:
 
 
 def ours(line: str, name: str | None = None, hosts: int | None = 2, launcher: str | None = None) -> Translation:
-    return translated(read(words_of(line), name, lambda program: launcher), cores=8, hosts_in=lambda path: hosts)
+    return translate(read(split_words(line), name, lambda program: launcher), cores=8, hosts_in=lambda path: hosts)
 
 
 @pytest.mark.parametrize(("theirs", "expected"), pairs(LINES))
@@ -250,7 +259,7 @@ def test_nothing_is_noted_that_the_line_does_not_ask(line: str) -> None:
 
 
 def test_values_that_mean_something_else_here_are_noted() -> None:
-    assert "of MIN:MAX the most" in ours("torchrun --nnodes 1:4 --nproc-per-node 2 x.py").notes[0]
+    assert "the maximum of MIN:MAX is used" in ours("torchrun --nnodes 1:4 --nproc-per-node 2 x.py").notes[0]
     assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: auto, cpu: the plan decides",)
 
 
@@ -326,30 +335,30 @@ def test_the_page_of_options_has_every_remark() -> None:
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        ("./x", "calls no launcher that is known here: give a command line of ipexrun, torchrun"),
+        ("./x", "calls no known launcher: give a command line of ipexrun, torchrun"),
         (
             "python x.py --lr 1",
-            "known here: cputrain launch x.py --lr 1 starts it once for each planned",
+            "no known launcher: cputrain launch x.py --lr 1 starts it once per planned",
         ),
-        ("numactl -C 0-3 python x.py", "put numactl before cputrain launch, whose plan stays inside what it allows"),
+        ("numactl -C 0-3 python x.py", "put numactl before cputrain launch, whose plan uses only the allowed CPUs"),
         ("python -m pkg", "cputrain launch -- python -m pkg starts it"),
-        (f"python x.py {'--long 1 ' * 20}'a b'", f"launch x.py {'--long 1 ' * 20}'a b' starts it once for each"),
+        (f"python x.py {'--long 1 ' * 20}'a b'", f"launch x.py {'--long 1 ' * 20}'a b' starts it once per"),
         ("srun -lz2 ./a", "srun has no option -z"),
-        ("torchrun --nproc-per-nod=2", "ends before what it starts"),
+        ("torchrun --nproc-per-nod=2", "contains no command"),
         ("torchrun --frobnicate x.py", "torchrun has no option --frobnicate"),
         ("torchrun --nnodes two x.py", "'two' is not a number of hosts"),
-        ("horovodrun -np 3 -H h1:2,h2:2 ./a", "3 ranks on 2 hosts: cputrain starts as many workers on every host"),
+        ("horovodrun -np 3 -H h1:2,h2:2 ./a", "3 ranks on 2 hosts: cputrain starts equally many workers on every host"),
         ("horovodrun -np 3 -H h1:2,h2:1 ./a", "different numbers of slots"),
         ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
         ("mpirun -np", "-np needs a value"),
         ("mpirun -np 2 --map-by node --frobnicate ./a", "mpirun of Open MPI has no option --frobnicate"),
         ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here: import that command line alone"),
         ("mpirun -n 2 env A=b python3 -u -m torch.distributed.run x.py", "starts torchrun here"),
-        ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: a variable of the shell has no value here"),
-        ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: a variable of the shell has no value here"),
+        ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: shell variables are not expanded here"),
+        ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: shell variables are not expanded here"),
         ("torchrun --frobnicate=$A x.py", "torchrun has no option --frobnicate"),
         ("nohup mpirun -n 2 ./a > log &", "import what follows nohup, and put nohup before cputrain launch"),
-        ("$SRUN -n 2 ./a", "'$SRUN -n 2 ./a' calls no launcher"),
+        ("$SRUN -n 2 ./a", "'$SRUN -n 2 ./a' calls no known launcher"),
         ("ipexrun --memory-allocator mine x.py", "'mine' is unknown: give default, glibc, tcmalloc"),
         ("torchrun 'x.py", "No closing quotation"),
     ],
@@ -389,7 +398,7 @@ def test_a_shell_expands_in_a_line_what_it_has_expanded_before(text: str) -> Non
     env = {"PATH": os.environ["PATH"], "HOME": "/h", "RANK": "0", "A": "1", "B": "x  y"}
     first, again = (
         subprocess.run(["bash", "-c", f"{show} {line}"], env=env, check=True, capture_output=True, text=True).stdout
-        for line in (text, line_of(words_of(text)))
+        for line in (text, join_words(split_words(text)))
     )
     assert first == again
 

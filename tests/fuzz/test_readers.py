@@ -33,7 +33,7 @@ from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
 from cputrain.jobs import parse_array
 from cputrain.mpi.hosts import allocation, expand, parse_hosts
-from cputrain.other_launchers import command_and_rest, translated, words_of
+from cputrain.other_launchers import command_and_rest, split_words, translate
 from cputrain.other_launchers import read as read_line
 from cputrain.recipe import RECIPES, load_recipe, parse_setting
 from cputrain.report import read_usage
@@ -299,7 +299,7 @@ LAUNCHES = (
 @fuzzed
 @given(text=edited(LAUNCHES))
 def test_command_lines_of_other_launchers(text: str) -> None:
-    read(lambda: translated(read_line(words_of(command_and_rest(text)[0]), None), cores=4, hosts_in=lambda _: None))
+    read(lambda: translate(read_line(split_words(command_and_rest(text)[0]), None), cores=4, hosts_in=lambda _: None))
 
 
 SYNTHETIC = (
