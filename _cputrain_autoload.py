@@ -1,8 +1,8 @@
-"""What `import torch` runs (its entry point in the group torch.backends): the backend "ccl" becomes known, and the
-launcher of a rank can read its Python stack.
+"""Entry point that `import torch` runs (group torch.backends): registers the backend "ccl", and lets the launcher of a
+rank read its Python stack.
 
-It runs in other people's programs, where an error would break `import torch`. So it lies beside the packages, imports
-none of them, and has a name that no file of a user's folder has; what fails is said once "ccl" is used.
+An error here would break `import torch` in other people's programs. Therefore this module lies beside the packages,
+imports none of them, and has a name that no user file has; errors are reported when "ccl" is used.
 """
 
 import faulthandler
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-STACK_VARIABLE = "CPUTRAIN_STACK_FILE"  # the number of the open file
+STACK_VARIABLE = "CPUTRAIN_STACK_FILE"  # the descriptor of the open file
 STACK_SIGNAL = signal.SIGRTMAX - 2  # a real-time signal that neither Python, MPI nor a scheduler uses
 STACK_FILE = "cputrain-stack"
 
 
 def register() -> None:
-    """Register the backend, unless another package has; oneCCL is found and loaded with the first group."""
+    """Register the backend unless another package has; oneCCL is found and loaded with the first process group."""
     import torch.distributed as dist
 
     offer_stack(os.environ)
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def offer_stack(env: Mapping[str, str]) -> None:
-    """Let this process's stack be read by the watcher that has started it; nothing where there is none."""
+    """Let the watcher that started this process read its Python stack; do nothing without a watcher."""
     number = env.get(STACK_VARIABLE, "")
     if not (number.isdecimal() and number.isascii() and len(number) <= 6):
         return
@@ -48,7 +48,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def _other() -> str:
-    """The module that has cputrain's name, and what to do about it."""
+    """Return which other module is loaded as cputrain and what to do; "" if it is ours."""
     file = getattr(sys.modules.get("cputrain"), "__file__", None)
     ours = file is None or file.startswith(os.path.dirname(os.path.abspath(__file__)))
-    return "" if ours else f": {file} has the name of a package of cputrain: rename it"
+    return "" if ours else f"; {file} has the name of a package of cputrain: rename it"

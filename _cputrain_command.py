@@ -1,6 +1,6 @@
-"""The console script `cputrain`. It lies beside the packages: a folder on PYTHONPATH may have one of the name cputrain.
+"""Console script `cputrain`. It lies beside the packages, as a folder on PYTHONPATH may contain a package `cputrain`.
 
-Like cputrain/__main__.py, which goes on from here, it imports nothing that Python itself has not imported.
+Like cputrain/__main__.py, which continues from here, it imports only modules that Python itself has imported.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 def main() -> int:
     """Run a command: see cputrain.cli.main."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    import cputrain  # noqa: F401  it is found here, and imports nothing
+    import cputrain  # noqa: F401  found in the inserted path; imports nothing
 
     del sys.path[0]
     from cputrain.__main__ import main

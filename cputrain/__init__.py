@@ -1,9 +1,9 @@
-"""Recipes, training, evaluation, batch jobs and sweeps, and the `cputrain` command, on top of `affinity` and `mpi`.
+"""The `cputrain` command: recipes, training, evaluation, batch jobs and sweeps, on top of `affinity` and `mpi`.
 
-`from cputrain import train` trains a network of one's own: see cputrain/training/entry.py.
+`from cputrain import train` trains a network of your own: see cputrain/training/entry.py.
 """
 
-# Nothing is imported here: the command is isolated from a user's typing.py or enum.py only once __main__.py runs.
+# No imports here: only __main__.py protects the command from a user's typing.py or enum.py.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["__version__", "train"]
 
 
 def __getattr__(name: str) -> "Any":
-    """`train` at its first use, and without naming it for type checkers: the packages below import the version."""
+    """Import `train` at its first use; untyped, as the packages below import the version from here."""
     if name != "train":
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module

@@ -1,9 +1,8 @@
-"""`python -m cputrain`, and the console script once it has found this package."""
+"""Entry point of `python -m cputrain`, and of the console script once it has found this package."""
 
 import sys
 
-# Neither this module nor the packages above it import more than Python itself has imported: in a folder on PYTHONPATH
-# may be any module's name.
+# Up to isolate(), import only modules that Python itself has imported: a folder on PYTHONPATH may shadow any other.
 from cputrain.affinity.start import isolate
 
 isolate()

@@ -1,4 +1,4 @@
-"""Tables that are printed, written as CSV, Markdown and JSON; and pictures as SVG."""
+"""Tables as text, CSV, Markdown and JSON, and figures as SVG."""
 
 import io
 import re
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading with its unit, a row's value (its attribute's name, also as in "setup.workers", or a function), and the
-    text of a value (how to format it, as in ",.0f", or a function). A value of None has the text `empty`."""
+    """A table column: heading with unit, how to get a row's value (attribute path such as "setup.workers", or a
+    function), and how to format it (format such as ",.0f", or a function). None is formatted as `empty`."""
 
     name: str
     value: str | Callable[[Any], Any]
@@ -25,11 +25,11 @@ class Column:
     empty: str = ""
 
     def of(self, row: Any) -> Any:
-        """A row's value."""
+        """Return a row's value."""
         return attrgetter(self.value)(row) if isinstance(self.value, str) else self.value(row)
 
     def text_of(self, value: Any) -> str:
-        """A value as text."""
+        """Format a value."""
         if value is None:
             return self.empty
         return format(value, self.text) if isinstance(self.text, str) else self.text(value)
@@ -37,50 +37,50 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table: its columns, and what each of its rows is about."""
+    """A table: its columns, and one object per row."""
 
     columns: tuple[Column, ...]
     rows: Sequence[Any]
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """The headings, then the texts of each row."""
+        """The headings, then the formatted cells of each row."""
         heads = tuple(column.name for column in self.columns)
         return [heads, *(tuple(column.text_of(column.of(row)) for column in self.columns) for row in self.rows)]
 
     def filled(self) -> "Rows":
-        """The table without columns that are empty in all rows."""
+        """Return the table without columns that are empty in all rows."""
         kept = (column for column in self.columns if any(column.text_of(column.of(row)) for row in self.rows))
         return Rows(tuple(kept), self.rows)
 
     def without(self, *names: str) -> "Rows":
-        """The table without some columns."""
+        """Return the table without the named columns."""
         return Rows(tuple(column for column in self.columns if column.name not in names), self.rows)
 
     def text(self, *, numbers: bool = True) -> str:
-        """For a terminal; with `numbers` all columns but the first are flush right."""
+        """Format for a terminal; with `numbers` all columns but the first are right-aligned."""
         return align_columns(self.cells, numbers=numbers)
 
     def markdown(self, rules: Sequence[str] = ()) -> str:
-        """As a Markdown table; `rules` align its columns, as "---:" does to the right."""
+        """Format as a Markdown table; `rules` set the alignment of its columns, such as "---:" for right."""
         return markdown_table(self.cells, rules=rules)
 
     def csv(self) -> str:
-        """As comma-separated texts."""
+        """Format as comma-separated values."""
         return csv_table(self.cells)
 
     def json(self) -> list[dict[str, Any]]:
-        """The values of each row by the columns' names."""
+        """Return each row's values by column name."""
         return [{column.name: column.of(row) for column in self.columns} for row in self.rows]
 
 
 def columns_of(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tuple[Column, ...]:
-    """Columns of rows that are tuples of values in this order."""
+    """Return columns for rows that are tuples of values in this order."""
     return tuple(Column(head, itemgetter(i), text) for i, head in enumerate(heads))
 
 
 def figure(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels: Any) -> str:
-    """SVG of what `draw` draws; `labels` are those of the axes."""
+    """Return a figure that `draw` draws as SVG; `labels` are axis settings."""
     made, axes = subplots(figsize=size)
     draw(axes)
     axes.set(**labels)
@@ -91,7 +91,7 @@ def figure(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels
 
 
 def subplots(*grid: int, **how: Any) -> Any:
-    """A figure of matplotlib and its axes; importing matplotlib takes a second."""
+    """Create a matplotlib figure and its axes; importing matplotlib takes a second."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +101,7 @@ def subplots(*grid: int, **how: Any) -> Any:
 
 
 def figure_svg(figure: "Figure") -> str:
-    """A figure as an SVG element, for pages; the figure is closed."""
+    """Return a figure as an SVG element for HTML pages; closes the figure."""
     from matplotlib import pyplot as plt
 
     buffer = io.StringIO()

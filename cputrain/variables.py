@@ -1,5 +1,5 @@
-"""Environment variables: those that decide how torch, OpenMP, MPI and oneCCL behave, without anybody's secrets, and
-those by which a rank knows its job and the job's earlier attempts."""
+"""Environment variables: those that affect torch, OpenMP, MPI and oneCCL, shown without secrets, and those that tell a
+rank its job and whether the job was restarted."""
 
 import re
 from collections.abc import Mapping
@@ -21,38 +21,37 @@ HIDDEN = "(not shown)"
 
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter, by name; of one whose name tells of a secret only that it is set."""
+    """Return the relevant variables by name; the value is hidden if the name suggests a secret."""
     found = {name: value for name, value in sorted(env.items()) if name.startswith(PREFIXES) or name in NAMES}
     return {
         name: HIDDEN if SECRET.search(name) else IN_ADDRESS.sub(f"://{HIDDEN}@", value) for name, value in found.items()
     }
 
 
-# The names of torchrun, which scripts know.
+# torchrun's names, as scripts know them.
 ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
-SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its number
-UNNAMED = "none"  # torchrun's name of every job without --rdzv-id
+SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its ID
+UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
 
 
 def restart_variables(attempt: int, restarts: int, job: str) -> tuple[tuple[str, str], ...]:
-    """What ranks find in their environment where the job may be restarted; `job` is the same for all attempts of a job,
-    and no other's."""
+    """Return the variables that tell ranks of a restartable job its attempt; `job` is unique and the same for all
+    attempts."""
     return ((ATTEMPT, str(attempt)), (MOST_ATTEMPTS, str(restarts)), (JOB, job)) if restarts else ()
 
 
 def job_in(env: Mapping[str, str]) -> str:
-    """The name of the job that this rank belongs to, for all its attempts; "" where it has none of its own."""
+    """Return the name of this rank's job, the same for all its attempts; "" if it has none."""
     name = env.get(JOB, "")
     return env.get(SLURM_JOB, "") if name in ("", UNNAMED) else name
 
 
 def lock_name_in(env: Mapping[str, str]) -> str:
-    """The name of this job in its lock: that of the scheduler, as each start of a requeued job makes a new one of its
-    own."""
+    """Return the name of this job for the run's lock: the scheduler's ID if there is one, as each start of a requeued
+    job generates a new name."""
     return env.get(SLURM_JOB) or env.get(JOB, "")
 
 
 def is_restarted(env: Mapping[str, str]) -> bool:
-    """Whether this rank belongs to a job that has failed before and was started again, by us, torchrun, Slurm or
-    Kubernetes."""
+    """Whether this rank's job has failed before and was restarted, by cputrain, torchrun, Slurm or Kubernetes."""
     return any(env.get(name, "0") not in ("", "0") for name in (ATTEMPT, SLURM_RESTARTS))
