@@ -1,9 +1,8 @@
-"""What a host has and what it lacks: the facts of a bug report, and checks that name a remedy, of the host (kernel,
-cores, memory, limits, network) and of what is installed (torch, torchvision, allocator, decoder, compiler, oneCCL,
-MPI). Works without torch.
+"""The facts of a bug report about this host, and checks with remedies: of the host (kernel, cores, memory, limits,
+network) and of the software (torch, torchvision, allocator, decoder, compiler, oneCCL, MPI). Works without torch.
 
-What may be broken is imported in a process of its own: python -m cputrain.doctor prints a line of JSON for each part as
-soon as it is known, so that a crash or a slow disk leaves the others.
+Imports that may fail run in a separate process: python -m cputrain.doctor prints a line of JSON per part as soon as it
+is known, so that a crash or a slow disk affects only the parts that follow.
 """
 
 import importlib.util
@@ -47,7 +46,7 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What was checked, what was found, and what to do about it; "" where nothing is to be done.
+    """What was checked, what was found, and a remedy; "" if none is needed.
 
     The status is OK, WARNING (slower or less than possible) or ERROR (something does not work).
     """
@@ -59,22 +58,22 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """A check without a finding."""
+    """Return a check without problems."""
     return Check(name=name, status=OK, found=found)
 
 
 def warning(name: str, found: str, remedy: str) -> Check:
-    """Something is slower or less than it could be."""
+    """Return a check for something that is slower or less than it could be."""
     return Check(name=name, status=WARNING, found=found, remedy=remedy)
 
 
 def error(name: str, found: str, remedy: str) -> Check:
-    """Something does not work."""
+    """Return a check for something that does not work."""
     return Check(name=name, status=ERROR, found=found, remedy=remedy)
 
 
 def checks_text(checks: Sequence[Check]) -> str:
-    """A line for each check, and below it the remedy where there is one; a summary and the next step at the end."""
+    """Format a line per check with its remedy below, then a summary and the next step."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -88,16 +87,16 @@ def checks_text(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-SHM_BYTES = GIB  # DataLoader processes and MPI's shared memory; Docker gives 64 MiB
+SHM_BYTES = GIB  # for DataLoader processes and MPI's shared memory; Docker's default is 64 MiB
 LEAST_FILES, LEAST_PROCESSES = 4096, 4096
-LEAST_MEMORY = 2 * GIB  # torch alone needs 0.4 GiB in each worker
+LEAST_MEMORY = 2 * GIB  # torch alone needs 0.4 GiB per worker
 RDMA = ("opa", "psm3", "ib", "efa", "slingshot")
 UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """The soft limits of this process: locked memory and address space in bytes, open files, processes; -1: none."""
+    """Soft limits of a process: locked memory and address space in bytes, open files, processes; -1: unlimited."""
 
     locked_bytes: int
     address_bytes: int
@@ -105,19 +104,19 @@ class ProcessLimits:
     processes: int
 
 
-def own_limits() -> ProcessLimits:
-    """The limits of this process."""
+def current_limits() -> ProcessLimits:
+    """Return the limits of this process."""
     names = ("MEMLOCK", "AS", "NOFILE", "NPROC")
     locked, address, files, processes = (resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in names)
     return ProcessLimits(locked_bytes=locked, address_bytes=address, files=files, processes=processes)
 
 
 def host_checks(root: Path, limits: ProcessLimits, shm_bytes: int | None) -> Iterator[Check]:
-    """All checks of the host under root; `shm_bytes` is the size of its /dev/shm, None without one."""
+    """Yield all checks of the host under `root`; `shm_bytes` is the size of its /dev/shm, None without one."""
     try:
         machine = this_machine() if root == Path("/") else read_machine(root)
     except InputError as refused:
-        yield error("processor", str(refused), "name the files in a bug report: cputrain machine save")
+        yield error("processor", str(refused), "attach the file that cputrain machine save writes to a bug report")
     else:
         yield processor(machine, virtual=is_virtual(root))
         yield from control_groups(machine)
@@ -130,7 +129,7 @@ def host_checks(root: Path, limits: ProcessLimits, shm_bytes: int | None) -> Ite
 
 
 def shm_size(path: Path = Path("/dev/shm")) -> int | None:
-    """The size of the file system for shared memory; None without one."""
+    """Return the size of the shared-memory file system; None without one."""
     if not path.is_dir():
         return None
     found = os.statvfs(path)
@@ -138,15 +137,15 @@ def shm_size(path: Path = Path("/dev/shm")) -> int | None:
 
 
 def is_virtual(root: Path) -> bool:
-    """Whether the host is a virtual machine, as its processor tells."""
+    """Whether the host is a virtual machine according to its CPU flags."""
     cpuinfo = root / "proc/cpuinfo"
     return cpuinfo.is_file() and re.search(r"^flags\s*:.*\bhypervisor\b", text(cpuinfo), re.MULTILINE) is not None
 
 
 def processor(machine: Machine, *, virtual: bool) -> Check:
-    """The instructions that oneDNN's kernels need."""
+    """Check the instruction sets that oneDNN's kernels need."""
     known = set(machine.isa)
-    found = f"{machine.model}: {', '.join(machine.isa) or 'none of the instructions that oneDNN is fast with'}"
+    found = f"{machine.model}: {', '.join(machine.isa) or 'no instruction set of the fast kernels in oneDNN'}"
     if known & {"avx512f", "sve", "asimd"}:
         return ok("processor", found)
     hidden = "if the host has AVX-512, give the virtual machine its processor (QEMU: -cpu host)"
@@ -157,15 +156,15 @@ def processor(machine: Machine, *, virtual: bool) -> Check:
 
 
 def control_groups(machine: Machine) -> Iterator[Check]:
-    """Limits of CPUs, CPU time and memory."""
+    """Check the limits of CPUs, CPU time and memory."""
     cores, allowed = len(machine.cores), len(machine.allowed_cores)
     found, quota = f"{allowed} of {counted(cores, 'core')}", machine.cpu_quota
     if not allowed:
-        yield error("CPUs allowed", found, "the cpuset and the mask of this process share no CPU: correct them")
+        yield error("CPUs allowed", found, "the cpuset and the affinity mask have no common CPU: fix them")
     elif quota is not None and quota < allowed:
         yield warning(
             "CPUs allowed",
-            f"{found}, with the time of {quota:g} CPUs (cgroup quota)",
+            f"{found}, limited to the time of {quota:g} CPUs (cgroup quota)",
             "give it whole CPUs (Kubernetes: Guaranteed pods, static CPU manager; Docker: --cpuset-cpus, not --cpus)",
         )
     else:
@@ -173,8 +172,8 @@ def control_groups(machine: Machine) -> Iterator[Check]:
     if isolated := [pu for pu in machine.allowed_pus if pu in machine.isolated_pus]:
         yield warning(
             "isolated CPUs",
-            f"{format_list(isolated)} (isolcpus): the scheduler moves no thread between them",
-            f"plans leave them out, unless there are no others; --cores {format_list(isolated)} plans them",
+            f"{format_list(isolated)} (isolcpus): the scheduler does not balance threads between them",
+            f"plans avoid them if there are others; --cores {format_list(isolated)} plans them",
         )
     for contradiction in machine.warnings:
         yield warning("topology", contradiction, "cputrain plan shows what is planned")
@@ -188,20 +187,20 @@ def control_groups(machine: Machine) -> Iterator[Check]:
 
 
 def governor(root: Path) -> Check:
-    """How the kernel chooses the clock."""
+    """Check the clock governor."""
     folder = root / "sys/devices/system/cpu"
     names = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    wishes = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/energy_performance_preference")}
+    preferences = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/energy_performance_preference")}
     if not names:
         return ok("clock governor", "not visible here: a virtual machine, or the firmware decides")
-    found = ", ".join(sorted(names)) + (f" ({', '.join(sorted(wishes))})" if wishes else "")
-    if names <= {"performance", "schedutil"} or wishes == {"performance"}:
+    found = ", ".join(sorted(names)) + (f" ({', '.join(sorted(preferences))})" if preferences else "")
+    if names <= {"performance", "schedutil"} or preferences == {"performance"}:
         return ok("clock governor", found)
     return warning("clock governor", found, "cpupower frequency-set -g performance")
 
 
 def transparent_huge_pages(root: Path) -> Check:
-    """Whether large tensors get pages of 2 MiB."""
+    """Check whether large tensors get pages of 2 MiB."""
     path = root / "sys/kernel/mm/transparent_hugepage/enabled"
     if not path.is_file():
         return ok("transparent huge pages", "not in this kernel")
@@ -213,7 +212,7 @@ def transparent_huge_pages(root: Path) -> Check:
 
 
 def reserved_huge_pages(root: Path) -> Check:
-    """Memory that is set aside as huge pages, which torch's tensors cannot use."""
+    """Check for memory reserved as huge pages, which torch's tensors cannot use."""
     values = _meminfo(root)
     size = values.get("HugePages_Total", 0) * values.get("Hugepagesize", 0) * 1024
     free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
@@ -225,7 +224,7 @@ def reserved_huge_pages(root: Path) -> Check:
 
 
 def locked_memory(limits: ProcessLimits, fabric: str) -> Check:
-    """Memory that a network card may pin."""
+    """Check the limit of locked memory, which network cards need."""
     limit = limits.locked_bytes
     found = "unlimited" if limit == UNLIMITED else memory_text(limit)
     if limit != UNLIMITED and fabric in RDMA:
@@ -235,7 +234,7 @@ def locked_memory(limits: ProcessLimits, fabric: str) -> Check:
 
 
 def process_limits(limits: ProcessLimits) -> Iterator[Check]:
-    """Open files, processes, address space."""
+    """Check the limits of open files, processes and address space."""
     for name, limit, least, flag in (
         ("open files", limits.files, LEAST_FILES, "-n"),
         ("processes", limits.processes, LEAST_PROCESSES, "-u"),
@@ -247,11 +246,11 @@ def process_limits(limits: ProcessLimits) -> Iterator[Check]:
             yield ok(name, f"{found} (ulimit {flag})")
     if limits.address_bytes != UNLIMITED:
         found = f"{memory_text(limits.address_bytes)} (ulimit -v)"
-        yield warning("address space", found, "torch maps far more than it uses: ulimit -v unlimited")
+        yield warning("address space", found, "torch maps much more than it uses: ulimit -v unlimited")
 
 
 def shared_memory(size: int | None) -> Check:
-    """/dev/shm, for processes that load images and for MPI inside a host."""
+    """Check the size of /dev/shm, for data-loader processes and MPI inside a host."""
     if size is None:
         return error("/dev/shm", "missing", "mount -t tmpfs tmpfs /dev/shm")
     if size < SHM_BYTES:
@@ -261,7 +260,7 @@ def shared_memory(size: int | None) -> Check:
 
 
 def _meminfo(root: Path) -> Mapping[str, int]:
-    """/proc/meminfo: KiB, or numbers of pages; empty where a tree has none."""
+    """Parse /proc/meminfo: values in KiB or pages; {} if there is none."""
     path = root / "proc/meminfo"
     lines = text(path).splitlines() if path.is_file() else []
     found = (re.match(r"(\w+):\s+(\d+)", line) for line in lines)
@@ -275,7 +274,7 @@ PACKAGES = (
 
 
 def facts(probe: Mapping[str, Mapping[str, Any]], checks: tuple[Check, ...], env: Mapping[str, str]) -> dict[str, Any]:
-    """Everything about this host and this Python that decides how a training behaves; `checks` are those of imports."""
+    """Return what affects trainings on this host and this Python; `checks` are those of the imports."""
     kib = _meminfo(Path("/"))
     return {
         "cputrain": {"version": cputrain.__version__, "folder": str(Path(cputrain.__file__).parent)},
@@ -301,7 +300,7 @@ def facts(probe: Mapping[str, Mapping[str, Any]], checks: tuple[Check, ...], env
 
 
 def facts_text(found: Mapping[str, Any]) -> str:
-    """The facts in blocks of aligned lines."""
+    """Format the facts in blocks of aligned lines."""
     blocks = []
     for title, values in found.items():
         if isinstance(values, Mapping):
@@ -354,13 +353,13 @@ def _os_name() -> str:
 
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
-CACHE_BYTES = 4 * MIB  # compiled, the backend of oneCCL has 1 MiB, and while that is done as much again
+CACHE_BYTES = 4 * MIB  # oneCCL's compiled backend has 1 MiB, and needs as much again while compiling
 NATIVE_PARTS = (ONECCL := "oneCCL", "native kernels", "fast decoder")
 Probed = Mapping[str, Mapping[str, Any]]
 
 
 def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
-    """All checks of what is installed for this Python; `probe` is what the imports have found."""
+    """Yield all checks of the software installed for this Python; `probe` has the results of the imports."""
     yield torch_check(probe["torch"])
     yield torchvision_check(probe["torchvision"], probe["torch"])
     try:
@@ -382,25 +381,25 @@ def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def torch_check(torch: Mapping[str, Any]) -> Check:
-    """Whether torch can be imported, and is a release that cputrain is tested with."""
-    wanted = required("torch", by="cputrain")
+    """Check whether torch can be imported, and is a supported release."""
+    requirement = required("torch", by="cputrain")
     if torch.get("late"):
         return warning("torch", f"{installed('torch')}: {torch['error']}", "run the command again")
     if "error" in torch:
         if broken := re.search(r"Failed to load the backend extension: ([\w.-]+)", torch["error"]):
-            remedy = f"uninstall or repair what brings {broken[1]}, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            remedy = f"uninstall or repair the package of {broken[1]}, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             return error("torch", f"{installed('torch')}: {torch['error']}", remedy)
-        remedy = f"pip install --force-reinstall '{wanted}' {CPU_INDEX}"
+        remedy = f"pip install --force-reinstall '{requirement}' {CPU_INDEX}"
         return error("torch", f"{installed('torch')} cannot be imported: {torch['error']}", remedy)
     build = f"CUDA {torch['cuda']} build" if torch["cuda"] else "CPU build"
     found = f"{torch['version']} ({build}, {torch['capability']}), imported in {torch['import_s']:g} s"
     if not torch["onednn"]:
-        return error("torch", f"{found}, without oneDNN", f"pip install --force-reinstall '{wanted}' {CPU_INDEX}")
+        return error("torch", f"{found}, without oneDNN", f"pip install --force-reinstall '{requirement}' {CPU_INDEX}")
     return ok("torch", found)
 
 
 def torchvision_check(torchvision: Mapping[str, Any], torch: Mapping[str, Any]) -> Check:
-    """Whether torchvision can be imported with this torch."""
+    """Check whether torchvision can be imported with this torch."""
     if "error" not in torchvision:
         return ok("torchvision", str(torchvision["version"]))
     if "error" in torch and not torch.get("late"):
@@ -422,7 +421,7 @@ def torchvision_check(torchvision: Mapping[str, Any], torch: Mapping[str, Any]) 
 
 
 def built_for(package: str) -> str:
-    """What torch or torchvision was built for, read without importing it: "cpu", "cu130"; "" where it does not tell."""
+    """Return what torch or torchvision was built for, such as "cpu" or "cu130", without importing it; "" if unknown."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     source = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
@@ -431,39 +430,39 @@ def built_for(package: str) -> str:
 
 
 def matching_torchvision(torch: str) -> str:
-    """The command that installs the torchvision of a torch release: 0.23 goes with 2.8, 0.28 with 2.13."""
+    """Return the command that installs the torchvision of a torch release: 0.23 for 2.8, 0.28 for 2.13."""
     numbers = re.search(r"\b2\.(\d+)", torch)
     release = f"torchvision==0.{int(numbers[1]) + 15}.*" if numbers else "torchvision"
     return f"pip install --force-reinstall --no-deps '{release}' {CPU_INDEX}"
 
 
 def runtime_checks(runtime: Runtime) -> Iterator[Check]:
-    """The OpenMP runtime, the memory allocator, and what LD_PRELOAD names."""
+    """Check the OpenMP runtime, the memory allocator, and the libraries in LD_PRELOAD."""
     yield ok("OpenMP", f"{runtime.openmp}: {runtime.origin}")
     if runtime.allocator == "glibc":
         yield warning("memory allocator", "glibc", "5 to 15 % faster: apt install libtcmalloc-minimal4, or jemalloc")
     else:
         yield ok("memory allocator", runtime.allocator)
     if runtime.missing:
-        yield warning("LD_PRELOAD", f"not there: {', '.join(runtime.missing)}", "correct or unset LD_PRELOAD")
+        yield warning("LD_PRELOAD", f"missing: {', '.join(runtime.missing)}", "correct or unset LD_PRELOAD")
 
 
 def decoder_check(decoder: Mapping[str, Any]) -> Check:
-    """libjpeg-turbo 3, or Pillow instead."""
+    """Check for libjpeg-turbo 3; Pillow is the fallback."""
     if "error" in decoder:
         return warning("libjpeg-turbo", "Pillow decodes, at a third of the speed", "pip install 'cputrain[turbo]'")
     return ok("libjpeg-turbo", str(decoder["library"]))
 
 
 def compiler_check(found: str | None) -> Check:
-    """The compiler of the native parts."""
+    """Check the compiler of the native parts."""
     if found is None:
         return warning("C++ compiler", "none: no oneCCL, no native kernels", "apt install g++, or module load gcc")
     return ok("C++ compiler", found)
 
 
 def cache_check(env: Mapping[str, str], compiled: Mapping[str, object]) -> Check:
-    """The folder of compiled code, tried out; `compiled` tells which NATIVE_PARTS can be loaded from there."""
+    """Check the cache of compiled code by writing to it; `compiled` maps NATIVE_PARTS to whether they can be loaded."""
     lacking = ", ".join(f"no {name}" for name in NATIVE_PARTS if not compiled.get(name))
     try:
         folder = cache_folder(env)
@@ -475,19 +474,19 @@ def cache_check(env: Mapping[str, str], compiled: Mapping[str, object]) -> Check
     except OSError as refused:
         found = f"{folder}: {cause(refused, folder)}: "
         if not lacking:
-            return ok("cache", f"{found}all native parts lie there; what is measured is not kept")
-        remedy = "set CPUTRAIN_CACHE to a folder that can be written to, and execute code"
+            return ok("cache", f"{found}contains all native parts, but measurements cannot be saved")
+        remedy = "set CPUTRAIN_CACHE to a writable folder that allows execution"
         return warning("cache", found + lacking, remedy)
     return ok("cache", str(folder))
 
 
 def temporary_check() -> Check:
-    """The folder of temporary files, tried out."""
+    """Check the folder of temporary files by writing to it."""
     try:
         folder = Path(tempfile.gettempdir())
         try_cache(folder)
     except FileNotFoundError as refused:
-        return error("temporary files", str(refused.strerror), "set TMPDIR to a folder that can be written to")
+        return error("temporary files", str(refused.strerror), "set TMPDIR to a writable folder")
     except OSError as refused:
         remedy = "only engine=compile needs it: set TMPDIR, or TORCHINDUCTOR_CACHE_DIR, to a folder elsewhere"
         return warning("temporary files", f"{folder}: {refused.strerror}", remedy)
@@ -495,19 +494,19 @@ def temporary_check() -> Check:
 
 
 def oneccl_check(found: Mapping[str, Any], cache: Check) -> Check:
-    """oneCCL and the MPI that it loads; `cache` is where its backend would be compiled."""
+    """Check oneCCL and the MPI that it loads; `cache` is the check of the folder for its compiled backend."""
     if "error" in found:
         why = str(found["error"]).partition("comm.backend=ccl: ")[2] or str(found["error"])
         return warning("oneCCL", f"gloo communicates: {why}", 'pip install "cputrain[ccl]"')
     if not found["compiled"] and cache.status != OK:
-        why = f"{found['version']} is not compiled, and has no cache"
+        why = f"{found['version']} is not compiled, and there is no usable cache"
         return warning("oneCCL", f"gloo communicates: {why}", cache.remedy)
-    compiled = "compiled" if found["compiled"] else "not compiled yet: cputrain doctor ccl does it"
+    compiled = "compiled" if found["compiled"] else "not compiled yet: run cputrain doctor ccl"
     return ok("oneCCL", f"{found['version']}, {compiled}: {found['library']}")
 
 
 def launcher_check(found: Mapping[str, Any]) -> Check:
-    """What starts ranks on several hosts."""
+    """Check the launcher for several hosts."""
     if "error" in found:
         why = str(found["error"]).removeprefix("InputError: ")
         return warning("launcher", why, "only several hosts need one: module load an MPI, or work inside Slurm")
@@ -515,29 +514,29 @@ def launcher_check(found: Mapping[str, Any]) -> Check:
 
 
 def fabric_check(fabric: str, env: Mapping[str, str]) -> Check:
-    """The network between hosts, and whether libfabric has its provider."""
+    """Check the network between hosts, and whether libfabric has its provider."""
     settings = {name: value for name, value, _ in FABRICS[fabric].settings}
     provider = env.get("FI_PROVIDER", settings.get("FI_PROVIDER"))
     missing = missing_provider(provider)
     if missing:
-        remedy = "install that provider, or choose another network with --fabric; Intel MPI brings its own"
+        remedy = "install that provider, or choose another network with --fabric; Intel MPI includes its own"
         return warning("network", f"{fabric}, but fi_info lists no provider {missing}", remedy)
     return ok("network", f"{fabric} (libfabric provider {provider})")
 
 
 def binding_check() -> Check:
-    """Running processes that a plan has bound."""
+    """Check the running processes that a plan has bound."""
     processes = bound_processes()
     differing = [str(process.pid) for process in processes if process.differs]
     if differing:
-        found = f"not where planned: pid {', '.join(differing[:8])}"
-        return error("bound processes", found, "cputrain doctor affinity tells how")
+        found = f"not bound as planned: pid {', '.join(differing[:8])}"
+        return error("bound processes", found, "see cputrain doctor affinity")
     running = len(processes)
     return ok("bound processes", f"{running} as planned" if running else "none is running")
 
 
 def job_check(env: Mapping[str, str]) -> Iterator[Check]:
-    """The scheduler's job around this process, if there is one, and whether its hosts are known."""
+    """Check the scheduler's job around this process, if any, and whether its hosts are known."""
     try:
         found = allocation(env)
     except InputError as refused:
@@ -556,12 +555,12 @@ def job_check(env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def installed(package: str) -> str:
-    """A package with its version."""
+    """Return a package with its version."""
     return f"{package} {installed_version(package) or f'(not installed in {sys.prefix})'}"
 
 
 def required(package: str, *, by: str) -> str:
-    """A package with the versions that another one requires."""
+    """Return a package with the versions that another package requires."""
     try:
         listed = metadata.requires(by) or []
     except metadata.PackageNotFoundError:
@@ -574,7 +573,7 @@ Env = Mapping[str, str]
 
 
 def _launcher(env: Env) -> Found:
-    """The launcher on PATH, by its version."""
+    """Find the launcher on PATH, with its version."""
     from cputrain.mpi.launchers.command import find_launcher
 
     found = find_launcher("auto", env)
@@ -582,14 +581,14 @@ def _launcher(env: Env) -> Found:
 
 
 def _decoder(_env: Env) -> Found:
-    """libjpeg-turbo 3."""
+    """Find libjpeg-turbo 3."""
     from cputrain.data.pixels import find_library
 
     return {"library": find_library()}
 
 
 def _torch(_env: Env) -> Found:
-    """torch: its build, and what its kernels may use."""
+    """Import torch: its build, and what its kernels may use."""
     started = time.monotonic()
     import torch
 
@@ -607,7 +606,7 @@ def _torch(_env: Env) -> Found:
 
 
 def _oneccl(env: Env) -> Found:
-    """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
+    """Find oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
     from cputrain.affinity.errors import RunError
     from cputrain.comm.ccl.environment import built_path, find_libraries
     from cputrain.native_build import is_usable
@@ -626,7 +625,7 @@ def _oneccl(env: Env) -> Found:
 
 
 def _native(env: Env) -> Found:
-    """The other native parts, by whether they lie compiled in the cache and can be loaded from there."""
+    """Check whether the other native parts are compiled in the cache and can be loaded from there."""
     from cputrain.affinity.errors import RunError
     from cputrain.data import pixels
     from cputrain.models import batchnorm_relu
@@ -640,7 +639,7 @@ def _native(env: Env) -> Found:
 
 
 def _torchvision(_env: Env) -> Found:
-    """torchvision, imported as other programs do; last, as it is slow and the others do not need it."""
+    """Import torchvision as other programs do; this part is last, as it is slow and the others do not need it."""
     import torchvision
 
     return {"version": torchvision.__version__}
@@ -657,7 +656,7 @@ PARTS: dict[str, Callable[[Env], Found]] = {
 
 
 def main(env: Env) -> None:
-    """Print each part: what was found, or the error that its import ended with, which is the finding then."""
+    """Print each part: what was found, or the error of its import."""
     for name, part in PARTS.items():
         try:
             found = part(env)
@@ -667,7 +666,7 @@ def main(env: Env) -> None:
 
 
 def start_probe(env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start the probe."""
+    """Start the process that runs the imports."""
     command = own_program("cputrain.doctor")
     return subprocess.Popen(
         command,
@@ -679,23 +678,23 @@ def start_probe(env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     )
 
 
-def probed(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, Found]:
-    """What the probe has found after so many seconds at most. A part that it did not reach has an "error"; "late" tells
-    that time was too short for it."""
+def probed(process: "subprocess.Popen[bytes]", timeout_s: float) -> dict[str, Found]:
+    """Return the results of the probe after at most `timeout_s` seconds. Parts that it did not reach have an "error",
+    and "late" is true if the time was too short."""
     why, late = "", False
     try:
-        out, _ = process.communicate(timeout=patience_s)
+        out, _ = process.communicate(timeout=timeout_s)
         if process.returncode:
             ended = process.returncode
             why = f"the import ended with {signal.Signals(-ended).name if ended < 0 else f'status {ended}'}"
     except subprocess.TimeoutExpired:
-        why, late = f"not known after {patience_s:g} s: a slow disk, or a busy host", True
+        why, late = f"not known after {timeout_s:g} s: a slow disk, or a busy host", True
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
     found: dict[str, Found] = {}
     for line in out.splitlines():
-        with suppress(ValueError):  # printed by an import
+        with suppress(ValueError):  # not JSON: printed by an import
             value = json.loads(line)
             found |= value if isinstance(value, dict) else {}
     missing = [name for name in PARTS if name not in found]

@@ -1,4 +1,4 @@
-"""Compiling C++ on its first use: by one process, into a cache, while the other processes wait."""
+"""Compile C++ on first use: one process compiles into a cache while the others wait."""
 
 import hashlib
 import logging
@@ -23,17 +23,17 @@ from cputrain.affinity.wording import counted
 logger = logging.getLogger(__name__)
 
 COMPILING = ("/native_build.py:", "/cpp_extension.py:", "/torch/_inductor/")
-"""In a line of a Python stack: the process compiles our parts or torch's."""
-TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2  # the owner of a lock touches it; others take a stale one away
-QUIET_S, PROGRESS_S = 2.0, 10.0  # before the first word about what takes time, and between two
+"""Marks in a line of a Python stack of a process that is compiling cputrain's or torch's code."""
+TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2  # the lock's owner touches it; other processes remove a stale lock
+QUIET_S, PROGRESS_S = 2.0, 10.0  # seconds before the first progress message, and between two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExtension:
-    """C++ to compile. `argv` makes the command from a compiler and the output file; `parts` those that run side by side
-    before it, each into `object_file(output, NUMBER)`.
+    """C++ code to compile. `argv` makes the command from compiler and output file; the commands of `parts` run in
+    parallel before it, each writing to `object_file(output, NUMBER)`.
 
-    For messages: `title` names it, `requested_by` is the setting that needs it, `alternative` is how to do without it.
+    For messages: `title` names the code, `requested_by` is the setting that needs it, `alternative` how to do without.
     """
 
     title: str
@@ -44,20 +44,20 @@ class NativeExtension:
 
 
 def object_file(output: Path, number: int) -> Path:
-    """What the part of this number writes."""
+    """Return the output file of the part with this number."""
     return output.with_name(f"{output.name}.{number}.o")
 
 
 def compiler(env: Mapping[str, str]) -> str | None:
-    """The path of a C++ compiler: $CXX, or the first that is found; None without one."""
+    """Return the path of a C++ compiler: $CXX, or the first one found on PATH; None if there is none."""
     named = [name for name in (env.get("CXX"), "c++", "g++", "clang++") if name]
     return next((path for name in named if (path := shutil.which(name, path=env.get("PATH")))), None)
 
 
 def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, str]) -> Path:
-    """Compile the extension into `path` where it does not exist or is damaged, or wait for the process that does so.
+    """Compile the extension to `path` if the file is missing or damaged, or wait for the process that does so.
 
-    Raises InputError where there is no compiler, RunError where the compiler fails or the cache cannot be used.
+    Raises InputError if there is no compiler, RunError if compilation fails or the cache cannot be used.
     """
     try:
         while not is_intact(path):
@@ -74,15 +74,15 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a compiled file is there, and as the compiler wrote it: loading one that is cut short kills a process."""
+    """Whether a compiled file exists and is complete: loading a truncated one kills the process."""
     try:
-        return checksum_file(path).read_bytes() == _checksum(path).encode()  # it may be damaged itself
+        return checksum_file(path).read_bytes() == _checksum(path).encode()  # may be damaged itself
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def is_usable(path: Path) -> bool:
-    """Whether a compiled file is there as the compiler wrote it, and may be loaded."""
+    """Whether a compiled file exists, is complete, and may be loaded."""
     try:
         if not is_intact(path):
             return False
@@ -93,13 +93,13 @@ def is_usable(path: Path) -> bool:
 
 
 def checksum_file(path: Path) -> Path:
-    """Where the checksum of a compiled file lies."""
+    """Return the path of a compiled file's checksum."""
     return path.with_suffix(".sha256")
 
 
 @contextmanager
 def loading(path: Path, requested_by: str, alternative: str) -> Iterator[None]:
-    """An error of the dynamic linker inside becomes a RunError; the words are those of a NativeExtension."""
+    """Convert an error of the dynamic linker to a RunError; see NativeExtension for the other arguments."""
     try:
         yield
     except (OSError, ImportError) as error:
@@ -111,7 +111,7 @@ def _checksum(path: Path) -> str:
 
 
 def _check_execution(extension: NativeExtension, path: Path) -> None:
-    """Raise RunError where the file system does not let a file be executed."""
+    """Raise RunError if the file system does not allow files to be executed."""
     try:
         check_execution(path)
     except PermissionError as error:
@@ -139,10 +139,10 @@ def _compile_or_wait(extension: NativeExtension, path: Path, env: Mapping[str, s
 
 
 def _lock(lock: Path) -> bool:
-    """Take the lock; False where another process has it."""
+    """Take the lock; return False if another process holds it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Exclusive creation holds on network file systems too, where flock may not.
+        # Exclusive creation also works on network file systems, unlike flock.
         file = lock.open("x", encoding="utf-8")
     except FileExistsError:
         return False
@@ -150,18 +150,18 @@ def _lock(lock: Path) -> bool:
         with file:
             file.write(f"{socket.gethostname()} {os.getpid()}\n")
     except OSError:
-        lock.unlink(missing_ok=True)  # a full disk has kept its name only
+        lock.unlink(missing_ok=True)  # on a full disk only the name was created
         raise
     return True
 
 
 def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env: Mapping[str, str]) -> float:
-    """Wait while the lock's owner touches it; remove a stale lock. Returns the seconds waited so far."""
+    """Wait while the lock's owner touches it, and remove a stale lock. Returns the seconds waited so far."""
     seen, since = _mtime(lock), time.monotonic()
     while not is_intact(path) and lock.exists():
         time.sleep(POLL_S)
         if waited < QUIET_S <= waited + POLL_S:
-            log_line = logger.warning if _tells(env) else logger.debug
+            log_line = logger.warning if _reports(env) else logger.debug
             log_line("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
         waited += POLL_S
         now = _mtime(lock)
@@ -190,16 +190,18 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
     cxx = compiler(env)
     if cxx is None:
         raise InputError(f"{extension.requested_by}: no C++ compiler on PATH: install g++, or {extension.alternative}")
-    log_line = logger.warning if _tells(env) else logger.debug
+    log_line = logger.warning if _reports(env) else logger.debug
     log_line("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
     started = time.monotonic()
-    # The compiler's temporary files lie there too: TMPDIR may be full.
+    # The compiler's temporary files are written there as well, as TMPDIR may be full.
     with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", dir=path.parent) as folder:
         output = Path(folder, path.name)
         parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
-        own = {**env, "TMPDIR": folder}
-        with os.fdopen(os.memfd_create("compiler"), "w+b") as printed:  # a full disk takes no message
-            failed = _run(parts, printed, lock, log_line, own) or _run((last,), printed, lock, log_line, own)
+        variables = {**env, "TMPDIR": folder}
+        with os.fdopen(os.memfd_create("compiler"), "w+b") as printed:  # in memory, as the disk may be full
+            failed = _run(parts, printed, lock, log_line, variables) or _run(
+                (last,), printed, lock, log_line, variables
+            )
             printed.seek(0)
             messages = printed.read().decode(errors="replace")
         if failed:
@@ -212,7 +214,7 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
 
 
 def _failure(extension: NativeExtension, path: Path, command: tuple[str, ...], messages: str) -> Exception:
-    """Why the compiler has failed; its whole output is kept."""
+    """Return the error of a failed compiler, after saving its whole output."""
     full = next((number for number in FULL if os.strerror(number) in messages), None)
     if full is not None:
         return OSError(full, os.strerror(full))
@@ -225,8 +227,8 @@ def _failure(extension: NativeExtension, path: Path, command: tuple[str, ...], m
     )
 
 
-def _tells(env: Mapping[str, str]) -> bool:
-    """Whether this process is the one of its host's ranks that tells what all wait for."""
+def _reports(env: Mapping[str, str]) -> bool:
+    """Whether this process is the rank of its host that reports progress."""
     return local_rank_of(env) in (None, 0)
 
 
@@ -237,7 +239,7 @@ def _run(
     log_line: Callable[..., None],
     env: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Run commands side by side, and touch the lock meanwhile; the first one that fails, none where all succeed."""
+    """Run commands in parallel while touching the lock; return the first one that fails, () if all succeed."""
     with ExitStack() as stack:
         running = []
         for argv in commands:
@@ -246,15 +248,15 @@ def _run(
             )
             stack.callback(process.kill)
             running.append(process)
-        started = touched = spoken = time.monotonic()
+        started = touched = reported = time.monotonic()
         while None in (statuses := [process.poll() for process in running]) and not any(statuses):
             time.sleep(POLL_S / 4)
             now = time.monotonic()
             if now - touched > TOUCH_S:
                 lock.touch()
                 touched = now
-            if now - spoken > PROGRESS_S:
+            if now - reported > PROGRESS_S:
                 left = counted(statuses.count(None), "part")
-                log_line("cputrain: has been compiling for %.0f s: %s of %d to go", now - started, left, len(commands))
-                spoken = now
+                log_line("cputrain: has been compiling for %.0f s, %s of %d left", now - started, left, len(commands))
+                reported = now
     return next((argv for argv, status in zip(commands, statuses, strict=True) if status), ())

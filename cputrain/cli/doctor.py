@@ -1,4 +1,4 @@
-"""`cputrain doctor` and `cputrain env`, which also run where pydantic or torch is broken."""
+"""`cputrain doctor` and `cputrain env`, which work even if pydantic or torch is broken."""
 
 import os
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from cputrain.cli.output import format_option, only_results_on_stdout, print_jso
 from cputrain.cli.words import WholeSummaries
 from cputrain.doctor import ERROR, checks_text
 
-DOCTOR_PATIENCE_S = 60.0  # for imports from a slow disk
+DOCTOR_TIMEOUT_S = 60.0  # for imports from a slow disk
 
 
 @click.group("doctor", cls=WholeSummaries, invoke_without_command=True)
@@ -22,18 +22,18 @@ DOCTOR_PATIENCE_S = 60.0  # for imports from a slow disk
 def doctor_command(context: click.Context, output_format: str) -> int:
     """Check this host: processor, clock, memory, limits, /dev/shm, libraries, MPI, network, running processes.
 
-    Each line is ok, a warning (slower or less than possible) or an error (something does not work), with what to do
-    about it. The exit status is 1 where there is an error. The commands check one thing thoroughly.
+    Each line is ok, a warning (slower or less than possible) or an error (something does not work), with a fix. The
+    exit status is 1 if there is an error. The commands check one thing thoroughly.
     """
     if context.invoked_subcommand is not None:
         return 0
-    from cputrain.doctor import host_checks, own_limits, probed, shm_size, software_checks, start_probe
+    from cputrain.doctor import current_limits, host_checks, probed, shm_size, software_checks, start_probe
 
     env = os.environ
-    Path.cwd()  # raises where it has been deleted: torch, whole as it is, cannot be loaded then
+    Path.cwd()  # raises if it has been deleted: even an intact torch cannot be imported then
     probe = start_probe(env)
-    of_host = tuple(host_checks(Path("/"), own_limits(), shm_size()))
-    checks = (*of_host, *software_checks(probed(probe, DOCTOR_PATIENCE_S), env))
+    of_host = tuple(host_checks(Path("/"), current_limits(), shm_size()))
+    checks = (*of_host, *software_checks(probed(probe, DOCTOR_TIMEOUT_S), env))
     status = int(any(check.status == ERROR for check in checks))
     if output_format == "json":
         print_json({"status": status, "checks": [asdict(check) for check in checks]})
@@ -48,7 +48,7 @@ def doctor_command(context: click.Context, output_format: str) -> int:
 def affinity(pids: tuple[int, ...], output_format: str) -> int:
     """Compare running processes with their plan: the CPUs of every thread, memory by NUMA node.
 
-    Without PID: every process on this host that a plan has bound. The exit status is 1 if one differs from its plan.
+    Without PID, compare every process on this host that a plan has bound. Exit with status 1 if one differs.
     """
     processes = running_processes(pids)
     if output_format == "json":
@@ -76,10 +76,10 @@ def _as_json(process: Running) -> dict[str, Any]:
 @doctor_command.command("ccl")
 @format_option
 def ccl(output_format: str) -> None:
-    """Find oneCCL, compile its backend if necessary, and time all-reduces over two ranks of this host.
+    """Find oneCCL, compile its backend if necessary, and time all-reduces between two ranks of this host.
 
-    Both transports, libfabric and MPI, are measured, and the figures kept: where a launcher supports both, the ranks of
-    one host then use the faster one. Run this once on a cluster's login host: its jobs then use the compiled backend.
+    Both transports, libfabric and MPI, are measured and the results saved: if a launcher supports both, the ranks of
+    one host use the faster one from then on. Run it once on a cluster's login host to compile for its jobs.
     """
     from statistics import median
 
@@ -107,8 +107,8 @@ def ccl(output_format: str) -> None:
             click.echo(f"warning: {problem}", err=True)
         try:
             for record in records_of(found, command="cputrain doctor ccl"):
-                click.echo(f"kept in       {keep(record, env)}")
-        except RunError as error:  # a cache that somebody else has filled
+                click.echo(f"saved in      {keep(record, env)}")
+        except RunError as error:  # a cache that another user has written
             click.echo(f"warning: {error}", err=True)
     if output_format == "json":
         paths = {"oneccl": libraries.ccl, "mpi": libraries.mpi, "fabric": libraries.fabric, "backend": backend}
@@ -122,22 +122,21 @@ def ccl(output_format: str) -> None:
         )
 
 
-ENV_PATIENCE_S = 2.0  # for imports: the command ends within 3 s
+ENV_TIMEOUT_S = 2.0  # for imports: the command ends within 3 s
 
 
 @click.command("env")
 @format_option
 def env_command(output_format: str) -> None:
-    """Print what a bug report needs: versions, processor, memory, libraries, the variables that matter.
+    """Print what a bug report needs: versions, processor, memory, libraries, relevant variables.
 
-    It works where torch or torchvision cannot be imported, too, and says what to do about that. Variables whose names
-    suggest a secret (TOKEN, PASSWORD, KEY and the like) are listed without their values. `cputrain doctor` checks the
-    host.
+    This works even if torch or torchvision cannot be imported, and suggests a fix. Variables whose names suggest a
+    secret (TOKEN, PASSWORD, KEY and the like) are listed without their values. `cputrain doctor` checks the host.
     """
     from cputrain.doctor import facts, facts_text, probed, start_probe, torch_check, torchvision_check
 
     env = os.environ
-    probe = probed(start_probe(env), ENV_PATIENCE_S)
+    probe = probed(start_probe(env), ENV_TIMEOUT_S)
     checks = (torch_check(probe["torch"]), torchvision_check(probe["torchvision"], probe["torch"]))
     found = facts(probe, checks, env)
     if output_format == "json":

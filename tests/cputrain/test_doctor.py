@@ -22,10 +22,10 @@ from cputrain.doctor import (
     Check,
     ProcessLimits,
     checks_text,
+    current_limits,
     error,
     host_checks,
     ok,
-    own_limits,
     probed,
     warning,
 )
@@ -85,7 +85,7 @@ def with_limits(**limits: object) -> Machine:
 def test_limits_of_control_groups() -> None:
     assert {check.status for check in doctor.control_groups(with_limits())} == {OK}
     cpus, memory = doctor.control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
-    assert cpus.status == WARNING and "24 of 24 cores, with the time of 2.5 CPUs" in cpus.found
+    assert cpus.status == WARNING and "24 of 24 cores, limited to the time of 2.5 CPUs" in cpus.found
     assert memory.status == WARNING and "allows 1 GiB" in memory.found
 
 
@@ -251,5 +251,5 @@ def test_the_variables_of_every_launcher_are_shown() -> None:
 
 
 def test_the_limits_of_this_process_are_read() -> None:
-    limits = own_limits()
+    limits = current_limits()
     assert limits.files > 0 and isinstance(ok("a", "b"), Check)
