@@ -1,8 +1,7 @@
-"""LARS (You et al. 2017), LAMB (You et al. 2020), AdaGrad by dual averaging (Duchi et al. 2011); the optimizer of a
-recipe, of these and torch's; and each layer's norms and trust ratio.
+"""Optimizers LARS (You et al. 2017), LAMB (You et al. 2020) and dual-averaging AdaGrad (Duchi et al. 2011); the
+optimizer of a recipe, one of these or torch's; and each layer's norms and trust ratio.
 
-Lars, Lamb and AdagradDA are usable with any model: `from cputrain.optim import Lars`. The first two are for large
-batches.
+Lars, Lamb and AdagradDA work with any model: `from cputrain.optim import Lars`. Lars and Lamb are for large batches.
 """
 
 import math
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 if TYPE_CHECKING:
-    from cputrain.recipe.schema import OptimSection  # Lars alone needs no recipe
+    from cputrain.recipe.schema import OptimSection  # the optimizers themselves need no recipe
 
 __all__ = [
     "OPTIMIZERS",
@@ -30,38 +29,38 @@ __all__ = [
 ]
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
-# Norms of float32 outside these may have lost squares to underflow or overflow.
+# Norms of float32 tensors outside this range may have lost squares to underflow or overflow.
 SAFE_NORMS = (1e-12, 1e18)
-# Squares of float32 gradients are kept in float64 where their root counts down to its last digit, as nothing larger is
-# added to it (that of the least square of full precision is 1e-19), and from a gradient of this norm on, of whose
-# squares float32 holds the sum of a million.
+# Squares of float32 gradients are stored in float64 in two cases: if eps, which is added to their root, is too small to
+# hide rounding (the smallest square with full precision has the root 1e-19), and from a gradient of this norm on, as
+# float32 holds the sum of at most a million such squares.
 LEAST_ADDED, MOST_SQUARED = 1e-16, 1e16
 
 
 class GroupOptimizer(Optimizer):
-    """An optimizer that updates, group by group, the parameters that have gradients.
+    """Optimizer that updates the parameters with gradients, group by group.
 
-    bfloat16 and float16 parameters are updated in float32, and so is their state: increments of less than their last
-    digit add up. Squares that float32 cannot hold are float64.
+    bfloat16 and float16 parameters are updated in float32 and have float32 state, so that increments smaller than their
+    last digit accumulate. Squares that float32 cannot represent are float64.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
+        """Add a parameter group.
 
-        Raises ValueError, and adds none, for a wrong option, a parameter of complex numbers, or one of which each rank
-        has a part (FSDP2), whose norm is not the parameter's.
+        Raises ValueError, without adding the group, for a wrong option, a parameter that is not floating-point, or one
+        that is sharded over ranks (FSDP2), because the norm of a shard is not the parameter's.
         """
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(hasattr(p, "placements") for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise ValueError(
-                f"{type(self).__name__} takes whole parameters, found a DTensor: use DistributedDataParallel"
+                f"{type(self).__name__} does not support sharded parameters (DTensor): use DistributedDataParallel"
             )
         wrong = [p.dtype for p in self.param_groups[-1]["params"] if not p.is_floating_point()]
         if wrong:
             self.param_groups.pop()
-            raise ValueError(f"{type(self).__name__} takes floating-point parameters, found one of {wrong[0]}")
+            raise ValueError(f"{type(self).__name__} supports only floating-point parameters, found {wrong[0]}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -77,13 +76,13 @@ class GroupOptimizer(Optimizer):
         for p in chain.from_iterable(trained):
             if p.grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"{type(self).__name__} takes dense gradients, that of a parameter of shape {tuple(p.shape)} is "
-                    "sparse: make it dense (torch.nn.Embedding(sparse=False)), or use torch.optim.SparseAdam for it"
+                    f"{type(self).__name__} does not support the sparse gradient of a parameter of shape "
+                    f"{tuple(p.shape)}: use torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for it"
                 )
         for group, params in zip(self.param_groups, trained, strict=True):
             if params:
                 wide = [widened(p) for p in params]
-                options = {**group, "lr": float(group["lr"])}  # a tensor of float32 times a trust ratio may vanish
+                options = {**group, "lr": float(group["lr"])}  # a float32 tensor times a trust ratio may underflow
                 grads = [p.grad.to(w.dtype) for p, w in zip(params, wide, strict=True)]
                 self._step_group(options, [self.state[p] for p in params], wide, grads)
                 for p, updated in zip(params, wide, strict=True):
@@ -92,12 +91,12 @@ class GroupOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state, in its own type where that has more digits than the parameter's: torch's rounds it.
+        """Load a state, keeping a type with more precision than the parameter's; torch would round it.
 
-        Options that the state lacks stay as they are. Raises ValueError for a wrong one, and takes up nothing then.
+        Options missing in the state keep their values. Raises ValueError for a wrong option, without loading anything.
         """
         loaded = state_dict["param_groups"]
-        if len(loaded) == len(self.param_groups):  # else torch says so
+        if len(loaded) == len(self.param_groups):  # else torch raises an error
             loaded = [{**group, **options} for group, options in zip(self.param_groups, loaded, strict=True)]
         for options in loaded:
             self._check({**self.defaults, **options})
@@ -118,13 +117,13 @@ class GroupOptimizer(Optimizer):
     def _step_group(
         self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Update the parameters of a group that have gradients, of which there is at least one."""
+        """Update the parameters of a group that have gradients; there is at least one."""
 
 
 def state_of(
     states: Sequence[dict[str, Any]], params: Sequence[Tensor], name: str, initial: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """The state tensor `name` of each parameter; `initial` makes it at the parameter's first step."""
+    """Return the state tensor `name` of each parameter, created by `initial` at the parameter's first step."""
     for state, p in zip(states, params, strict=True):
         if name not in state:
             state[name] = initial(p)
@@ -132,7 +131,7 @@ def state_of(
 
 
 def squares_of(states: Sequence[dict[str, Any]], grads: Sequence[Tensor], name: str, eps: float) -> list[Tensor]:
-    """The state tensor `name` of each parameter, for squares of gradients: of a type that can hold them."""
+    """Return the state tensor `name` of each parameter for squared gradients, in a type that can represent them."""
     squares = state_of(states, grads, name, torch.zeros_like)
     for state, square, norm in zip(states, squares, norms(grads), strict=True):
         if eps < LEAST_ADDED or MOST_SQUARED < norm < math.inf:
@@ -141,7 +140,7 @@ def squares_of(states: Sequence[dict[str, Any]], grads: Sequence[Tensor], name: 
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The Euclidean norm of each tensor, also where float32 cannot hold the squares."""
+    """Return the Euclidean norm of each tensor, even if float32 cannot represent the squares."""
     found = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).tolist()
     least, most = SAFE_NORMS
     return [
@@ -154,7 +153,7 @@ def check_not_negative(**options: float) -> None:
     """Raise ValueError for an option that is negative or not finite."""
     for name, value in options.items():
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} is a tensor of {value.numel()} numbers: it must have one")
+            raise ValueError(f"{name} is a tensor of {value.numel()} numbers: it must have exactly one")
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value}: must be 0 or more, and finite")
 
@@ -167,7 +166,7 @@ def check_below_one(**options: float) -> None:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor in float32 where its type has fewer digits; else itself."""
+    """Return a bfloat16 or float16 tensor in float32, any other unchanged."""
     return tensor.float() if tensor.dtype in FEW_DIGITS else tensor
 
 
@@ -177,17 +176,17 @@ LarsVariant = Literal["caffe", "timm", "nus"]
 
 
 class Lars(GroupOptimizer):
-    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv:1708.03888), in the three variants in use.
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv:1708.03888), in three variants.
 
-    For a layer's weights w and gradients g, d = g + weight_decay w, and the layer's trust ratio is
-    t = trust_coefficient |w| / (|g| + weight_decay |w| + eps), 1 where a norm is 0. (You et al. 2018, ImageNet Training
-    in Minutes, prints weight_decay |g|; |w| is meant.)
+    With a layer's weights w and gradients g, d = g + weight_decay w, and the layer's trust ratio is
+    t = trust_coefficient |w| / (|g| + weight_decay |w| + eps), or 1 if a norm is 0. (You et al. 2018, ImageNet Training
+    in Minutes, prints weight_decay |g| by mistake for |w|.)
 
     - "caffe" (Intel Caffe, MLPerf's TensorFlow): v = momentum v + lr t d; w -= v
     - "timm": v = momentum v + t d; w -= lr v
     - "nus" (NUS, MLPerf's PyTorch by Intel): v = momentum v + d; w -= lr t v
 
-    The variants differ only where lr or t change. It works with any model and any learning-rate scheduler::
+    The variants differ only if lr or t change. Lars works with any model and any learning-rate scheduler::
 
         from cputrain.optim import Lars
 
@@ -200,19 +199,19 @@ class Lars(GroupOptimizer):
         loss.backward()
         optimizer.step()
 
-    Options are kept in `param_groups`, as torch's optimizers do: a group may have its own, and state_dict() and
-    load_state_dict() carry them.
+    Options are stored in `param_groups`, as in torch's optimizers: each group may override them, and state_dict() and
+    load_state_dict() include them.
 
     Args:
-        params: parameters, or parameter groups with options of their own; a group with adapt=False has t = 1.
+        params: parameters, or parameter groups that may override options; a group with adapt=False has t = 1.
         lr: learning rate; LARS needs larger ones than SGD, as t is near trust_coefficient.
-        momentum: of v.
+        momentum: decay of v.
         weight_decay: L2 penalty.
-        variant: one of those above.
+        variant: "caffe", "timm" or "nus", as above.
         trust_coefficient: scale of t.
         eps: added to the denominator of t.
         nesterov: Nesterov momentum.
-        trust_clip: clip t to min(t / lr, 1), so that no layer's rate exceeds lr (LARC).
+        trust_clip: clip t to min(t / lr, 1), so that no layer's learning rate exceeds lr (LARC).
         momentum_correction: with "caffe", whose v contains lr, scale v when lr changes (Goyal et al. 2017,
             arXiv:1706.02677, section 3).
 
@@ -270,7 +269,7 @@ class Lars(GroupOptimizer):
 
 
 def trust_ratios(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
-    """The trust ratio of each of a parameter group's layers; all norms are computed in one call."""
+    """Return the trust ratio of each layer of a parameter group; all norms are computed in one call."""
     if not group["adapt"] or not params:
         return [1.0] * len(params)
     coefficient, decay, eps, lr = (group[name] for name in ("trust_coefficient", "weight_decay", "eps", "lr"))
@@ -282,10 +281,10 @@ def trust_ratios(group: dict[str, Any], params: Sequence[Tensor], grads: Sequenc
 
 
 def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, t: float) -> None:
-    """v = momentum v + inner d; w -= outer v, in torch's fused kernel of SGD, whose dampening is 1 - inner.
+    """Compute v = momentum v + inner d; w -= outer v, with torch's fused SGD kernel, whose dampening is 1 - inner.
 
-    The kernel walks through the memory of dense tensors, keeps no v without momentum, and its dampening loses the
-    digits of a small `inner`, of which float64 needs all.
+    The kernel needs dense tensors of equal layout, stores no v without momentum, and its dampening rounds a small
+    `inner`, which matters most in float64; other cases use elementary operations.
     """
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
     inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
@@ -312,7 +311,7 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
 def _update_in_steps(
     p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, scales: tuple[float, float]
 ) -> None:
-    """The same in torch's elementary operations, in float64 where float32 cannot hold a scale."""
+    """Do the same with torch's elementary operations, in float64 if float32 cannot represent a scale."""
     inner, outer = scales
     if not all(map(_holds, (inner, outer, inner * outer))) and p.dtype != torch.float64:
         wide_p, wide_v = p.double(), v.double()
@@ -329,12 +328,12 @@ def _update_in_steps(
 
 
 def _holds(scale: float) -> bool:
-    """Whether float32 has room for a scale, and for what is scaled."""
+    """Whether float32 can represent a scale and the scaled values."""
     return scale == 0 or 1 / MOST_SCALE <= scale <= MOST_SCALE
 
 
 def _laid_out_as(p: Tensor, other: Tensor) -> Tensor:
-    """A gradient or a velocity in the parameter's memory format, which the fused kernel requires."""
+    """Return a gradient or velocity in the parameter's memory format, which the fused kernel requires."""
     return other if other.stride() == p.stride() else torch.empty_like(p).copy_(other)
 
 
@@ -342,13 +341,13 @@ class Lamb(GroupOptimizer):
     """Layer-wise adaptive moments (You et al. 2020, arXiv:1904.00962, Algorithm 2), phi(z) = z.
 
     With Adam's bias-corrected averages m of the gradients and v of their squares, u = m / (sqrt(v) + eps)
-    + weight_decay w, and w -= lr t u with the trust ratio t = |w| / |u|, 1 where a norm is 0.
+    + weight_decay w, and w -= lr t u with the trust ratio t = |w| / |u|, or 1 if a norm is 0.
 
-    Options are kept in `param_groups`, as torch's optimizers do; a group may have its own, e.g.
+    Options are stored in `param_groups`, as in torch's optimizers; each group may override them, e.g. with
     {"params": ..., "adapt": False} for biases and batch-norm, which sets t = 1.
 
     Args:
-        params: parameters, or parameter groups with options of their own.
+        params: parameters, or parameter groups that may override options.
         lr: learning rate.
         betas: decay rates of the averages m and v.
         weight_decay: decoupled weight decay.
@@ -378,7 +377,7 @@ class Lamb(GroupOptimizer):
     def _step_group(
         self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        for state in states:  # of each parameter, as some may have had no gradient
+        for state in states:  # per parameter, as some may have had no gradient
             state["step"] = state.get("step", 0) + 1
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
@@ -391,7 +390,7 @@ class Lamb(GroupOptimizer):
         roots = [math.sqrt(1 - beta2**step) for step in steps]
         scale = torch._foreach_sqrt(squares)
         torch._foreach_add_(scale, [group["eps"] * root for root in roots])
-        if group["eps"] == 0:  # without any gradient so far, an element has none of its own to follow
+        if group["eps"] == 0:  # an element without any gradient so far follows only its weight decay
             for each in scale:
                 each.masked_fill_(each == 0, 1.0)
         updates = torch._foreach_div(averages, scale)
@@ -407,17 +406,17 @@ class Lamb(GroupOptimizer):
 class AdagradDA(GroupOptimizer):
     """Adagrad's primal-dual subgradient update (Duchi, Hazan, Singer 2011, JMLR 12, equation 3), psi centered at w_0.
 
-    After step t, with the learning rates r, gradients g and weight decays d of each step, and with
+    After step t, with learning rate r, gradient g and weight decay d of each step, and
     H = eps + sqrt(sum of g^2), the weights minimize
 
         sum of r (<g, w> + d / 2 |w|^2) + 1/2 <w - w_0, H (w - w_0)>,
 
-    which is w = w_0 - (sum of r g + (sum of r d) w_0) / (H + sum of r d). The paper has a constant rate and w_0 = 0.
-    Here each step's gradient is weighted by the rate of that step, so that a schedule that ends at 0 does not lead back
-    to w_0. TensorFlow 1's AdagradDA always uses w_0 = 0, which sets a network's weights to zero.
+    which is w = w_0 - (sum of r g + (sum of r d) w_0) / (H + sum of r d). The paper has constant r and w_0 = 0. Here
+    each step's gradient is weighted by that step's learning rate, so that a schedule that ends at 0 does not return the
+    weights to w_0. TensorFlow 1's AdagradDA always uses w_0 = 0, which sets a network's weights to zero.
 
     Args:
-        params: parameters, or parameter groups with options of their own.
+        params: parameters, or parameter groups that may override options.
         lr: learning rate.
         weight_decay: L2 penalty d.
         eps: added to the root of the summed squares.
@@ -455,7 +454,7 @@ class AdagradDA(GroupOptimizer):
         torch._foreach_add_(scale, [group["eps"] + decay_sum for decay_sum in decay_sums])
         change = torch._foreach_mul(initial, decay_sums)
         torch._foreach_add_(change, sums)
-        if group["eps"] == 0:  # a weight without any gradient or decay so far keeps its place: the limit of eps to 0
+        if group["eps"] == 0:  # a weight without gradient or decay so far stays unchanged, as for eps -> 0
             for each in scale:
                 each.masked_fill_(each == 0, 1.0)
         change = torch._foreach_div(change, scale)
@@ -466,9 +465,9 @@ ParamGroups = list[dict[str, Any]]
 
 
 def build_optimizer(model: nn.Module, optim: "OptimSection") -> Optimizer:
-    """The optimizer over all parameters that require gradients, with lr=0: the learning rate is set before every step.
+    """Build the optimizer of all parameters that require gradients, with lr=0: the rate is set before each step.
 
-    Biases and batch-norm parameters are a group of their own.
+    Biases and batch-norm parameters form a separate group.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = {"params": [p for p in trained if p.ndim > 1], "decays": True}
@@ -511,7 +510,7 @@ def _adam(groups: ParamGroups, optim: "OptimSection") -> dict[str, Any]:
     return {"params": groups, "lr": 0.0, "betas": (optim.beta1, optim.beta2), **_eps(optim)}
 
 
-# torch's optimizers use the fused implementation where they have one for CPUs: it passes over the weights once.
+# torch's optimizers use the fused implementation if there is one for CPUs, as it passes over the weights only once.
 OPTIMIZERS: dict[str, Callable[[ParamGroups, "OptimSection"], Optimizer]] = {
     "sgd": lambda groups, _: SGD(groups, lr=0.0, fused=True),
     "momentum": lambda groups, o: SGD(groups, lr=0.0, momentum=o.momentum, nesterov=o.nesterov, fused=True),
@@ -528,9 +527,10 @@ OPTIMIZERS: dict[str, Callable[[ParamGroups, "OptimSection"], Optimizer]] = {
 
 @torch.no_grad()
 def layer_ratios(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """|w|, |g|, |w| / |g| and LARS' trust ratio of each trained parameter before its update, in the model's order.
+    """Return |w|, |g|, |w| / |g| and LARS's trust ratio of each parameter with a gradient, in the model's order.
 
-    As in You et al. 2018, Table 3. `ratio` is None where |g| is 0, `trust` where the optimizer is not LARS.
+    Call this before the update. See You et al. 2018, Table 3. `ratio` is None if |g| is 0, `trust` if the optimizer is
+    not LARS.
     """
     named = {p: name for name, p in model.named_parameters() if p.grad is not None}
     trust: dict[Any, float] = {}

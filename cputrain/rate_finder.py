@@ -1,7 +1,7 @@
-"""The learning-rate range test (Smith 2017, arXiv:1506.01186, 3.3): loss over an exponentially growing rate.
+"""Learning-rate range test (Smith 2017, arXiv:1506.01186, 3.3): loss over an exponentially growing learning rate.
 
-The suggestion is the rate at which the smoothed loss falls fastest over the logarithm of the rate, as fastai and
-Lightning have it.
+The suggestion is the learning rate at which the smoothed loss falls fastest over the logarithm of the rate, as in
+fastai and Lightning.
 """
 
 import gc
@@ -25,15 +25,15 @@ from cputrain.training.step import StepSettings, train_step
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMOOTHING = 0.9  # of earlier losses in the moving average
-DIVERGED = 4.0  # times the lowest smoothed loss, from which on the test ends (fastai)
+SMOOTHING = 0.9  # weight of earlier losses in the moving average
+DIVERGED = 4.0  # times the lowest smoothed loss, at which the test ends (fastai)
 SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
-LEAST_FALL = 0.02  # of the first smoothed loss, that is more than noise
+LEAST_FALL = 0.02  # of the first smoothed loss; a smaller fall is noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeTest:
-    """The rates of a test and the loss of each step; the last loss may be NaN or infinite, where the test has ended."""
+    """Learning rates of a test and the loss of each step; the last loss may be NaN or infinite, which ends the test."""
 
     rates: tuple[float, ...]
     losses: tuple[float, ...]
@@ -46,32 +46,32 @@ class RangeTest:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss is not finite, or far above its lowest."""
+        """Whether the loss is not finite, or far above its minimum."""
         smoothed = self.smoothed
         return not math.isfinite(smoothed[-1]) or smoothed[-1] > DIVERGED * min(smoothed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A learning rate, None where the test shows none, and the reason."""
+    """A learning rate, or None if the test shows none, and the reason."""
 
     rate: float | None
     why: str
 
 
 def rate_at(step: int, steps: int, low: float, high: float) -> float:
-    """The rate of a step, from 0: from `low` to `high` by equal factors."""
+    """Return the learning rate of a step, counted from 0: from `low` to `high` in equal factors."""
     return float(low * (high / low) ** (step / (steps - 1)))
 
 
 def suggest(test: RangeTest) -> Suggestion:
-    """The rate at which the smoothed loss falls fastest, before it is lowest."""
+    """Suggest the learning rate at which the smoothed loss falls fastest before its minimum."""
     smoothed = [loss for loss in test.smoothed if math.isfinite(loss)]
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__) if smoothed else 0
     if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * abs(smoothed[0]):
-        why = "the loss does not fall: begin with a lower rate (--from), or take more steps (--steps)"
+        why = "the loss does not fall: start with a lower rate (--from), or run more steps (--steps)"
         if not test.diverged and lowest >= 2:
-            why = "the loss hardly falls up to the highest rate: raise --to, or take more steps (--steps)"
+            why = "the loss hardly falls up to the highest rate: raise --to, or run more steps (--steps)"
         return Suggestion(rate=None, why=why)
     logs = [math.log(rate) for rate in test.rates[: lowest + 1]]
     slopes = [
@@ -86,7 +86,7 @@ def suggest(test: RangeTest) -> Suggestion:
 
 
 def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
-    """SVG: the loss of each step and its moving average over the rate, and the suggested rate."""
+    """Plot as SVG the loss of each step and its moving average over the learning rate, and the suggested rate."""
 
     def draw(axes: "Axes") -> None:
         points = [(rate, loss) for rate, loss in zip(test.rates, test.losses, strict=True) if math.isfinite(loss)]
@@ -103,8 +103,8 @@ def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
 
 
 def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, high: float) -> tuple[RangeTest, int]:
-    """Train up to `steps` steps with rates from `low` to `high`; ends where the loss diverges. The mean losses of all
-    ranks, and the global batch; the same on all ranks. Raises InputError where the recipe does not fit."""
+    """Train up to `steps` steps with learning rates from `low` to `high`, ending when the loss diverges. Returns the
+    mean losses of all ranks and the global batch, equal on all ranks. Raises InputError if the recipe does not fit."""
     session, rank = start_session(context, recipe), context.rank
     context.startup.phase("building the network and the optimizer")
     state, _ = build_state(session, None)
@@ -136,7 +136,7 @@ def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, 
 def find_rate(
     context: RankContext, recipe: Recipe, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool
 ) -> None:
-    """Be one rank of a range test; rank 0 prints the suggestion, and draws the picture where one is named."""
+    """Run a range test as one rank; rank 0 prints the suggestion, and writes the picture if one is named."""
     test, batch = range_test(context, recipe, steps=steps, low=low, high=high)
     if context.rank.rank > 0:
         return

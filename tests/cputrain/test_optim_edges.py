@@ -175,7 +175,7 @@ def test_a_sparse_gradient_is_refused_in_a_line_before_any_weight_changes(kind: 
     optimizer = kind([*dense.parameters(), *table.parameters()], lr=0.1)
     dense(table(torch.tensor([1, 2]))).sum().backward()
     before = copy.deepcopy(dense.state_dict())
-    with pytest.raises(RuntimeError, match=r"(?m)^\w+ takes dense gradients, .* of shape \(5, 3\) is sparse: .*\Z"):
+    with pytest.raises(RuntimeError, match=r"(?m)^\w+ does not support the sparse gradient .* of shape \(5, 3\): .*\Z"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in dense.state_dict().items())
 
@@ -209,7 +209,7 @@ def test_a_wrong_option_is_refused_at_construction_also_in_a_group_of_its_own(
 
 @pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
 def test_parameters_of_complex_numbers_are_refused(kind: type[Optimizer]) -> None:
-    with pytest.raises(ValueError, match=r"found one of torch\.complex64"):
+    with pytest.raises(ValueError, match=r"found torch\.complex64"):
         kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
 
 
@@ -219,7 +219,7 @@ def test_parameters_of_which_ranks_have_parts_are_refused(kind: type[Optimizer])
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         part = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)]))
-        with pytest.raises(ValueError, match="takes whole parameters, found a DTensor"):
+        with pytest.raises(ValueError, match="does not support sharded parameters"):
             kind([part], lr=0.1)
     finally:
         torch.distributed.destroy_process_group()

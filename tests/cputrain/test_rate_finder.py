@@ -47,7 +47,7 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
 
 def test_a_loss_that_only_grows_or_hardly_falls_gives_no_rate() -> None:
     growing = RangeTest(rates=RATES, losses=tuple(1 + 10 * rate for rate in RATES))
-    assert suggest(growing).rate is None and "begin with a lower rate" in suggest(growing).why and growing.diverged
+    assert suggest(growing).rate is None and "start with a lower rate" in suggest(growing).why and growing.diverged
     flat = RangeTest(rates=RATES, losses=tuple(2 - 1e-4 * step for step in range(101)))
     assert suggest(flat).rate is None and "raise --to" in suggest(flat).why
     broken = RangeTest(rates=RATES[:41], losses=(*map(curve, RATES[:40]), math.nan))
@@ -58,7 +58,7 @@ def test_a_loss_that_only_grows_or_hardly_falls_gives_no_rate() -> None:
 
 def test_bad_ranges_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["find-lr", "demo-digits", "--from", "1", "--to", "0.1"]) == 2
-    assert "--from 1 --to 0.1: the first rate has to be lower" in capsys.readouterr().err
+    assert "--from 1 --to 0.1: the first rate must be lower" in capsys.readouterr().err
     assert main(["find-lr", "demo-digits", "--picture", "x.png"]) == 2
 
 
