@@ -1,7 +1,7 @@
-"""Checkpoints as files, without a network and without pickle: their places in a run's folder, checkpoint.json (what one
-is of, where its training was, checksums of its files), and safetensors with the CRC-32C of every tensor.
+"""Checkpoint files, without the network and without pickle: their names in a run folder, checkpoint.json (network,
+training state, checksums of the files), and safetensors with a CRC-32C for every tensor.
 
-The command line finds checkpoints by this: torch and numpy are imported by what reads or writes tensors alone.
+The command line uses this module to find checkpoints; only functions that read or write tensors import torch and numpy.
 """
 
 import json
@@ -32,22 +32,22 @@ NUMBERED = re.compile(r"step-\d{7,}")
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after a step."""
+    """Return the name of the checkpoint after a step."""
     return f"step-{step:07d}"
 
 
 def partial_name(step: int) -> str:
-    """The name of a checkpoint that is being written."""
+    """Return the name of a checkpoint that is being written."""
     return f".{name_of(step)}.partial"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a numbered checkpoint was saved."""
+    """Return the step after which a numbered checkpoint was saved."""
     return int(checkpoint.name.removeprefix(".").removesuffix(REPLACED).removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The numbered checkpoints, oldest first, damaged ones included, and those that were being replaced at a crash."""
+    """List the numbered checkpoints, oldest first, including damaged ones and those being replaced during a crash."""
     found = [path for path in folder.glob("step-*") if NUMBERED.fullmatch(path.name) and path.is_dir()]
     replaced = ((path, _name_of_replaced(path)) for path in folder.glob(f".step-*{REPLACED}"))
     lost = [path for path, before in replaced if NUMBERED.fullmatch(before.name) and not before.exists()]
@@ -55,8 +55,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Give a checkpoint that is written its name. One of that name is replaced: where a crash leaves neither,
-    `list_checkpoints` finds it, and `restore_replaced` gives it its name again."""
+    """Give a written checkpoint its name, replacing one of that name. If a crash interrupts this, `list_checkpoints`
+    still finds the old one, and `restore_replaced` restores its name."""
     _sync(partial)
     replaced = path.with_name(f".{path.name}{REPLACED}")
     if path.exists() or path.is_symlink():
@@ -68,7 +68,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name again that was being replaced when the host crashed; remove one that was replaced."""
+    """Restore the name of a checkpoint that was being replaced during a crash; delete one that has been replaced."""
     for replaced in folder.glob(f".*{REPLACED}"):
         path = _name_of_replaced(replaced)
         if path.exists():
@@ -82,10 +82,10 @@ def _name_of_replaced(path: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint that has lost its name; of a link to one elsewhere only the link.
+    """Delete a checkpoint that has been renamed; of a link delete only the link.
 
-    What the file system refuses stays, and the next start tries again: a file on NFS that another process still reads
-    is no reason to end a training.
+    Files that the file system refuses to delete are left for the next start: a file on NFS that another process still
+    reads must not end a training.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -94,7 +94,7 @@ def _delete(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that no half of it is ever found."""
+    """Remove a checkpoint; rename it first, so that a partly deleted one is never found."""
     gone = path.with_name(f".{path.name}.removed.partial")
     _delete(gone)
     path.rename(gone)
@@ -102,14 +102,14 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it counts no more; its new path."""
+    """Rename a damaged checkpoint, so that it is no longer found; return its new path."""
     aside = path.with_name(f"{path.name}.damaged")
     _delete(aside)
     return path.rename(aside)
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all numbered checkpoints but the newest `keep` and the best one."""
+    """Remove all numbered checkpoints except the newest `keep` and the best one."""
     best = (folder / BEST).resolve()
     for old in list_checkpoints(folder)[:-keep]:
         if old.resolve() != best:
@@ -117,14 +117,14 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what an earlier start has left unfinished."""
+    """Remove unfinished checkpoints of an earlier start."""
     restore_replaced(folder)
     for partial in folder.glob(".*.partial"):
         _delete(partial)
 
 
 def set_best(path: Path) -> None:
-    """Make BEST, beside a checkpoint, a link to it; a copy where the file system has no links."""
+    """Link BEST to a checkpoint in the same folder; copy it if the file system has no links."""
     best, partial = path.with_name(BEST), path.with_name(f".{BEST}.partial")
     with suppress(FileNotFoundError):
         partial.unlink()
@@ -139,7 +139,7 @@ def set_best(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a crash of the host."""
+    """Flush the names in a folder to disk, so that they survive a crash of the host."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -161,7 +161,7 @@ FileName = Annotated[str, Field(pattern=r"^(model|ema|optimizer|rank-\d+)\.safet
 
 
 class DamagedError(InputError):
-    """A file that cannot be read, or whose bytes are not those that were written."""
+    """The file cannot be read, or its bytes differ from those written."""
 
 
 class _Record(BaseModel):
@@ -169,18 +169,18 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """The size and the CRC-32C of a file."""
+    """Size and CRC-32C of a file."""
 
     bytes: Count
     crc32c: Count
 
 
 class NetworkRecord(_Record):
-    """What the network is and takes: with this and model.safetensors a checkpoint can be used without its run.
+    """The network and its input: with this and model.safetensors a checkpoint can be used without its run.
 
-    `model` is the recipe's section, empty for a network of a user's own code. An image is scaled to a short side of
-    `resize` pixels, its center cut out, `crop` pixels high and wide; values from 0 to 1, minus `mean`, divided by
-    `std`. `features`: the length of a row, for data that are no images.
+    `model` is the recipe's section, empty for a network defined in user code. An image is scaled to a short side of
+    `resize` pixels and center-cropped to `crop` x `crop`; values from 0 to 1, minus `mean`, divided by `std`.
+    `features` is the length of a row, for data other than images.
     """
 
     model: dict[str, Any]
@@ -202,8 +202,8 @@ class ScaleRecord(_Record):
 
 
 class OptimizerRecord(_Record):
-    """The optimizer's name, the options of its parameter groups with the parameters' names, and its values that are no
-    tensors, by parameter."""
+    """The optimizer's name, the options of its parameter groups with parameter names, and its non-tensor values by
+    parameter."""
 
     name: str
     groups: tuple[dict[str, Any], ...]
@@ -211,13 +211,12 @@ class OptimizerRecord(_Record):
 
 
 class TrainingRecord(_Record):
-    """Where a training was.
+    """State of a training.
 
-    `epoch_done`: the epoch that ends with this step has been evaluated and logged. `own_statistics`: a resumed rank has
-    the batch-norm statistics of its own file; otherwise their mean, in model.safetensors. `bucket_mib` is the size of
-    DDP's gradient buckets, `first_loss` and `diverged` belong to the warning of a diverging loss, `rollbacks` counts
-    those to each checkpoint. `winograd` names the layers that Winograd's algorithm computed, None where none were
-    chosen.
+    `epoch_done`: the epoch that ends with this step was evaluated and logged. `own_statistics`: a resumed rank reads
+    the batch-norm statistics from its own file, else their mean from model.safetensors. `bucket_mib` is the size of
+    DDP's gradient buckets; `first_loss` and `diverged` belong to the warning about a diverging loss; `rollbacks` counts
+    rollbacks to each checkpoint; `winograd` names the layers computed by Winograd's algorithm, None if not chosen yet.
     """
 
     epoch_done: bool
@@ -232,7 +231,7 @@ class TrainingRecord(_Record):
 
 
 class Manifest(_Record):
-    """The content of checkpoint.json."""
+    """Content of checkpoint.json."""
 
     format: Literal["cputrain checkpoint"] = "cputrain checkpoint"
     version: Literal[1] = 1
@@ -246,21 +245,21 @@ class Manifest(_Record):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write checkpoint.json with its own checksum, as the last of a checkpoint's files."""
+    """Write checkpoint.json with its own checksum; it is the last file of a checkpoint to be written."""
     write_text(folder / MANIFEST, manifest_text(manifest))
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The text of checkpoint.json. Raises ValueError for what JSON has not."""
+    """Return the text of checkpoint.json. Raises ValueError for values that JSON cannot represent."""
     content = manifest.model_dump(mode="json")
     return json.dumps({"crc32c": checksum(content), "checkpoint": content}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises InputError for another folder or file, DamagedError for a damaged one."""
+    """Read the manifest of a checkpoint. Raises InputError if it is not a checkpoint, DamagedError if it is damaged."""
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise InputError(_no_checkpoint(folder, "is a file" if folder.exists() else "is not there"))
+        raise InputError(_no_checkpoint(folder, "is a file" if folder.exists() else "does not exist"))
     if not path.is_file():
         raise DamagedError(_no_checkpoint(folder, f"has no {MANIFEST}"))
     try:
@@ -279,38 +278,38 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path} is of another version of cputrain, or damaged ({place}: {first['msg']})") from None
+        raise InputError(f"{path} is damaged or from another version of cputrain ({place}: {first['msg']})") from None
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file of a rank's own state."""
+    """Return the name of the file with a rank's own state."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint's folder."""
-    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    """Whether a path is a checkpoint folder."""
+    # Not Path.is_file, which raises if a word is too long for a path.
     return os.path.isfile(path / MANIFEST)  # noqa: PTH113
 
 
 def _no_checkpoint(path: Path, why: str) -> str:
     return (
-        f"{path} {why}, so it is not a checkpoint: name a run's folder or one of its checkpoints; to start from a file "
+        f"{path} {why}, so it is not a checkpoint: give a run folder or one of its checkpoints; to start from a file "
         "of weights, set model.weights"
     )
 
 
 def checksum(content: Any) -> int:
-    """The CRC-32C of a JSON value, however it is laid out."""
+    """Return the CRC-32C of a JSON value, independent of its layout."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return int(google_crc32c.value(text.encode()))
 
 
 SUFFIX = ".safetensors"
-CHECKSUMS = "crc32c"  # the header's entry with a JSON object of tensor name -> CRC-32C
-CHUNK_BYTES = 1 << 20  # of one checksum or write: between two of them other threads run
+CHECKSUMS = "crc32c"  # header entry with a JSON object of tensor name -> CRC-32C
+CHUNK_BYTES = 1 << 20  # per checksum or write; other threads run in between
 ALIGNMENT = 8
-DTYPES = {  # torch's names -> those of safetensors
+DTYPES = {  # torch's names -> safetensors' names
     "float64": "F64",
     "float32": "F32",
     "bfloat16": "BF16",
@@ -329,12 +328,12 @@ DTYPES = {  # torch's names -> those of safetensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> FileRecord:
-    """Write tensors and synchronize the file with its disk; `metadata` is text by key. Raises OSError naming the file.
+    """Write tensors and fsync the file; `metadata` is text by key. Raises OSError naming the file.
 
-    Layouts other than row-major (channels-last) become row-major. To be called in a thread of its own: copies run in
-    that thread alone and without the interpreter's lock.
+    Other memory formats, such as channels-last, become row-major. Call it in a separate thread: copies run in that
+    thread without the interpreter's lock.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     arrays = {name: _row_major(tensors[name]) for name in order}
     checksums = {name: _sum_of_bytes(array) for name, array in arrays.items()}
     header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}}
@@ -366,13 +365,13 @@ def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping
 
 
 def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """The tensors of a file and its metadata, both verified: the whole file where `expected` is given, every tensor
-    that has a checksum otherwise. Raises DamagedError."""
+    """Read a file's tensors and metadata and verify them: the whole file if `expected` is given, else every tensor that
+    has a checksum. Raises DamagedError."""
     from safetensors import SafetensorError
 
     try:
-        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # it might be read for ever
-            raise DamagedError(f"{path} is a pipe or a device: put a file in its place")
+        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # reading might never end
+            raise DamagedError(f"{path} is a pipe or a device: replace it with a file")
         if expected is not None and file_sum(path) != expected:
             raise DamagedError(f"{path} is damaged: {_damage(path, expected)}")
         tensors, metadata = _load(path)
@@ -387,7 +386,7 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[s
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """The tensors and the metadata of one of a checkpoint's files. Raises DamagedError."""
+    """Read the tensors and the metadata of one of a checkpoint's files. Raises DamagedError."""
     record = manifest.files.get(name)
     if record is None:
         raise DamagedError(f"{folder} is damaged: it has no {name}")
@@ -395,7 +394,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> tuple[dict[str, "T
 
 
 def file_sum(path: Path) -> FileRecord:
-    """The size and checksum of a file as it is."""
+    """Return the current size and checksum of a file."""
     crc = size = 0
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):
@@ -406,14 +405,14 @@ def file_sum(path: Path) -> FileRecord:
 def _load(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     from safetensors import safe_open
 
-    # by its number: safetensors opens no path that is not UTF-8
+    # By descriptor, as safetensors cannot open paths that are not UTF-8.
     with path.open("rb") as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118  no mapping
 
 
 def _row_major(tensor: "Tensor") -> "NDArray[np.uint8]":
-    """A tensor's values in row-major order, as bytes."""
+    """Return a tensor's values in row-major order, as bytes."""
     import numpy as np
     import torch
 
@@ -430,7 +429,7 @@ def _sum_of_bytes(array: "NDArray[np.uint8]") -> int:
 
 
 def _wrong_tensor(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str | None:
-    """The name of a tensor that has another checksum than the header."""
+    """Return the name of a tensor whose checksum differs from the header; None if all match."""
     known = json.loads(metadata.get(CHECKSUMS, "{}"))
     if not isinstance(known, dict):
         raise ValueError("its checksums are not a JSON object")
@@ -441,7 +440,7 @@ def _wrong_tensor(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) 
 
 
 def _damage(path: Path, expected: FileRecord) -> str:
-    """What differs in a file with another checksum: its size, a tensor, or its header."""
+    """Describe how a file differs from its record: its size, a tensor, or the header."""
     from safetensors import SafetensorError
 
     size = path.stat().st_size

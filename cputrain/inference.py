@@ -1,6 +1,6 @@
-"""A trained network as a classifier of images, and its export: TorchScript, ONNX, state dict, safetensors.
+"""A trained network as an image classifier, and its export to TorchScript, ONNX, state dict and safetensors.
 
-An export is loaded again, and its logits are compared with those of the network that it was made from.
+An exported file is loaded again, and its logits are compared with those of the original network.
 """
 
 import json
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier:
-    """A network with the weights that an evaluation uses, and the recipe that it was trained by.
+    """A network with the weights that an evaluation uses, and its recipe.
 
     `network` takes normalized images, (N, 3, crop, crop), and returns logits, (N, outputs). `read` decodes encoded
-    images into an output (N, crop, crop, 3), with the center crop of an evaluation, and returns each one's error.
+    images into an output, (N, crop, crop, 3), with an evaluation's center crop, and returns each image's error.
     """
 
     checkpoint: Path
@@ -60,28 +60,28 @@ class Classifier:
     normalize: Callable[[Tensor], Tensor]
 
     def read(self, encoded: Sequence[bytes], _numbers: Sequence[int], out: Pixels) -> list[str | None]:
-        """Decode and crop images; each image's error, or None."""
+        """Decode and crop images; return each image's error, or None."""
         return self.decode(encoded, center_crop(self.record.resize, self.record.crop), out)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Cropped images, (N, crop, crop, 3) uint8 -> logits, (N, outputs) float32."""
+        """Compute logits, (N, outputs) float32, from cropped images, (N, crop, crop, 3) uint8."""
         precision = self.recipe.precision
         with torch.inference_mode(), autocast(precision):
             outputs: Tensor = self.network(network_input(self.normalize(images), precision))
         return outputs.float()
 
     def class_name(self, output: int) -> str:
-        """The name of the class of an output; a network may have more outputs than there are classes."""
+        """Return the class name of an output; a network may have more outputs than there are classes."""
         return self.record.classes[output] if output < len(self.record.classes) else f"output {output}"
 
 
 def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
-    """Load a checkpoint, with the layers by Winograd's algorithm that its training had, where this CPU can compute so.
+    """Load a checkpoint; layers that its training computed by Winograd's algorithm are so here too if this CPU can.
 
-    Raises InputError for what is no checkpoint, damaged, or not of a classifier of images.
+    Raises InputError if it is not a checkpoint, damaged, or not an image classifier's.
     """
     network, record, recipe, step = load_network(checkpoint)
-    engine = choose_engine("auto", recipe.precision, env)  # the training's own may need what is not installed here
+    engine = choose_engine("auto", recipe.precision, env)  # the training's engine may not be available here
     prepare_model(network, engine, recipe.precision)
     try:
         kernels = winograd_kernels(recipe.model.winograd, engine, recipe.precision, env)
@@ -114,17 +114,17 @@ def _model_section(record: NetworkRecord, checkpoint: Path) -> ModelSection:
 
 
 def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, NetworkRecord, Recipe, int]:
-    """A checkpoint's network in evaluation, as torch builds it; what it takes, its recipe, and the steps trained.
+    """Return a checkpoint's network in evaluation mode, as torch builds it, its record, recipe, and steps trained.
 
-    Its weights are in the data type of the recipe's precision, and random without `trained`. Raises InputError for what
-    is no checkpoint, damaged, or not of a classifier of images.
+    The weights have the data type of the recipe's precision; they are random without `trained`. Raises InputError if it
+    is not a checkpoint, damaged, or not an image classifier's.
     """
     manifest = read_manifest(checkpoint)
     record, recipe = manifest.network, recipe_of(manifest.recipe, checkpoint / MANIFEST)
     if not record.model:
-        raise InputError(f"{checkpoint} is of a network of your own code: load {MODEL} in it into that network")
+        raise InputError(f"{checkpoint} contains a network from user code: load its {MODEL} in that code")
     if record.features is not None:
-        raise InputError(f"{checkpoint} is of a network for points: name a checkpoint of a classifier of images")
+        raise InputError(f"{checkpoint} contains a network for points: give a checkpoint of an image classifier")
     network = build_model(_model_section(record, checkpoint), len(record.classes), record.crop)
     network.to(DTYPES[recipe.precision])
     if trained:
@@ -134,7 +134,7 @@ def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The likeliest classes of an image with their probabilities (0 to 1), highest first; or its error."""
+    """Most likely classes of an image with their probabilities (0 to 1), highest first; or its error."""
 
     image: str
     top: tuple[tuple[str, float], ...]
@@ -150,9 +150,9 @@ def predict(
     threads: int = 1,
     cpus: tuple[int, ...] = (),
 ) -> Iterator[Prediction]:
-    """One prediction for each path, in order, with the `top` likeliest classes.
+    """Yield one prediction for each path, in order, with the `top` most likely classes.
 
-    `batch` images pass through the network at once; `threads` threads on `cpus` (() = anywhere) decode the next ones.
+    Each forward pass takes `batch` images while `threads` threads on `cpus` (() = any) decode the next ones.
     """
     images = ImageFiles(paths, [0] * len(paths))
     shares = SequentialSampler(images=len(paths), batch_size=batch, rank=0, world_size=1).batches()
@@ -181,10 +181,10 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format: the suffixes that stand for it, the usual one first.
+    """An export format: its file suffixes, the usual one first.
 
-    `write` puts a network in evaluation, which takes inputs like the given ones, and texts about it into a file; `open`
-    returns how that file computes logits, where a state dict needs a network of the same kind, which it changes.
+    `write` writes a network in evaluation mode, an example input and metadata texts to a file. `open` returns a
+    function that computes logits from that file; a state dict is loaded into the given network, which has to match.
     """
 
     suffixes: tuple[str, ...]
@@ -212,9 +212,9 @@ def _open_state_dict(path: Path, network: nn.Module) -> Forward:
 
 def _write_torchscript(network: nn.Module, inputs: Tensor, about: Mapping[str, str], path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls TorchScript outdated; those who ask for it know
+        warnings.simplefilter("ignore")  # torch's deprecation of TorchScript; the user asked for it
         traced: Any = torch.jit.trace(network, inputs, check_trace=False)  # type: ignore[no-untyped-call]
-        with path.open("wb") as file:  # torch takes no path that is not UTF-8
+        with path.open("wb") as file:  # torch cannot open paths that are not UTF-8
             torch.jit.save(traced, file, _extra_files={METADATA_FILE: json.dumps(dict(about), indent=1)})
 
 
@@ -276,15 +276,15 @@ FORMATS = {
 
 
 COMPARED = 8  # images
-# The largest difference of a logit, relative to the largest logit, that rounding explains: folded batch-norm and
-# another order of sums in float32; bfloat16 has 8 bits, and the exported network computes in float32.
+# Largest difference of a logit, relative to the largest logit, that rounding explains: folded batch-norm and another
+# order of float32 sums; bfloat16 has 8 bits, and the exported network computes in float32.
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written: parameters and buffers, images compared, and the largest difference of a logit, relative to the
-    largest logit."""
+    """Result of an export: number of parameters and buffers, of images compared, and the largest difference of a logit,
+    relative to the largest logit."""
 
     tensors: int
     images: int
@@ -292,22 +292,22 @@ class Exported:
 
 
 def choose_format(file: Path, name: str | None) -> str:
-    """The format of that name, or else the one of the file's suffix. Raises InputError for an unknown suffix."""
+    """Return the named format, or else the one of the file's suffix. Raises InputError for an unknown suffix."""
     by_suffix = {suffix: each for each, known in FORMATS.items() for suffix in known.suffixes}
     if name is None and file.suffix not in by_suffix:
         suffixes = ", ".join(f"{suffix} ({each})" for suffix, each in by_suffix.items())
-        raise InputError(f"{file}: the suffix decides the format: give one of {suffixes}, or --to FORMAT")
+        raise InputError(f"{file}: the suffix decides the format; give one of {suffixes}, or --to FORMAT")
     return name or by_suffix[file.suffix]
 
 
 def export(
     checkpoint: Path, file: Path, format_name: str, env: Mapping[str, str], images: Sequence[str] = ()
 ) -> Exported:
-    """Write the weights that an evaluation of the checkpoint uses, of the moving average if it has one.
+    """Export the weights that an evaluation of the checkpoint uses: the moving average if it has one.
 
-    The file's logits for COMPARED images, `images` or some of the checkpoint's validation images, are compared with
-    those of an evaluation. Raises InputError for a damaged checkpoint, or where there are no images to compare with;
-    RunError where the logits differ.
+    The file's logits for COMPARED images, from `images` or the checkpoint's validation images, are compared with an
+    evaluation's. Raises InputError if the checkpoint is damaged or there are no images to compare, RunError if the
+    logits differ.
     """
     classifier = load_classifier(checkpoint, env)
     network, record, recipe, step = load_network(checkpoint)
@@ -333,7 +333,7 @@ def export(
 
 
 def about(record: NetworkRecord, step: int) -> dict[str, str]:
-    """Texts about a network, for a file's metadata: its section of the recipe, classes and normalization."""
+    """Return metadata texts about a network: its recipe section, classes and normalization."""
     values = {"step": step, **record.model_dump(mode="json")}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return texts | {
@@ -344,8 +344,8 @@ def about(record: NetworkRecord, step: int) -> dict[str, str]:
 
 
 def _difference(path: Path, format_name: str, checkpoint: Path, inputs: Tensor, expected: Tensor) -> float:
-    """The largest difference of a logit, relative to the largest logit; the batch is of another size than when the file
-    was written, once of one image."""
+    """Return the largest difference of a logit, relative to the largest logit; the batch sizes differ from the size
+    used for writing, and one batch is a single image."""
     fresh = load_network(checkpoint, trained=False)[0]
     inputs = inputs.to(next(fresh.parameters()).dtype) if format_name in ("safetensors", "state-dict") else inputs
     run = FORMATS[format_name].open(path, fresh)
@@ -355,7 +355,7 @@ def _difference(path: Path, format_name: str, checkpoint: Path, inputs: Tensor, 
 
 
 def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
-    """The pixels of images that can be read, (n, crop, crop, 3) uint8, n <= COMPARED."""
+    """Read the pixels of up to COMPARED readable images, (n, crop, crop, 3) uint8."""
     images: Images = ImageFiles(named, [0] * len(named)) if named else _validation_images(classifier.recipe)
     side, found = classifier.record.crop, []
     for number in np.linspace(0, len(images) - 1, min(len(images), 4 * COMPARED)).astype(int).tolist():
@@ -368,7 +368,7 @@ def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
             found.append(pixels)
     if len(found) < 2:
         raise InputError(
-            f"comparing logits takes two images, and {counted(len(found), 'image')} can be read: name others with "
+            f"comparing logits needs two images, but only {counted(len(found), 'image')} can be read: give others with "
             "--images"
         )
     chosen = np.linspace(0, len(found) - 1, min(len(found), COMPARED)).astype(int)
@@ -377,8 +377,8 @@ def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
 
 def _validation_images(recipe: Recipe) -> Images:
     if recipe.data.generated:
-        raise InputError("the checkpoint was trained on generated data: name images to compare logits with by --images")
+        raise InputError("the checkpoint was trained on generated data: give images to compare logits with --images")
     try:
         return open_recipe_data(recipe).val
     except InputError as error:
-        raise InputError(f"{error}: or name images to compare logits with by --images FOLDER") from None
+        raise InputError(f"{error}; or give images to compare logits with --images FOLDER") from None

@@ -1,4 +1,4 @@
-"""What was measured on this host, by network and transport, in its cache folder; the model of an all-reduce's time."""
+"""Measurements of this host in its cache folder, by network and transport; the cost model of an all-reduce."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from cputrain.files import write_text
 
 
 def new_record(machine: Machine, kind: str, name: str, values: dict[str, Any], *, command: str) -> Record:
-    """A measurement made today with the present versions; `command`: what to run to make it again."""
+    """Return a record of a measurement made today with the current versions; `command` repeats the measurement."""
     return Record(
         kind=kind,
         name=name,
@@ -41,38 +41,37 @@ def new_record(machine: Machine, kind: str, name: str, values: dict[str, Any], *
 
 
 def rate_record(machine: Machine, name: str, repeats: tuple[float, float, float], *, command: str) -> Record:
-    """The record of a rate: median, lowest and highest."""
+    """Return the record of a rate: median, lowest and highest."""
     return new_record(machine, RATE, name, dict(zip(("value", "low", "high"), repeats, strict=True)), command=command)
 
 
 def keep(record: Record, env: Mapping[str, str]) -> Path:
-    """Write a record in place of an older one of the same name; its file. Raises RunError where that cannot be done."""
+    """Write a record, replacing one of the same name, and return its path. Raises RunError if writing fails."""
     path = record_path(record, env)
     try:
         write_text(path, json.dumps({"format": FORMAT, **asdict(record)}, indent=1))
     except OSError as error:
         raise RunError(
-            f"what was measured cannot be kept in {path.parent}: {error.strerror}: set CPUTRAIN_CACHE to a folder that "
-            "may be written to"
+            f"measurements cannot be saved in {path.parent}: {error.strerror}; set CPUTRAIN_CACHE to a writable folder"
         ) from None
     return path
 
 
-BF16_GAIN = 1.2  # of a convolution, from which on bf16 is worth a word
+BF16_GAIN = 1.2  # speedup of a convolution from which on bf16 is suggested
 
 
 def bf16_line(speedup: float) -> str:
-    """What is said where bfloat16 is that much faster."""
+    """Return the suggestion to use bfloat16, which is faster by this factor."""
     return (
-        f"faster: precision=bf16, in which a convolution is {speedup:.1f} times as fast on this CPU; "
+        f"faster: precision=bf16, with which a convolution is {speedup:.1f} times as fast on this CPU; "
         "weights, sums and statistics stay float32"
     )
 
 
 def keep_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
-    """Keep how many times as fast bfloat16 was at a training's start, for `plan`; not where there is no cache to write
-    to, as only a line of advice depends on it."""
-    machine = read_machine(Path("/"))  # the whole host: this process is bound to a part of it
+    """Save the speedup of bfloat16 measured at a training's start, for `plan`; ignored if the cache is not writable, as
+    only a line of advice depends on it."""
+    machine = read_machine(Path("/"))  # the whole host, not the part that this process is bound to
     value = median(speedups), min(speedups), max(speedups)
     with suppress(RunError):
         keep(rate_record(machine, BF16, value, command="cputrain train"), env)
@@ -81,19 +80,19 @@ def keep_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
 VARIABLE = "CCL_ATL_TRANSPORT"
 MPI, LIBFABRIC = "mpi", "ofi"
 TITLES = {MPI: "MPI", LIBFABRIC: "libfabric"}
-BUCKET_BYTES = 25 << 20  # of DDP's gradient buckets
+BUCKET_BYTES = 25 << 20  # size of DDP's gradient buckets
 WHAT = "25 MiB all-reduce"
 
 
 def rate_name(transport: str) -> str:
-    """The name of a transport's kept rate, in bytes/s that each of two ranks sends."""
+    """Return the name of a transport's saved rate, in bytes/s sent by each of two ranks."""
     return f"{ALL_REDUCE} ccl over {TITLES[transport]}, 25 MiB"
 
 
 def transport_records(seconds: Mapping[str, tuple[float, float, float]], *, command: str) -> tuple[Record, ...]:
-    """The records of all-reduces of BUCKET_BYTES: median, lowest and highest seconds by transport.
+    """Return the records of all-reduces of BUCKET_BYTES: median, lowest and highest seconds by transport.
 
-    They count for the whole host: a rank reads them that may use only some of its cores.
+    They are recorded for the whole host, as the ranks that read them may use only some of its cores.
     """
     host = unrestricted(this_machine())
     rates = {
@@ -104,7 +103,7 @@ def transport_records(seconds: Mapping[str, tuple[float, float, float]], *, comm
 
 
 def kept_seconds(env: Mapping[str, str]) -> dict[str, float]:
-    """Seconds of an all-reduce of BUCKET_BYTES by transport, of those that were measured on this host."""
+    """Return the seconds of an all-reduce of BUCKET_BYTES by transport, for those measured on this host."""
     with suppress(InputError):  # this host's topology cannot be read
         records = read_records(unrestricted(this_machine()), env).of(RATE)
         kept = {record.name: rate_of(record).value for record in records}
@@ -113,7 +112,7 @@ def kept_seconds(env: Mapping[str, str]) -> dict[str, float]:
 
 
 def comparison(seconds: Mapping[str, float]) -> str:
-    """What was measured: "25 MiB all-reduce 10.8 ms over MPI, 38.9 ms over libfabric"."""
+    """Format measurements: "25 MiB all-reduce 10.8 ms over MPI, 38.9 ms over libfabric"."""
     return f"{WHAT} " + ", ".join(f"{1000 * each:.1f} ms over {TITLES[name]}" for name, each in seconds.items())
 
 
@@ -124,7 +123,7 @@ MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 100 << 20
 def fit_alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fit t = alpha + beta x bytes to (bytes, seconds): seconds per message and seconds per byte.
 
-    Minimizes the squares of the relative errors, so that small messages count as much as large ones. Both results are
+    Minimizes the squared relative errors, so that small messages count as much as large ones. Both results are
     positive.
     """
     weights = [1 / (seconds * seconds) for _, seconds in points]
@@ -138,10 +137,10 @@ def fit_alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]
 
 
 def bucket_bytes(gradient_bytes: int, alpha_s: float, beta_s: float) -> int:
-    """The bucket size with the least communication outside the backward pass, 1 MiB to 100 MiB.
+    """Return the bucket size with the least communication outside the backward pass, 1 MiB to 100 MiB.
 
-    A bucket of b bytes costs the latency of G / b messages and the transfer of the last bucket, which no computation
-    hides: alpha G / b + beta b, least at b = sqrt(alpha G / beta).
+    With buckets of b bytes, the latency of G / b messages and the transfer of the last bucket do not overlap with
+    computation: alpha G / b + beta b, which is smallest at b = sqrt(alpha G / beta).
     """
     best = math.sqrt(alpha_s * gradient_bytes / beta_s)
     return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))

@@ -1,5 +1,5 @@
-"""Repeat published experiments: the large-batch study (accuracy by global batch, with and without LARS), and the
-published trainings' settings as tables beside what the recipes derive.
+"""Repeat published experiments: the large-batch study (accuracy by global batch, with and without LARS), and tables of
+published settings next to those derived from the recipes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
+HOLDS, LOSES = (
+    1.0,
+    3.0,
+)  # points of top-1 below the baseline: LARS loses at most the first, momentum more than the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResults:
-    """One optimizer at one global batch.
+    """Results of one optimizer at one global batch.
 
-    `tried` are the results of all learning rates with the first seed, `others` those of the other seeds at the best
-    rate.
+    `tried` are the results of all learning rates with the first seed, `others` those of the other seeds with the best
+    learning rate.
     """
 
     batch: int
@@ -46,7 +49,7 @@ class BatchResults:
 
     @property
     def best(self) -> RunResult:
-        """The best result of the first seed; a diverged training is worse than any other."""
+        """The best result of the first seed; a diverged training ranks last."""
         return max(self.tried, key=lambda result: -1.0 if result.top1 is None else result.top1)
 
     @property
@@ -56,13 +59,13 @@ class BatchResults:
 
     @property
     def top1s(self) -> tuple[float, ...]:
-        """Final top-1 in percent of the seeds that finished."""
+        """Final top-1 in percent, one value per seed that finished."""
         return tuple(result.top1 for result in (self.best, *self.others) if result.top1 is not None)
 
 
 def check_study(trainings: Iterable[tuple[int, str]]) -> None:
-    """(global batch, optimizer) of all trainings: raises InputError where they cannot decide the claim, which takes a
-    baseline at the smallest batch, and momentum and LARS at each larger one."""
+    """Raise InputError if these (global batch, optimizer) pairs cannot decide the claim, which needs a baseline at the
+    smallest batch, and momentum and LARS at each larger one."""
     optimizers: dict[int, set[str]] = {}
     for batch, optimizer in trainings:
         optimizers.setdefault(batch, set()).add(optimizer)
@@ -71,13 +74,13 @@ def check_study(trainings: Iterable[tuple[int, str]]) -> None:
     if not larger or incomplete or len(optimizers[min(optimizers)]) > 1:
         found = "; ".join(f"{batch:,}: {', '.join(sorted(optimizers[batch]))}" for batch in sorted(optimizers))
         raise InputError(
-            "the study compares momentum with lars at each batch above the smallest, which has one optimizer; "
-            f"sweep.runs has {found}"
+            "the study needs one optimizer at the smallest batch, and momentum and lars at each larger one; "
+            f"sweep.runs has {found}: correct it"
         )
 
 
 def by_batch(tried: Iterable[tuple[int, RunResult]]) -> tuple[BatchResults, ...]:
-    """(global batch, result of the first seed) pairs -> one entry for each optimizer and batch, small batches first."""
+    """Group (global batch, result of the first seed) pairs by optimizer and batch, small batches first."""
     by_place: dict[tuple[int, str], list[RunResult]] = {}
     for batch, result in tried:
         by_place.setdefault((batch, dict(result.settings)["optim.name"]), []).append(result)
@@ -86,12 +89,12 @@ def by_batch(tried: Iterable[tuple[int, RunResult]]) -> tuple[BatchResults, ...]
 
 
 def with_seed(settings: tuple[tuple[str, str], ...], seed: int) -> Variant:
-    """The same training with another random seed."""
+    """Return the same training with another random seed."""
     return Variant(settings=(*((key, value) for key, value in settings if key != SEED), (SEED, str(seed))))
 
 
 def large_batch_table(found: Sequence[BatchResults]) -> Rows:
-    """A row for each optimizer and batch: its multiple of the smallest batch, rate, top-1, points, other rates."""
+    """Tabulate each optimizer and batch: multiple of the smallest batch, learning rate, top-1, points, other rates."""
     base = found[0]
 
     def points(entry: BatchResults) -> float | None:
@@ -114,7 +117,7 @@ def large_batch_table(found: Sequence[BatchResults]) -> Rows:
 
 
 def large_batch_verdict(found: Sequence[BatchResults]) -> str:
-    """A sentence: the largest batch at which LARS keeps the baseline's accuracy and tuned momentum does not, if any."""
+    """Return a sentence with the largest batch, if any, at which LARS keeps the accuracy and momentum does not."""
     base = mean(found[0].top1s)
     below = {(entry.batch, entry.optimizer): base - mean(entry.top1s) if entry.top1s else base for entry in found}
     batches = sorted({entry.batch for entry in found[1:]})
@@ -127,14 +130,15 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
                 f"momentum at its best rate {momentum:.2f} below"
             )
     figures = "; ".join(f"{b:,}: LARS {-below[b, 'lars']:+.2f}, momentum {-below[b, 'momentum']:+.2f}" for b in batches)
-    return f"does not hold here (LARS within {HOLDS:g} point where momentum loses more than {LOSES:g}): {figures}"
+    claim = f"LARS within {HOLDS:g} point at a batch at which momentum loses more than {LOSES:g}"
+    return f"does not hold here ({claim}): {figures}"
 
 
 MARKS = {"momentum": ("o", "momentum, best rate"), "lars": ("s", "LARS, best rate")}
 
 
 def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
-    """SVG: top-1 of each optimizer over the global batch, mean and range of the seeds, and the baseline."""
+    """Plot as SVG each optimizer's top-1 over the global batch, mean and range of the seeds, and the baseline."""
 
     def draw(axes: "Axes") -> None:
         base = mean(found[0].top1s)
@@ -168,11 +172,11 @@ def run_large_batch(
     env: Mapping[str, str],
     report: Callable[[str], None],
 ) -> list[BatchResults]:
-    """Train the recipe large-batch-SCALE: every learning rate with the first seed, then the best rate of each optimizer
+    """Train the recipe large-batch-SCALE: every learning rate with the first seed, then the best one of each optimizer
     and batch with the other seeds.
 
-    `folder` gets the trainings, tables and PICTURE; what is finished there is not repeated. `report` shows a line to
-    the user. Raises InputError, and RunError where the baseline does not finish.
+    `folder` gets the trainings, tables and LARGE_BATCH_PICTURE; finished trainings in it are not repeated. `report`
+    prints a line. Raises InputError, and RunError if the baseline does not finish.
     """
     name = f"large-batch-{scale}"
 
@@ -204,7 +208,7 @@ FOLDER = shipped("published")
 TIME, SPEED = "time", "images/s"
 IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
 
-# Shown for every recipe, whether a document prints it or not.
+# Shown for every recipe, even if the document does not print them.
 ALWAYS = ("global batch", "workers", "epochs", "steps per epoch", "warm-up steps", "total steps", "peak rate")
 QUANTITIES = (
     *("global batch", "batch a worker", "workers", "images per epoch", "epochs", "steps per epoch", "warm-up steps"),
@@ -215,19 +219,19 @@ QUANTITIES = (
 
 
 class Experiment(Section):
-    """One row of a table."""
+    """A row of a published table."""
 
     title: str
     published: dict[str, float]
-    """The printed values, by the names in QUANTITIES."""
+    """The printed values by the names in QUANTITIES."""
     time: str | None = None
     """The published duration, hours:minutes:seconds."""
     timed: bool = True
-    """Whether the duration is known to cover all the recipe's images and epochs."""
+    """Whether the published duration covers all images and epochs of the recipe."""
     recipe: str | None = None
-    """The recipe of the same training, with settings; None: the table's, if it has one."""
+    """Recipe of the same training, with settings; None: the table's recipe, if any."""
     settings: str = ""
-    """Further settings of the table's recipe."""
+    """More settings for the table's recipe."""
     hosts: Positive = 1
     note: str = ""
     """Why the recipe differs, or a remark on the printed values."""
@@ -251,7 +255,7 @@ class PublishedTable(Section):
 
 
 class Document(Section):
-    """A reference document's tables."""
+    """The tables of a reference document."""
 
     document: str
     tables: tuple[PublishedTable, ...]
@@ -259,7 +263,7 @@ class Document(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantityRow:
-    """One quantity: the published value (printed, or implied by printed ones) and the recipe's; None: there is none."""
+    """A quantity with its published value (printed, or implied by printed ones) and the recipe's; None if missing."""
 
     quantity: str
     published: float | None
@@ -269,7 +273,7 @@ class QuantityRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentComparison:
-    """An experiment and its recipe: `command` is the recipe with settings, on `hosts` hosts with `ppn` workers each."""
+    """An experiment and its recipe; `command` is the recipe with settings, on `hosts` hosts with `ppn` workers each."""
 
     document: str
     table: str
@@ -282,7 +286,7 @@ class ExperimentComparison:
 
 
 def published_tables(documents: Sequence[str]) -> Iterator[ExperimentComparison]:
-    """Every experiment of these documents, in their order."""
+    """Yield every experiment of these documents, in their order."""
     for name in documents:
         read = tuples(read_yaml(FOLDER / f"{name}.yaml"))
         document = Document.model_validate(read)
@@ -313,14 +317,14 @@ def _compared(document: str, table: PublishedTable, experiment: Experiment) -> E
 
 def _row(quantity: str, published: dict[str, float], derived: dict[str, float]) -> QuantityRow:
     a, b = published.get(quantity), derived.get(quantity)
-    differs = a is not None and b is not None and not isclose(a, b)  # rates are products
+    differs = a is not None and b is not None and not isclose(a, b)  # not exact, as learning rates are products
     return QuantityRow(quantity=quantity, published=a, recipe=b, differs=differs)
 
 
 def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str, float]:
-    """The printed values, the time in seconds, and time or images/s where only the other one is printed.
+    """Return the printed values with the time in seconds, and time or images/s if only the other one is printed.
 
-    One follows from the other through the recipe's images and epochs.
+    One is computed from the other with the recipe's images and epochs.
     """
     found = dict(experiment.published)
     if experiment.time:
@@ -336,13 +340,13 @@ def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str
 
 
 def _ppn(recipe: Recipe) -> int:
-    """Workers per host; every recipe of a published experiment names them."""
+    """Return the workers per host; every recipe of a published experiment sets them."""
     assert recipe.plan.ppn != "auto"
     return int(recipe.plan.ppn)
 
 
 def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
-    """A recipe's sizes on that many hosts, by quantity."""
+    """Return a recipe's sizes on `hosts` hosts, by quantity."""
     data, ppn = recipe.data, _ppn(recipe)
     sizes = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
     found: dict[str, float] = {
@@ -363,7 +367,7 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
 
 
 def quantity_text(quantity: str, value: float | None) -> str:
-    """A quantity's value as text: times as h:mm:ss, large numbers with commas, "-" for None."""
+    """Format a quantity's value: times as h:mm:ss, large numbers with commas, "-" for None."""
     if value is None:
         return "-"
     if quantity in (TIME, IMPLIED[TIME]):
@@ -373,7 +377,7 @@ def quantity_text(quantity: str, value: float | None) -> str:
     return f"{value:g}"
 
 
-COMPARED = (  # of an experiment and one of its rows
+COMPARED = (  # columns for pairs of an experiment and one of its rows
     Column("experiment", lambda pair: pair[0].experiment),
     Column("quantity", lambda pair: pair[1].quantity),
     Column("published", lambda pair: quantity_text(pair[1].quantity, pair[1].published)),
@@ -385,7 +389,7 @@ RULES = ("---", "---", "---:", "---:", "---")
 
 
 def tables_text(rows: Iterable[ExperimentComparison]) -> str:
-    """The tables of the documents, one below the other."""
+    """Format the tables of the documents, one below the other."""
     texts = []
     for title, experiments in _titled(rows):
         blocks = [title]
@@ -398,7 +402,7 @@ def tables_text(rows: Iterable[ExperimentComparison]) -> str:
 
 
 def tables_markdown(rows: Iterable[ExperimentComparison]) -> str:
-    """The tables of the documents in Markdown."""
+    """Format the tables of the documents as Markdown."""
     texts = []
     for title, experiments in _titled(rows):
         table = Rows(COMPARED, [(one, row) for one in experiments for row in one.rows])
@@ -408,13 +412,13 @@ def tables_markdown(rows: Iterable[ExperimentComparison]) -> str:
 
 
 def _titled(rows: Iterable[ExperimentComparison]) -> Iterator[tuple[str, list[ExperimentComparison]]]:
-    """The title of each table, and its experiments."""
+    """Yield the title of each table with its experiments."""
     for title, experiments in groupby(rows, lambda row: f"{row.document}: {row.table}"):
         yield title, list(experiments)
 
 
 def _recipe(one: ExperimentComparison) -> str:
-    """The recipe with its settings and workers."""
+    """Describe the recipe with its settings and workers."""
     return (
         f"recipe {one.command} on {counted(one.hosts, 'host')} x {counted(one.ppn, 'worker')}"
         if one.command

@@ -1,8 +1,8 @@
-"""`cputrain tune`: tries the plans that matter for a training on this machine, and remembers the fastest.
+"""`cputrain tune`: times the plausible plans for a training on this machine and saves the fastest.
 
-Rounds: each candidate that may still win is measured once, in a random order, so that a disturbance meets all of them.
-Candidates are compared within rounds, by the logarithms of their costs; those that are surely slower than the best are
-dropped, mostly all but a few after two rounds: racing (Maron and Moore 1993, Hoeffding races).
+In each round, every candidate that may still win is measured once, in random order, so that disturbances affect all of
+them. Candidates are compared within rounds by the logarithm of their cost, and those that are significantly slower than
+the best are dropped, usually all but a few after two rounds: racing (Maron and Moore 1993, Hoeffding races).
 """
 
 import json
@@ -35,7 +35,7 @@ from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.rows import Column, Rows
 from cputrain.training.ipex import has_ipex
 
-CHANGING = ("batch", "precision")  # they change what is trained
+CHANGING = ("batch", "precision")  # axes that change what is trained
 KEYS = {
     "workers": "plan.ppn",
     "comm": "plan.comm_cores",
@@ -49,12 +49,12 @@ AXES = tuple(KEYS)
 MOST_RESERVED = 2
 
 Values = tuple[tuple[str, str], ...]
-"""(axis, value) of each axis."""
+"""(axis, value) pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """A plan to try: its values by axis, and the training that it gives. Its name tells those of axes in `named`."""
+    """A plan to try: its values by axis, and the resulting training. Its name contains the values of `named` axes."""
 
     values: Values
     named: tuple[str, ...]
@@ -62,7 +62,7 @@ class PlanCandidate:
 
     @property
     def name(self) -> str:
-        """Workers x threads, and what else sets it apart: "2 x 1, tcmalloc, native"."""
+        """Workers x threads and the distinguishing values: "2 x 1, tcmalloc, native"."""
         values = {axis: value for axis, value in self.values if axis in self.named}
         workers = self.planned.plan.workers
         threads = sorted({worker.intra_op for worker in workers})
@@ -74,25 +74,25 @@ class PlanCandidate:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Its values as settings of the recipe."""
+        """The values as recipe settings."""
         return tuple(f"{KEYS[axis]}={value}" for axis, value in self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What this machine offers: values of each axis, the planner's own first; `cores` of the host."""
+    """The values of each axis that this machine offers, the current plan's first; `cores` of the host."""
 
     cores: int
     values: Mapping[str, Sequence[str]]
 
     def all(self, axes: Sequence[str]) -> list[Values]:
-        """Every combination of the values of these axes that matters, the planner's own first."""
+        """Return every sensible combination of values of these axes, the current plan's first."""
         offered = [[(axis, value) for value in self.values[axis]] for axis in axes if self.values.get(axis)]
         first, *others = product(*offered)
         return [first, *(each for each in others if self._matters(dict(each)))]
 
     def _matters(self, values: Mapping[str, str]) -> bool:
-        """Whether workers have the cores to spare that are reserved, and communicate at all."""
+        """Whether workers can spare the reserved cores, and communicate at all."""
         workers = int(values.get("workers", "1"))
         reserved = [values.get(axis, "0") for axis in ("comm", "loader")]
         if any(count != "0" for count in reserved) and self.cores // workers < CORES_TO_SPARE_ONE:
@@ -100,16 +100,18 @@ class Choices:
         return workers > 1 or reserved[0] == "0"
 
 
-def choices_of(own: PlannedTraining, *, allocators: Sequence[str], engines: Sequence[str], has_bf16: bool) -> Choices:
-    """The values worth trying for a training whose plan is `own`.
+def choices_of(
+    current: PlannedTraining, *, allocators: Sequence[str], engines: Sequence[str], has_bf16: bool
+) -> Choices:
+    """Return the values worth trying for the training `current`.
 
-    Values that the recipe sets itself stay. Comm and loader cores are tried where workers have cores to spare, loader
-    cores only with images that are read: generated ones need no decoding.
+    Values that the recipe sets are fixed. Comm and loader cores are varied if workers have cores to spare, loader cores
+    only if images are read, as generated ones need no decoding.
     """
-    recipe, section, cores = own.recipe, own.recipe.plan, len(own.plan.machine.allowed_cores)
+    recipe, section, cores = current.recipe, current.recipe.plan, len(current.plan.machine.allowed_cores)
     decodes = not recipe.data.generated
-    comm, loader = (str(len(_cores(own, role))) for role in ("comm_pus", "loader_pus"))
-    workers = worker_counts(own.plan.machine, own.ppn) if section.ppn == "auto" else [own.ppn]
+    comm, loader = (str(len(_cores(current, role))) for role in ("comm_pus", "loader_pus"))
+    workers = worker_counts(current.plan.machine, current.ppn) if section.ppn == "auto" else [current.ppn]
     most = cores // min(workers)
     reserved = [str(count) for count in range(MOST_RESERVED + 1)] if most >= CORES_TO_SPARE_ONE else ["0"]
     batches = [recipe.batch.local, 2 * recipe.batch.local, recipe.batch.local // 2]
@@ -120,7 +122,7 @@ def choices_of(own: PlannedTraining, *, allocators: Sequence[str], engines: Sequ
             "workers": [str(count) for count in workers],
             "comm": _first(comm, reserved) if section.comm_cores == "auto" else [comm],
             "loader": _first(loader, reserved) if section.loader_cores == "auto" and decodes else [loader],
-            "allocator": _first(own.plan.runtime.allocator, allocators) if section.allocator == "auto" else [],
+            "allocator": _first(current.plan.runtime.allocator, allocators) if section.allocator == "auto" else [],
             "engine": list(engines) if recipe.engine == "auto" else [],
             "batch": [str(batch) for batch in batches if batch],
             "precision": precisions,
@@ -128,38 +130,38 @@ def choices_of(own: PlannedTraining, *, allocators: Sequence[str], engines: Sequ
     )
 
 
-def _first(own: str, others: Sequence[str]) -> list[str]:
-    return [own, *(other for other in others if other != own)]
+def _first(current: str, others: Sequence[str]) -> list[str]:
+    return [current, *(other for other in others if other != current)]
 
 
-def _cores(own: PlannedTraining, role: str) -> list[object]:
-    """The cores of the first worker that communicate ("comm_pus") or load ("loader_pus")."""
-    pus = getattr(own.plan.workers[0], role)
-    return [core for core in own.plan.machine.cores if not set(core.pus).isdisjoint(pus)]
+def _cores(current: PlannedTraining, role: str) -> list[object]:
+    """Return the first worker's cores for communication ("comm_pus") or loading ("loader_pus")."""
+    pus = getattr(current.plan.workers[0], role)
+    return [core for core in current.plan.machine.cores if not set(core.pus).isdisjoint(pus)]
 
 
-def worker_counts(machine: Machine, own: int) -> list[int]:
-    """Plausible numbers of workers, the planner's own first: one for each host, package, NUMA node or cache, and twice
-    as many; on a host of four cores or fewer every number."""
+def worker_counts(machine: Machine, current: int) -> list[int]:
+    """Return plausible numbers of workers, the current plan's first: one per host, package, NUMA node or cache, and
+    twice as many; on a host of at most SMALL_HOST_CORES cores every number."""
     cores = machine.allowed_cores
     packages = len({core.package for core in cores})
     nodes = len({core.numa_node for core in cores})
     caches = len({(core.package, core.l3) for core in cores if core.l3 is not None})
     few = range(1, len(cores) + 1) if len(cores) <= SMALL_HOST_CORES else ()
     numbers = {1, packages, 2 * packages, nodes, 2 * nodes, caches, *few}
-    return [own, *sorted(number for number in numbers if 1 <= number <= len(cores) and number != own)]
+    return [current, *sorted(number for number in numbers if 1 <= number <= len(cores) and number != current)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The candidates that a race tries, the present plan first; and those that this host cannot run, and why."""
+    """Candidates of a race, the current plan first, and those that this host cannot run, with the reason."""
 
     tried: Sequence[PlanCandidate]
     refused: Sequence[tuple[Values, str]]
 
 
-def plan_candidates(own: PlannedTraining, values: Sequence[Values], env: Mapping[str, str]) -> Candidates:
-    """The candidates with these values, equal plans once. `own`: the training that their values change."""
+def plan_candidates(current: PlannedTraining, values: Sequence[Values], env: Mapping[str, str]) -> Candidates:
+    """Return candidates with these values for the training `current`, without duplicate plans."""
     every: dict[str, set[str]] = {}
     for axis, value in (pair for each in values for pair in each):
         every.setdefault(axis, set()).add(value)
@@ -169,7 +171,7 @@ def plan_candidates(own: PlannedTraining, values: Sequence[Values], env: Mapping
     seen: set[object] = set()
     for each in values:
         try:
-            planned = _planned(own, dict(each), env)
+            planned = _planned(current, dict(each), env)
         except InputError as error:
             refused.append((each, str(error)))
             continue
@@ -180,39 +182,39 @@ def plan_candidates(own: PlannedTraining, values: Sequence[Values], env: Mapping
 
 
 def _what_runs(planned: PlannedTraining) -> tuple[object, ...]:
-    """What two candidates have in common if they are the same training in the same workers."""
+    """Return a key that is equal for candidates that run the same training in the same workers."""
     recipe, plan = planned.recipe, planned.plan
     layout = tuple((worker.compute_pus, worker.comm_pus, worker.loader_pus) for worker in plan.workers)
     return layout, plan.runtime.allocator, recipe.engine, recipe.precision, recipe.batch.local
 
 
-def _planned(own: PlannedTraining, values: Mapping[str, str], env: Mapping[str, str]) -> PlannedTraining:
-    """A candidate's training. Raises InputError where it does not fit."""
-    settings, images = [f"{KEYS[axis]}={value}" for axis, value in values.items()], own.survey.train
-    recipe = recipe_of(own.recipe.model_dump(by_alias=True), Path("the recipe"), settings=settings)
+def _planned(current: PlannedTraining, values: Mapping[str, str], env: Mapping[str, str]) -> PlannedTraining:
+    """Plan a candidate's training. Raises InputError if it does not fit."""
+    settings, images = [f"{KEYS[axis]}={value}" for axis, value in values.items()], current.survey.train
+    recipe = recipe_of(current.recipe.model_dump(by_alias=True), Path("the recipe"), settings=settings)
     plan = plan_recipe(recipe, env, images=images)
     sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=images)
-    return replace(own, recipe=recipe, plan=plan, sizes=sizes)
+    return replace(current, recipe=recipe, plan=plan, sizes=sizes)
 
 
-# The noise is the standard deviation of a measurement, relative to its value, and assumed to be the same for all
-# candidates. Nothing is dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more
-# candidates, five of 2. The estimate starts from PRIOR_WEIGHT degrees of freedom of a usual noise, so that a few
-# measurements that happen to be equal do not look like no noise.
+# The noise is the relative standard deviation of a measurement, assumed to be equal for all candidates. Nothing is
+# dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more candidates, or five of 2.
+# The estimate starts from a typical noise with PRIOR_WEIGHT degrees of freedom, so that a few measurements that happen
+# to be equal do not suggest zero noise.
 LEAST_FREEDOM = 4
 PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
-# Standard errors of a difference: by as much a candidate is surely slower, also where it is one of a few dozen; and the
-# half of an interval that has the true ratio nine times in ten, also after a few rounds.
+# In standard errors of a difference: SURE makes a candidate significantly slower, even as one of a few dozen; LIKELY is
+# half of an interval that contains the true ratio nine times in ten, even after a few rounds.
 SURE, LIKELY = 3.0, 2.3
 MOST_ROUNDS = 64
 
 Cost = Callable[[int], float | None]
-"""Measures a candidate, by its index: seconds an image, None where it fails."""
+"""Measures a candidate by its index: seconds per image, None if it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times as fast one candidate is as another, and the interval that the true ratio is likely in."""
+    """Speedup of one candidate over another, and the interval that likely contains the true ratio."""
 
     value: float
     low: float
@@ -224,9 +226,9 @@ class Ratio:
 
 @dataclass(slots=True, kw_only=True)
 class Race:
-    """The measurements so far. `costs[i]` are logarithms of candidate i's, one for each round that it was in.
+    """Measurements of a race so far. `costs[i]` are the logarithms of candidate i's costs, one for each of its rounds.
 
-    `resolution` is the relative difference that does not matter: a candidate that can be faster by less is dropped.
+    `resolution` is the relative difference to ignore: a candidate that could only be faster by less is dropped.
     """
 
     count: int
@@ -241,29 +243,29 @@ class Race:
 
     @property
     def trials(self) -> int:
-        """Measurements so far, without failed ones."""
+        """Number of successful measurements so far."""
         return sum(map(len, self.costs))
 
     @property
     def tried(self) -> list[int]:
-        """The candidates that were measured and have never failed."""
+        """The candidates that were measured and never failed."""
         return [i for i in range(self.count) if self.costs[i] and i not in self.failed]
 
     @property
     def noise(self) -> float:
-        """Standard deviation of a measurement, relative to its value."""
+        """Relative standard deviation of a measurement."""
         squares, freedom = self._contrasts()
         weight = freedom + PRIOR_WEIGHT
         return math.sqrt((squares + PRIOR_WEIGHT * PRIOR_NOISE**2) / weight)
 
     @property
     def knows_noise(self) -> bool:
-        """Whether the measurements so far show their noise."""
+        """Whether there are enough measurements to estimate the noise."""
         return self._contrasts()[1] >= LEAST_FREEDOM
 
     def _contrasts(self) -> tuple[float, int]:
-        """Sum of squares, and their degrees of freedom: how far each candidate is in each round from its own mean
-        before, beyond what moved all of them. These contrasts of different rounds are independent (Helmert)."""
+        """Return the sum of squares and the degrees of freedom of how far each candidate is, in each round, from its
+        earlier mean, beyond the mean change of all. These contrasts of different rounds are independent (Helmert)."""
         squares, freedom = 0.0, 0
         for done in range(1, max(map(len, self.costs))):
             changes = [each[done] - fmean(each[:done]) for each in self.costs if len(each) > done]
@@ -273,29 +275,29 @@ class Race:
         return squares, freedom
 
     def mean(self, candidate: int) -> float:
-        """The mean logarithm of a candidate's costs."""
+        """Return the mean logarithm of a candidate's costs."""
         return fmean(self.costs[candidate])
 
     def images_per_s(self, candidate: int) -> float:
-        """The geometric mean of a candidate's images/s."""
+        """Return the geometric mean of a candidate's images/s."""
         return math.exp(-self.mean(candidate))
 
     def gain(self, candidate: int, other: int) -> float:
-        """How much faster a candidate is than another, over the rounds that both were in, as a logarithm."""
+        """Return the logarithm of a candidate's speedup over another, from the rounds of both."""
         pairs = zip(self.costs[other], self.costs[candidate], strict=False)
         return fmean(slow - fast for slow, fast in pairs)
 
     def ratio(self, candidate: int, other: int) -> Ratio:
-        """How many times as fast a candidate is as another."""
+        """Return a candidate's speedup over another."""
         gain, half = self.gain(candidate, other), LIKELY * self._error(candidate, other)
         return Ratio(value=math.exp(gain), low=math.exp(gain - half), high=math.exp(gain + half))
 
     def _error(self, candidate: int, other: int) -> float:
-        """The standard error of a gain."""
+        """Return the standard error of a gain."""
         return self.noise * math.sqrt(2 / min(len(self.costs[candidate]), len(self.costs[other])))
 
     def add_round(self, measured: dict[int, float | None]) -> None:
-        """Add one cost of each running candidate, and drop those that cannot be faster than the leader by more than the
+        """Add a cost for each running candidate, and drop those that cannot be faster than the leader by more than the
         resolution."""
         for candidate, cost in measured.items():
             if cost is None:
@@ -312,7 +314,7 @@ class Race:
             ]
 
     def winner(self) -> int:
-        """The first of those candidates that are as fast as the best one, but for the resolution."""
+        """Return the first candidate that is as fast as the best one within the resolution."""
         best = min(self.running, key=self.mean)
         return next(each for each in self.tried if self.gain(best, each) <= self.resolution)
 
@@ -326,10 +328,10 @@ def run_race(
     stop: Callable[[], bool] = lambda: False,
     watch: Callable[[Race], None] = lambda race: None,
 ) -> Race:
-    """Measure candidates 0 to count - 1 until one is left, MOST_ROUNDS are over, or `stop` says so.
+    """Measure candidates 0 to count - 1 until one is left, MOST_ROUNDS are done, or `stop` returns True.
 
-    `stop` is asked before each measurement; a round that it ends early does not count. `watch` sees the race after each
-    round.
+    `stop` is called before each measurement; an interrupted round does not count. `watch` is called with the race after
+    each round.
     """
     race, rng = Race(count=count, resolution=resolution), random.Random(seed)
     for _ in range(MOST_ROUNDS):
@@ -351,7 +353,7 @@ SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A race over candidates, of which the first is the present plan."""
+    """A race over candidates, the first of which is the current plan."""
 
     candidates: Sequence[PlanCandidate]
     race: Race
@@ -368,16 +370,16 @@ class Result:
 
     @property
     def sure(self) -> bool:
-        """Whether no other candidate can still win, judged by more measurements than a few."""
+        """Whether no other candidate can still win, based on enough measurements."""
         return self.decided and self.race.knows_noise
 
     @property
     def rival(self) -> int | None:
-        """The candidate to name beside the winner: the present plan, or if that has won the best one with another
-        number of workers, else of all other plans; None where there is none. Another engine is no other plan."""
+        """The candidate to compare the winner with: the current plan, or, if that has won, the best one with another
+        number of workers, or else the best other plan; None if there is none. Another engine is not another plan."""
         race, winner = self.race, self.race.winner()
-        own = plan_values(self.winner)
-        others = [i for i in race.tried if plan_values(self.candidates[i]) != own]
+        winning = plan_values(self.winner)
+        others = [i for i in race.tried if plan_values(self.candidates[i]) != winning]
         if 0 in others:
             return 0
         workers = self.winner.planned.ppn
@@ -386,7 +388,7 @@ class Result:
 
     @property
     def why(self) -> str:
-        """By how much the winner is faster: "measured: 2 x 1 is 1.31 (1.27-1.36) times as fast as 1 x 2"."""
+        """The winner's speedup: "measured: 2 x 1 is 1.31 (1.27-1.36) times as fast as 1 x 2"."""
         rival = self.rival
         if rival is None:
             return "measured: no other plan ran"
@@ -395,12 +397,12 @@ class Result:
 
 
 def plan_values(candidate: PlanCandidate) -> Values:
-    """A candidate's values of what a plan decides: all but the engine."""
+    """Return a candidate's values except the engine, which is not part of a plan."""
     return tuple((axis, value) for axis, value in candidate.values if axis != "engine")
 
 
 def distinct_names(name: str, other: str) -> tuple[str, str]:
-    """Two candidates' names without what they share, but always with workers x threads."""
+    """Return two candidates' names without the parts they share, except workers x threads."""
     parts, others = name.split(", "), other.split(", ")
     kept = [part for i, part in enumerate(parts) if i == 0 or part not in others]
     kept_others = [part for i, part in enumerate(others) if i == 0 or part not in parts]
@@ -408,15 +410,15 @@ def distinct_names(name: str, other: str) -> tuple[str, str]:
 
 
 def result_text(result: Result) -> str:
-    """The candidates, the fastest first, relative to the present plan."""
-    race, own, known = result.race, 0, 0 in result.race.tried
-    tried = sorted(race.tried, key=(lambda i: -race.gain(i, own)) if known else race.mean)
-    notes = {own: ["the present plan"]}
+    """Format the candidates, fastest first, relative to the current plan."""
+    race, current, known = result.race, 0, 0 in result.race.tried
+    tried = sorted(race.tried, key=(lambda i: -race.gain(i, current)) if known else race.mean)
+    notes = {current: ["the current plan"]}
     notes.setdefault(race.winner(), []).append("fastest")
     columns = (
         Column("plan", lambda i: result.candidates[i].name),
         Column("images/s", race.images_per_s, ",.4g"),
-        Column("times the present plan", lambda i: race.ratio(i, own) if known and i != own else None, str),
+        Column("times the current plan", lambda i: race.ratio(i, current) if known and i != current else None, str),
         Column("trials", lambda i: len(race.costs[i])),
         Column("", lambda i: ", ".join(notes.get(i, ()))),
     )
@@ -426,20 +428,20 @@ def result_text(result: Result) -> str:
 
 
 def outcome_text(result: Result) -> str:
-    """One line: how sure the result is."""
+    """Return a line about the certainty of the result."""
     race = result.race
     trials = counted(race.trials, "trial")
     if not race.knows_noise:
-        return f"{trials}: not decided, too few to tell how much a trial varies: give more --time"
+        return f"{trials}: not decided, too few to estimate the noise: give more --time"
     noise = f"a trial varies by {100 * race.noise:.1f} %"
     if result.decided:
         return f"{trials}: no other plan can be faster by more than {100 * race.resolution:g} %; {noise}"
     others = counted(len(race.running) - 1, "other plan")
-    return f"{trials}: not decided, {others} may be faster still; {noise}: give more --time, or a quieter machine"
+    return f"{trials}: not decided, {others} may still be faster; {noise}: give more --time, or a quieter machine"
 
 
 def tuned_record(result: Result, command: str) -> Record | None:
-    """What plan and train use of a result; None for a network whose size is not known."""
+    """Return the record that plan and train use; None for a network of unknown size."""
     winner = result.winner
     plan = winner.planned.plan
     name = tuning_name(plan.request)
@@ -459,21 +461,24 @@ def tuned_record(result: Result, command: str) -> Record | None:
 
 
 def suggestions(others: Result | None) -> list[str]:
-    """What else is faster, as settings: changes of the training itself."""
+    """Return settings that are faster but change what is trained."""
     if others is None or (best := others.race.winner()) == 0:
         return []
-    own, winner = others.candidates[0], others.winner
-    changed = [setting for setting in winner.settings if setting not in own.settings]
-    batch, before = (each.planned.sizes.global_batch for each in (winner, own))
+    current, winner = others.candidates[0], others.winner
+    changed = [setting for setting in winner.settings if setting not in current.settings]
+    batch, before = (each.planned.sizes.global_batch for each in (winner, current))
     more = "" if batch == before else f", with a global batch of {batch:,} instead of {before:,}"
     return [
-        f"{' '.join(changed)} has {others.race.ratio(best, 0)} times the images/s{more}; it changes the training: "
-        "nothing uses it unless you set it"
+        f"{' '.join(changed)} has {others.race.ratio(best, 0)} times the images/s{more}; this changes the training: "
+        "it is used only if you set it"
     ]
 
 
 def result_json(found: Result, others: Result | None) -> str:
-    """{"plans": [...], "changes": [...], "why", "decided", "settings", "suggestions"}; ratios are to the first plan."""
+    """Format as JSON: {"plans": [...], "changes": [...], "why", "decided", "settings", "suggestions"}.
+
+    Ratios are to the first plan.
+    """
     return json.dumps(
         {
             "plans": _rows(found),
@@ -490,7 +495,7 @@ def result_json(found: Result, others: Result | None) -> str:
 
 
 def _rows(result: Result) -> list[dict[str, object]]:
-    """Each candidate's name, settings, speed and trials; those of failed ones are null and 0."""
+    """Return each candidate's name, settings, speed and trials; null and 0 for failed ones."""
     race, tried = result.race, {*result.race.tried}
     return [
         {
@@ -506,8 +511,8 @@ def _rows(result: Result) -> list[dict[str, object]]:
 
 
 def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
-    """The engines to try, native first if it can be: torch.compile only where nothing else is varied, because it takes
-    a minute to compile in each trial."""
+    """Return the engines to try, native first if available; torch.compile only if no other axis is varied, as it
+    compiles for a minute in each trial."""
     can_compile = compiler(env) is not None
     known = {
         "native": can_compile and precision != "float64",
@@ -519,12 +524,12 @@ def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) ->
 
 
 def engine_record(result: Result, command: str) -> Record | None:
-    """The engine of the fastest plan, and by how much it is faster than the first one with this plan; None where
-    engines were not compared, or the network's size is not known."""
+    """Return the engine of the fastest plan and its speedup over the first one with this plan; None if engines were not
+    compared, or the network's size is unknown."""
     winner = result.winner
     plan = winner.planned.plan
-    name, own = tuning_name(plan.request), plan_values(winner)
-    alike = [i for i in result.race.tried if plan_values(result.candidates[i]) == own]  # but for their engine
+    name, winning = tuning_name(plan.request), plan_values(winner)
+    alike = [i for i in result.race.tried if plan_values(result.candidates[i]) == winning]  # except their engine
     tried = {engine: i for i in alike if (engine := dict(result.candidates[i].values).get("engine"))}
     if name is None or len(tried) < 2:
         return None
@@ -536,13 +541,13 @@ def engine_record(result: Result, command: str) -> Record | None:
 
 
 logger = logging.getLogger(__name__)
-WARM_UP = 2  # steps that do not count: the first ones allocate memory and make oneDNN's code
+WARM_UP = 2  # steps before timing: they allocate memory and generate oneDNN's code
 
 
 def trial_cost(candidate: PlanCandidate, steps: int, env: Mapping[str, str]) -> float | None:
-    """The cost of a candidate: its median step's seconds for each image. A failure is logged once and costs None.
+    """Return a candidate's cost, the median step's seconds per image; None after logging a failure.
 
-    Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped the trial.
+    Raises KeyboardInterrupt if SIGINT or SIGTERM has stopped the trial.
     """
     spec = Spec(warm_up=WARM_UP, steps=steps, profiled=0, limits=(), quick=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -558,8 +563,8 @@ def trial_cost(candidate: PlanCandidate, steps: int, env: Mapping[str, str]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a tuning is done: counted steps of a trial, relative difference that does not matter, seed of the order, and
-    the monotonic time at which it ends, None for no limit."""
+    """Settings of a tuning run: timed steps per trial, relative difference to ignore, seed of the order, and the
+    monotonic time of its end, None for no limit."""
 
     steps: int
     resolution: float
@@ -568,30 +573,30 @@ class Settings:
 
 
 def tuned_recipe(name: str, settings: Sequence[str]) -> Recipe:
-    """The recipe to tune: with generated images where its own are not here; nothing but steps."""
+    """Load the recipe to tune, reduced to training steps, and with generated images if its data are not here."""
     recipe = load_recipe(name, settings)
     if not recipe.data.generated and (recipe.data.path is None or not Path(recipe.data.path).exists()):
         recipe = load_recipe(name, (*settings, f"data.path={SYNTHETIC}"))
     return steps_alone(recipe)
 
 
-def choices_here(own: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:
-    """What this machine offers for a training of which these axes are varied."""
+def choices_here(current: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:
+    """Return the values that this machine offers for a training if these axes are varied."""
     return choices_of(
-        own,
+        current,
         allocators=installed_allocators(target_of(())),
-        engines=engines_here(own.recipe.precision, axes, env),
-        has_bf16="bf16" in precisions(own.plan.machine.isa),
+        engines=engines_here(current.recipe.precision, axes, env),
+        has_bf16="bf16" in precisions(current.plan.machine.isa),
     )
 
 
-def plans(own: PlannedTraining, choices: Choices, axes: Sequence[str], env: Mapping[str, str]) -> Candidates:
-    """The candidates that train what the recipe says, in other workers."""
-    return plan_candidates(own, choices.all([axis for axis in axes if axis not in CHANGING]), env)
+def plans(current: PlannedTraining, choices: Choices, axes: Sequence[str], env: Mapping[str, str]) -> Candidates:
+    """Return the candidates that train exactly the recipe, with other plans."""
+    return plan_candidates(current, choices.all([axis for axis in axes if axis not in CHANGING]), env)
 
 
 def changes(winner: PlanCandidate, choices: Choices, axes: Sequence[str], env: Mapping[str, str]) -> Candidates:
-    """A plan, and with it other local batches and precisions, which change what is trained."""
+    """Return a plan and candidates with other local batches and precisions, which change what is trained."""
     changing = choices.all([axis for axis in axes if axis in CHANGING])
     return plan_candidates(winner.planned, [(*winner.values, *values) for values in changing], env)
 
@@ -599,9 +604,9 @@ def changes(winner: PlanCandidate, choices: Choices, axes: Sequence[str], env: M
 def race_here(
     candidates: Candidates, settings: Settings, env: Mapping[str, str], progress: Callable[[int, int], None]
 ) -> Result:
-    """Measure the candidates. `progress` gets the trials that are done and those that are left, by estimate.
+    """Measure the candidates. `progress` is called with the trials done and the estimated trials left.
 
-    Raises RunError where not even one round was completed, or no candidate runs.
+    Raises RunError if no round was completed, or no candidate runs.
     """
     done, left, longest_s = 0, len(candidates.tried), 0.0
 
@@ -615,7 +620,7 @@ def race_here(
         return found
 
     def is_over() -> bool:
-        """Whether another trial, as long as the longest so far, ends too late."""
+        """Whether another trial, if as long as the longest so far, would end too late."""
         return settings.deadline is not None and time.monotonic() + longest_s > settings.deadline
 
     def watch(race: Race) -> None:
@@ -627,10 +632,10 @@ def race_here(
         len(candidates.tried), cost, seed=settings.seed, resolution=settings.resolution, stop=is_over, watch=watch
     )
     if not race.running:
-        raise RunError("no plan runs: the reasons are above")
+        raise RunError("no plan runs: see the reasons above")
     if not race.trials:
         raise RunError(
-            f"the time is over before {counted(len(candidates.tried), 'plan')} were tried once: a trial takes up to "
-            f"{longest_s:.0f} s; give more --time, or fewer --axes"
+            f"the time was over before {counted(len(candidates.tried), 'plan')} were tried once: a trial takes up to "
+            f"{longest_s:.0f} s, so give more --time or fewer --axes"
         )
     return Result(candidates=candidates.tried, race=race)

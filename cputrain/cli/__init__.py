@@ -1,6 +1,6 @@
-"""The command line: a file for each group of commands, imported only when one of them runs.
+"""The command line: one module per group of commands, imported only when one of them runs.
 
-A file declares options, calls the packages below and prints what they return.
+Each module declares options, calls the packages below `cputrain` and prints what they return.
 """
 
 import errno
@@ -25,21 +25,21 @@ __all__ = ["group", "main"]
 
 SECTIONS = {
     "Plan and launch": {
-        "plan": "show the cores, threads and memory of each worker, and why",
+        "plan": "show the cores, threads and memory of each worker, with reasons",
         "launch": "run any command with bound workers, on one host or many",
         "import": "convert a command line of torchrun, mpirun, srun or ipexrun",
-        "machines": "list, search and show the machines that can be planned by name",
+        "machines": "list, search and show the machines in the catalog",
         "machine": "save this host's topology as a tarball, to plan for it elsewhere",
     },
     "Train and evaluate": {
         "train": "train a recipe",
-        "sweep": "train a recipe with many settings and compare the results",
-        "find-lr": "suggest a learning rate for a recipe by a range test",
+        "sweep": "train a recipe with several settings and compare the results",
+        "find-lr": "suggest a learning rate for a recipe with a range test",
         "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
-        "predict": "name the classes of images by a trained network",
+        "predict": "classify images with a trained network",
         "export": "write a network as safetensors, state dict, TorchScript or ONNX",
-        "weights": "fetch torchvision's pretrained weights of a network",
-        "reproduce": "repeat published experiments at this machine's size",
+        "weights": "download torchvision's pretrained weights of a network",
+        "reproduce": "repeat published experiments, scaled to this machine",
         "demo": "train ResNet-50 on handwritten digits, in minutes on two cores",
     },
     "Data": {
@@ -48,27 +48,27 @@ SECTIONS = {
     },
     "Measure and predict": {
         "bench": "measure training, memory, decoding, communication and optimizers",
-        "tune": "find the fastest plan for a recipe on this host, by trials",
-        "simulate": "predict a training's speed and duration on other hosts",
+        "tune": "find the fastest plan for a recipe on this host by timed trials",
+        "simulate": "predict a training's throughput and duration on other hosts",
     },
     "Jobs": {
         "job": "write a Slurm or PBS script, or Kubernetes manifests",
     },
     "Results": {
-        "report": "write the page of a run, or of several runs compared",
-        "watch": "show a run as it goes on: curves, times of its ranks, warnings",
+        "report": "write the HTML report of a run, or compare several runs",
+        "watch": "show a run live: curves, step times of its ranks, warnings",
     },
     "Help": {
-        "doctor": "check this host; each finding with its remedy",
+        "doctor": "check this host and suggest a fix for each problem",
         "env": "print what a bug report needs: versions, libraries, variables",
         "recipes": "list, search and show the included recipes",
-        "keys": "print the manual of every recipe key",
-        "completion": "print the completion script of bash, zsh or fish",
+        "keys": "print the manual of the recipe keys",
+        "completion": "print the shell completion script for bash, zsh or fish",
     },
 }
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 
-MODULES = {  # those that have not the command's name
+MODULES = {  # commands in a module of another name
     "machine": "plan",
     "machines": "plan",
     "prepare": "data",
@@ -95,10 +95,10 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # click ends with status 1 then, and says nothing
+        except BrokenPipeError as error:  # click would exit with status 1 and print nothing
             if is_closed():
                 raise click.exceptions.Exit(status_of_signal(signal.SIGPIPE)) from None
-            raise RuntimeError("a connection was closed by its other end") from error
+            raise RuntimeError("a connection was closed by its peer") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -113,12 +113,12 @@ class _Commands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """Commands by COMMANDS: click would load the modules of all of them."""
+        """Complete command names from COMMANDS: click would import the module of every command."""
         named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
         return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Commands by section, without blank lines between them: all fit a terminal of 80 x 40."""
+        """Write the commands by section without blank lines between, so that all fit into 80 x 40 characters."""
         self.format_usage(ctx, formatter)
         formatter.write(f"\n{self.help}\n\n")
         width = max(len(name) for name in COMMANDS)
@@ -166,19 +166,19 @@ def _run(words: list[str]) -> int:
         return status_of_signal(signal.SIGINT)
     except InterruptedBySignalError as stop:
         return status_of_signal(int(stop.args[0]))
-    except Exception as error:  # noqa: BLE001  bugs are raised again
+    except Exception as error:  # noqa: BLE001  exit_status raises bugs again
         if is_full(error):
             return ExitStatus.FAILED
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return _usage_error(f"{str(error.filename)[:60]}... is too long for a file's name: give a shorter one")
-        if isinstance(error, FileNotFoundError) and not _has_working_folder():
-            return _usage_error("the working folder has been deleted: go to one that exists")
+            return _usage_error(f"{str(error.filename)[:60]}... is too long for a file name; use a shorter one")
+        if isinstance(error, FileNotFoundError) and not _working_directory_exists():
+            return _usage_error("the working directory has been deleted: change to one that exists")
         return exit_status(error, "cputrain", wording_of(words))
     return status if isinstance(status, int) else 0
 
 
-def _has_working_folder() -> bool:
-    """Whether the folder of this process is still there, as relative paths need it."""
+def _working_directory_exists() -> bool:
+    """Whether this process's working directory still exists; relative paths need it."""
     try:
         os.getcwd()  # noqa: PTH109  Path.cwd is the same call
     except FileNotFoundError:
@@ -186,22 +186,22 @@ def _has_working_folder() -> bool:
     return True
 
 
-class _Lines(logging.Formatter):
-    """Lines without what a terminal would obey: a log names files, hosts and classes as others have named them."""
+class _PrintableFormatter(logging.Formatter):
+    """Escape control characters: log lines contain names of files, hosts and classes chosen by others."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
 
 
 def _log_to_stderr() -> None:
-    """Print what our own packages log, from INFO up, as plain lines."""
+    """Print log records of cputrain's packages, from INFO up, as plain lines."""
     for package, line in (("cputrain", "%(message)s"), ("cputrain.affinity", "affinity: %(message)s")):
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # to the package around it, which would print the line again
+        logger.propagate = False  # the parent package's handler would print the line again
         if not logger.handlers:
             handler = logging.StreamHandler()
-            handler.setFormatter(_Lines(line))
+            handler.setFormatter(_PrintableFormatter(line))
             logger.addHandler(handler)
 
 

@@ -41,36 +41,34 @@ SETTING = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 
 @click.group("bench", cls=WholeSummaries)
 def bench_command() -> None:
-    """Measure this host: each figure is the median of repeats, with their range, beside its limit in the same run.
+    """Measure this host: each figure is the median and range of repeats, next to its limit in the same run.
 
-    plan, tune, simulate and oneCCL's start use the results until torch, cputrain, oneCCL, Intel MPI, Python or the
-    clock governor change. Measure where nothing else runs.
+    plan, tune, simulate and oneCCL's start-up use the results until torch, cputrain, oneCCL, Intel MPI, Python or the
+    clock governor change. Run nothing else on the host meanwhile.
     """
 
 
-quick_option = click.option(
-    "--quick", is_flag=True, help="tiny sizes, to try the command out; the results are not kept"
-)
-figures_option = formats_option("json", "svg", help="svg: a picture of the figures")
+quick_option = click.option("--quick", is_flag=True, help="try the command with tiny sizes; the results are not saved")
+figures_option = formats_option("json", "svg", help="choose the output; svg: a picture of the figures")
 repeats_option = number_option(
-    "--repeats", help=f"measurements of each figure  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
+    "--repeats", help=f"measure each figure N times  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
 )
 
 
 @bench_command.command("model")
 @click.argument("recipe", shell_complete=complete_recipe, default=DEFAULT_RECIPE)
 @settings_argument
-@number_option("--steps", help="steps that are counted  [default: 10]")
-@path_option("--trace", metavar="FILE", help="write two steps for ui.perfetto.dev")
+@number_option("--steps", help="time this many steps  [default: 10]")
+@path_option("--trace", metavar="FILE", help="write a trace of two steps for ui.perfetto.dev")
 @figures_option
 @quick_option
 def model(
     recipe: str, settings: tuple[str, ...], steps: int | None, trace: Path | None, quick: bool, output_format: str
 ) -> None:
-    """Train some steps of RECIPE under this host's plan: images/s, the parts of a step, every layer, and the limits.
+    """Train some steps of RECIPE with this host's plan: images/s, the parts of a step, every layer, and the limits.
 
-    Images are generated, unless data.path=DIR is given; measurements with other images are not kept. The limits are
-    oneDNN's convolutions and matrix products in the precisions that the processor has instructions for.
+    Images are generated unless data.path=DIR is given; results with other images are not saved. The limits are the
+    speeds of oneDNN's convolutions and matrix products in each precision that the processor has instructions for.
     """
     from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions, trace_json
 
@@ -88,8 +86,8 @@ def model(
         click.echo(f"trace {trace}: open it in ui.perfetto.dev", err=True)
     records = model_records(found)
     if not records:
-        click.echo("not kept: simulate uses only rates with generated images, of networks that it knows", err=True)
-    _keep(records, env, quick=quick)
+        click.echo("not saved: simulate uses only rates of networks that it knows, with generated images", err=True)
+    _save(records, env, quick=quick)
 
 
 @bench_command.command("memory")
@@ -97,12 +95,12 @@ def model(
 @figures_option
 @quick_option
 def memory(repeats: int | None, quick: bool, output_format: str) -> None:
-    """Bandwidth of each NUMA node by the number of threads, counted as STREAM does: copy and triad."""
+    """Measure the bandwidth of each NUMA node by number of threads, counted as STREAM does: copy and triad."""
     from cputrain.bench.limits import bench_memory
 
     report, records = bench_memory(this_machine(), repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, os.environ, quick=quick)
+    _save(records, os.environ, quick=quick)
 
 
 @bench_command.command("data")
@@ -111,16 +109,16 @@ def memory(repeats: int | None, quick: bool, output_format: str) -> None:
 @figures_option
 @quick_option
 def data(folder: Path | None, repeats: int | None, quick: bool, output_format: str) -> None:
-    """Images/s that one core decodes, by libjpeg-turbo and by Pillow, beside entropy decoding alone.
+    """Measure how many images/s one core decodes with libjpeg-turbo and Pillow, next to entropy decoding alone.
 
-    The JPEGs are those of FOLDER, 200 at most, or generated ones of ImageNet's mean size.
+    The JPEGs come from FOLDER, at most 200, or are generated with ImageNet's mean size.
     """
     from cputrain.bench.limits import bench_decoding
 
     env = os.environ
     report, records = bench_decoding(this_machine(), folder, env, repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, env, quick=quick)
+    _save(records, env, quick=quick)
 
 
 @bench_command.command("comm")
@@ -128,36 +126,38 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
 @figures_option
 @quick_option
 def comm(repeats: int | None, quick: bool, output_format: str) -> None:
-    """All-reduces of 1 KiB to 256 MiB between two ranks of this host, over gloo and oneCCL, beside a copy.
+    """Time all-reduces of 1 KiB to 256 MiB between two ranks of this host over gloo and oneCCL, next to a copy.
 
-    GB/s are those of the bus: the bytes that each rank sends. alpha and bandwidth are fitted to the medians. Where a
-    launcher supports both of oneCCL's transports, MPI and libfabric, the ranks of one host then use the faster one.
+    GB/s are bus bandwidth: the bytes that each rank sends. alpha and bandwidth are fitted to the medians. If a launcher
+    supports both of oneCCL's transports, MPI and libfabric, the ranks of one host use the faster one from then on.
     """
     from cputrain.bench.limits import bench_all_reduce
 
     env = os.environ
     report, records = bench_all_reduce(this_machine(), env, repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, env, quick=quick)
+    _save(records, env, quick=quick)
 
 
 @bench_command.command("optimizer")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--step", type=int, metavar="N", help="step of RUN to print  [default: the last recorded one]")
+@click.option(
+    "--step", type=int, metavar="N", help="print the norms of this step of RUN  [default: the last recorded one]"
+)
 @repeats_option
 @figures_option
 @quick_option
 def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bool, output_format: str) -> None:
-    """Optimizer steps on ResNet-50's weights, in GB/s that they move, beside a triad on as many threads.
+    """Time optimizer steps on ResNet-50's weights, in GB/s of memory traffic, next to a triad with the same threads.
 
-    With RUN, a run's folder, instead each layer's norms of weights and gradients, their ratio, and LARS' trust ratio,
-    as the run has recorded them with log_norms_every_steps=N. See You et al. 2018, Table 3.
+    With RUN, a run folder, print instead each layer's norms of weights and gradients, their ratio and LARS's trust
+    ratio, as recorded by log_norms_every_steps=N. See You et al. 2018, Table 3.
     """
     if run is not None:
         _show_norms(run, step, output_format)
         return
     if step is not None:
-        raise InputError("--step is for the norms of a RUN: name its folder")
+        raise InputError("--step selects the norms of a RUN: give its folder")
     from cputrain.bench.limits import bench_optimizer
 
     _show(bench_optimizer(this_machine(), repeats=_repeats(repeats, quick), quick=quick), output_format)
@@ -180,12 +180,12 @@ def _show(report: Report, output_format: str) -> None:
         click.echo(report_text(report))
 
 
-def _keep(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> None:
-    """Keep what was measured, and tell where."""
+def _save(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> None:
+    """Save the measurements and print the files."""
     from cputrain.measurements import keep
 
     for path in [] if quick else [keep(record, env) for record in records]:
-        click.echo(f"kept in {path}", err=True)
+        click.echo(f"saved in {path}", err=True)
 
 
 NORMS = (
@@ -199,16 +199,16 @@ NORMS = (
 
 def _show_norms(run: Path, step: int | None, output_format: str) -> None:
     if output_format == "svg":
-        raise InputError(f"--format svg: norms are a table: cputrain report {run} draws them")
+        raise InputError(f"--format svg is not available for norms: use cputrain report {run} to plot them")
     if not (run / FILE).is_file():
-        raise InputError(f"{run} contains no run: give a run's output folder")
+        raise InputError(f"{run} contains no run: give the output folder of a training")
     written = {event["step"]: event for event in read_events(run) if event["event"] == "ratios"}
     if not written:
-        raise InputError(f"{run} has recorded no norms: train with log_norms_every_steps=N")
+        raise InputError(f"{run} contains no norms: train with log_norms_every_steps=N")
     chosen = max(written) if step is None else step
     if chosen not in written:
         raise InputError(
-            f"{run} has recorded no norms at step {chosen}: its steps are {', '.join(map(str, sorted(written)))}"
+            f"{run} contains no norms of step {chosen}: give one of the steps {', '.join(map(str, sorted(written)))}"
         )
     if output_format == "json":
         print_json({key: written[chosen][key] for key in ("step", "rate", "layers")})
@@ -229,9 +229,9 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
     default=",".join(AXES),
     metavar="LIST",
     show_default=True,
-    help="what to vary; keys that the recipe sets are kept",
+    help="vary these settings; keys that the recipe sets stay as they are",
 )
-@number_option("--steps", default=5, help="steps of a trial that count")
+@number_option("--steps", default=5, help="time this many steps per trial")
 @click.option("--time", "limit", metavar="HH:MM:SS", help="stop after this time, even without a winner")
 @amount_option(
     "--resolution",
@@ -239,10 +239,15 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
     most=50,
     default=2.0,
     metavar="PERCENT",
-    help="a difference in speed that does not matter",
+    help="ignore differences in speed below this",
 )
 @click.option(
-    "--seed", type=int, default=1, show_default=True, metavar="N", help="random seed for the order of the trials"
+    "--seed",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="shuffle the order of the trials with this random seed",
 )
 @click.option("--dry-run", is_flag=True, help="list the plans that would be tried; start nothing")
 @format_option
@@ -259,23 +264,23 @@ def tune_command(
 ) -> None:
     """Find the fastest plan for RECIPE on this machine: workers, comm and loader cores, allocator, engine.
 
-    Trials are some steps of the training, in turns; plans that are surely slower are dropped, until no other can be the
-    fastest. plan and train then use the result for this recipe's network, precision and batch, where the recipe leaves
-    a choice. Last, other local batches and precisions are tried with that plan: they change what is trained, and are
-    only reported. Measure where nothing else runs.
+    Plans take turns in trials of a few training steps; significantly slower ones are dropped until no other plan can be
+    the fastest. plan and train then use the result for this recipe's network, precision and batch, unless the recipe
+    sets these keys. Finally other local batches and precisions are tried with that plan; as they change what is
+    trained, they are only reported. Run nothing else on the host meanwhile.
     """
     from cputrain import tune
     from cputrain.measurements import keep
 
     varied = tuple(axes.split(","))
     if unknown := [axis for axis in varied if axis not in AXES]:
-        raise InputError(f"--axes {unknown[0]!r} is none of {', '.join(AXES)}: name some of them, separated by commas")
+        raise InputError(f"--axes {unknown[0]!r} is not one of {', '.join(AXES)}: give a comma-separated list")
     env = os.environ
-    own = plan_training(tune.tuned_recipe(recipe, settings), env)
-    choices = tune.choices_here(own, varied, env)
-    plans = tune.plans(own, choices, varied, env)
+    planned = plan_training(tune.tuned_recipe(recipe, settings), env)
+    choices = tune.choices_here(planned, varied, env)
+    plans = tune.plans(planned, choices, varied, env)
     if dry_run:
-        _list(own, plans, output_format)
+        _list(planned, plans, output_format)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
     how = tune.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
@@ -295,19 +300,19 @@ def tune_command(
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
     if found.sure and (engine := tune.engine_record(found, described)) is not None:
-        click.echo(f"{engine.values['why']}: kept for engine=auto in {keep(engine, env)}", err=True)
-    why = _not_kept(own, varied) or ("" if found.sure else "it is not decided")
+        click.echo(f"{engine.values['why']}: saved for engine=auto in {keep(engine, env)}", err=True)
+    why = _why_not_saved(planned, varied) or ("" if found.sure else "there is no clear winner")
     record = None if why else tune.tuned_record(found, described)
     if record is None:
-        why = why or f"the size of {own.recipe.model.name} is not known"
-        click.echo(f"not kept for plan and train: {why}", err=True)
+        why = why or f"the size of {planned.recipe.model.name} is unknown"
+        click.echo(f"not saved for plan and train: {why}", err=True)
     else:
-        click.echo(f"kept in {keep(record, env)}", err=True)
+        click.echo(f"saved in {keep(record, env)}", err=True)
 
 
-def _list(own: PlannedTraining, plans: Candidates, output_format: str) -> None:
-    """Print what a dry run would try."""
-    recipe = own.recipe
+def _list(planned: PlannedTraining, plans: Candidates, output_format: str) -> None:
+    """Print the plans that a tuning run would try."""
+    recipe = planned.recipe
     if output_format == "json":
         tried = [{"name": each.name, "settings": {KEYS[a]: value for a, value in each.values}} for each in plans.tried]
         refused = [{"values": dict(values), "why": why} for values, why in plans.refused]
@@ -323,7 +328,7 @@ def _list(own: PlannedTraining, plans: Candidates, output_format: str) -> None:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the trials, on stderr; yields what to tell it: trials that are done, and left by estimate."""
+    """Show a progress bar on stderr; yields a callback for the trials done and the estimated trials left."""
     bar: Any = tqdm(
         desc=title, total=1, file=sys.stderr, bar_format=BAR, leave=False, mininterval=0, disable=not shows_bars()
     )
@@ -337,9 +342,9 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def _not_kept(own: PlannedTraining, varied: tuple[str, ...]) -> str:
-    """Why the result does not hold for every such training; "" where it does."""
-    fixed = [f"plan.{name}" for name in PLANNED if getattr(own.recipe.plan, name) != "auto"]
+def _why_not_saved(planned: PlannedTraining, varied: tuple[str, ...]) -> str:
+    """Return why the result is not valid for other trainings; "" if it is."""
+    fixed = [f"plan.{name}" for name in PLANNED if getattr(planned.recipe.plan, name) != "auto"]
     if fixed:
         return f"the recipe sets {first_named(fixed)}"
     return "" if "workers" in varied else "the numbers of workers were not varied"

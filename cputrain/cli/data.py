@@ -1,4 +1,4 @@
-"""`cputrain data`: describe a data folder, verify it, draw its first images; `cputrain prepare`: pack images."""
+"""`cputrain data` describes and verifies a data folder and draws its first images; `cputrain prepare` packs images."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def data_command() -> None:
 @FOLDER
 @format_option
 def info(folder: Path, output_format: str) -> None:
-    """Print classes, images, sizes, unusual images, and how well the classes are mixed."""
+    """Print classes, images, sizes, unusual images, and how well the classes are shuffled."""
     dataset = open_dataset(str(folder))
     found = _describe(folder, dataset)
     if output_format == "json":
@@ -75,12 +75,12 @@ def info(folder: Path, output_format: str) -> None:
 
 
 def _mixing(mean: float, expected: float) -> str:
-    """A line about how well the classes are mixed."""
+    """Format a line about how well the classes are shuffled."""
     return f"  different classes among {WINDOW} images in a row: {mean:.1f} (in random order {expected:.1f})"
 
 
 def _describe(folder: Path, dataset: Dataset) -> dict[str, Any]:
-    """What `info` prints as JSON."""
+    """Return the JSON output of `info`."""
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     splits = {}
     for split, images in dataset.splits.items():
@@ -103,7 +103,7 @@ def _describe(folder: Path, dataset: Dataset) -> dict[str, Any]:
 @FOLDER
 @format_option
 def verify(folder: Path, output_format: str) -> int:
-    """Compare every byte of a prepared folder with its index. Exit status 1: a sample is damaged."""
+    """Compare every byte of a prepared folder with its index. Exit with status 1 if a sample is damaged."""
     if not (folder / MANIFEST).is_file():
         raise InputError(_not_prepared(folder))
     splits = read_manifest(folder)["splits"]
@@ -124,7 +124,7 @@ def verify(folder: Path, output_format: str) -> int:
 
 
 def _not_prepared(folder: Path) -> str:
-    """Why a folder cannot be verified, and what to do."""
+    """Return why a folder cannot be verified, and the next step."""
     if not folder.is_dir():
         return f"data folder {folder} does not exist: give the output of cputrain prepare"
     return (
@@ -136,22 +136,24 @@ def _not_prepared(folder: Path) -> str:
 @data_command.command("show")
 @FOLDER
 @settings_argument
-@click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
-@number_option("--count", default=64, help="how many images")
+@click.option(
+    "--split", type=click.Choice(SPLITS), default="train", show_default=True, help="draw images of this split"
+)
+@number_option("--count", default=64, help="draw N images")
 @path_option(
     "--output",
     default=Path("sheet.png"),
     show_default=True,
-    help=f"the picture, in the format of its name: {', '.join(FORMATS)}",
+    help=f"write the picture to this file; its suffix is the format: {', '.join(FORMATS)}",
 )
 @click.option(
     "--as-trained",
     "recipe",
     metavar="RECIPE",
-    help="what a training with this recipe sees: its crops, sizes, mirroring and augmentation; KEY=VALUE sets its keys",
+    help="draw images as this recipe's training sees them: cropped, scaled, mirrored, augmented; KEY=VALUE sets a key",
 )
-@number_option("--epoch", default=1, help="epoch whose augmentation is shown, with --as-trained")
-@click.option("--overwrite", is_flag=True, help="replace a picture that is there")
+@number_option("--epoch", default=1, help="draw the augmentation of this epoch; needs --as-trained")
+@click.option("--overwrite", is_flag=True, help="replace an existing picture")
 @format_option
 def show(
     folder: Path,
@@ -164,7 +166,7 @@ def show(
     overwrite: bool,
     output_format: str,
 ) -> None:
-    """Draw the first images and the names of their classes as one picture."""
+    """Draw the first images with their class names as one picture."""
     _check_picture(output, overwrite=overwrite)
     if settings and recipe is None:
         raise InputError(f"{settings[0]} sets a key of a recipe: add --as-trained RECIPE, or remove it")
@@ -193,10 +195,10 @@ def show(
 
 
 def _check_picture(file: Path, *, overwrite: bool) -> None:
-    """Raise InputError for a file that is no picture by its name, or that is there and shall not be replaced."""
+    """Raise InputError for an output file of an unknown picture format, or an existing one without --overwrite."""
     if file.suffix.lower() not in FORMATS:
         raise InputError(
-            f"--output {file}: {file.suffix or 'a name without a suffix'} is not a format of pictures: "
+            f"--output {file}: {file.suffix or 'a name without a suffix'} is not a picture format; "
             f"use {either(tuple(FORMATS))}"
         )
     if file.exists() and not overwrite:
@@ -209,7 +211,7 @@ Splits = dict[str, dict[str, Any]]  # of the manifest, by name
 
 
 def parse_fraction(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
-    """A number strictly between 0 and 1, from a decimal or a fraction."""
+    """Parse a decimal or a fraction strictly between 0 and 1."""
     if value is None:
         return None
     try:
@@ -222,7 +224,7 @@ def parse_fraction(_context: click.Context, _parameter: click.Parameter, value: 
 
 
 def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) -> str:
-    """The kind unchanged. Raises BadParameter with all kinds where it is not one of them."""
+    """Return the kind unchanged. Raises BadParameter with a list of the kinds if it is not one of them."""
     if kind not in KINDS and not kind.startswith(TORCHVISION):
         raise click.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}, {TORCHVISION}NAME")
     return kind
@@ -232,37 +234,39 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.argument("kind", callback=check_kind)
 @click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
-@number_option("--seed", least=0, default=1, help="determines the order of the images")
-@number_option("--shard-mib", default=SHARD_BYTES // MIB, metavar="MIB", help="approximate size of a shard")
-@number_option("--shards", help="number of shards of each split, instead of their size")
+@number_option("--seed", least=0, default=1, help="shuffle the images with this random seed")
+@number_option("--shard-mib", default=SHARD_BYTES // MIB, metavar="MIB", help="make shards of about this size")
+@number_option("--shards", help="make N shards per split, instead of --shard-mib")
 @click.option(
     "--val-fraction",
     callback=parse_fraction,
     metavar="SHARE",
-    help="use this share of the training images (0.2, 1/6) for validation, drawn from each class by the seed; the "
-    "source's own validation images become the test split  [default: 0.2 for a source without any]",
+    help="use this share of the training images (0.2, 1/6) for validation, drawn from each class by --seed; validation "
+    "images of the source become the test split  [default: 0.2 for a source without any]",
 )
 @click.option(
     "--test-fraction",
     callback=parse_fraction,
     metavar="SHARE",
-    help="draw a test split in the same way, from a source without validation images",
+    help="draw a test split in the same way; only for a source without validation images",
 )
-@click.option("--label-column", metavar="NAME", help="column of Parquet files with the labels, if there are several")
+@click.option(
+    "--label-column", metavar="NAME", help="read the labels from this column of Parquet files, if there are several"
+)
 @click.option(
     "--format",
     type=click.Choice(sorted(SHARD_FORMATS)),
     default="tar",
     show_default=True,
-    help="tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, with labels from 1",
+    help="choose the format; tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, labels from 1",
 )
 @number_option("--short-side", least=8, metavar="PIXELS", help="scale larger images down to this short side")
-@number_option("--quality", most=95, metavar="1-95", help=f"quality of re-encoded JPEGs  [default: {QUALITY}]")
-@number_option("--jobs", help="threads  [default: the CPUs available to this process]")
+@number_option("--quality", most=95, metavar="1-95", help=f"re-encode JPEGs with this quality  [default: {QUALITY}]")
+@number_option("--jobs", help="use N threads  [default: the CPUs available to this process]")
 def prepare_command(
     kind: str, source: Path, out: Path, shard_mib: int, quality: int | None, jobs: int | None, **given: Any
 ) -> None:
-    """Pack images into shuffled shards, which cputrain and any webdataset or TFRecord reader can read.
+    """Pack images into shuffled shards, readable by cputrain and any webdataset or TFRecord reader.
 
     \b
     imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/* and SRC/test/CLASS/*, or some of them,
@@ -275,9 +279,9 @@ def prepare_command(
     digits       scikit-learn's handwritten digits, written to SRC first
     torchvision:NAME  one of torchvision's data sets, in SRC, or downloaded to it
 
-    Image files are stored unchanged; with --short-side or --quality they become new JPEGs. TFRecords, whose readers
-    decode only JPEGs, are an exception: other formats and CMYK become JPEGs of quality 100. Images that cannot be read
-    are skipped and named. A command that was killed continues when it is given again; a finished one does nothing.
+    Image files are stored unchanged, or re-encoded as JPEG with --short-side or --quality. With --format tfrecord,
+    whose readers decode only JPEGs, other formats and CMYK become JPEGs of quality 100. Unreadable images are skipped
+    and listed. A command that was killed continues when it is repeated; a finished one does nothing.
     """
     check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
@@ -294,7 +298,7 @@ def prepare_command(
 
 
 def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) -> Splits:
-    """Write the shards, with a progress bar; returns the manifest's entry of each split."""
+    """Write the shards, with a progress bar; return the manifest's entry for each split."""
     with tqdm(
         total=sum(len(split) for split in dataset.splits.values()),
         unit="img",
@@ -307,13 +311,11 @@ def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) ->
         try:
             return prepare(dataset, out, options, threads=threads, on_image=bar.update)
         except OSError as error:
-            raise RunError(
-                f"prepare: {error}: finished shards are kept; repair this and give the same command again"
-            ) from None
+            raise RunError(f"prepare: {error}; finished shards are kept: fix this and repeat the command") from None
 
 
 def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
-    """Print the labels of TFRecords, and each split's images, mixing and unusual or damaged files."""
+    """Print the labels of TFRecords, and each split's images, shuffling and unusual or damaged files."""
     if tfrecord_classes:
         names = tfrecord_classes
         click.echo(f"{out}: labels 1 ({printable(names[0])}) to {len(names)} ({printable(names[-1])}); 0 is not used")

@@ -1,4 +1,4 @@
-"""`cputrain job`: scripts of Slurm and PBS, manifests of Kubernetes."""
+"""`cputrain job`: Slurm and PBS scripts, and Kubernetes manifests."""
 
 import os
 import shlex
@@ -92,7 +92,7 @@ EXAMPLES = (
 
 
 class WithCommand(SectionedCommand):
-    """A command line that leaves everything after -- to another program."""
+    """A command whose words after -- belong to another program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -102,7 +102,7 @@ class WithCommand(SectionedCommand):
 
 
 class FormatOfJob(click.Choice[str]):
-    """text or json; with --prepare, whose own option has the same name, its formats as well."""
+    """text or json; with --prepare, which has its own --format, any value."""
 
     def __init__(self) -> None:
         super().__init__(["text", "json"])
@@ -124,46 +124,48 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         nargs=3,
         is_eager=True,  # before --format
         metavar="KIND SRC OUT",
-        help="run cputrain prepare; its own options may follow these three",
+        help="run cputrain prepare; its options may follow these three arguments",
     ),
-    click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]"),
-    click.option("--time", required=True, metavar="HH:MM:SS", help="time limit of the job"),
-    click.option("--partition", metavar="NAME", help="partition to run in"),
-    click.option("--queue", metavar="NAME", help="queue to run in"),
-    click.option("--account", metavar="NAME", help="account that is charged"),
-    click.option("--qos", metavar="NAME", help="quality of service"),
-    click.option("--constraint", metavar="FEATURES", help="features that the hosts must have"),
-    number_option("--ncpus", most=1 << 16, help="without --machine: CPUs per host, as in pbsnodes -a"),
-    click.option("--mail", metavar="ADDRESS", help="send mail there when the job ends or fails"),
+    click.option("--name", metavar="NAME", help="name the job  [default: the recipe's or command's name]"),
+    click.option("--time", required=True, metavar="HH:MM:SS", help="set the job's time limit"),
+    click.option("--partition", metavar="NAME", help="submit to this partition"),
+    click.option("--queue", metavar="NAME", help="submit to this queue"),
+    click.option("--account", metavar="NAME", help="charge this account"),
+    click.option("--qos", metavar="NAME", help="request this quality of service"),
+    click.option("--constraint", metavar="FEATURES", help="require these features of the hosts"),
+    number_option("--ncpus", most=1 << 16, help="request N CPUs per host if --machine is not given, as in pbsnodes -a"),
+    click.option("--mail", metavar="ADDRESS", help="send mail to this address when the job ends or fails"),
     click.option(
-        "--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns such as %j"
+        "--output",
+        metavar="FILE",
+        help="write the job's output to FILE; may contain the scheduler's patterns, as in %j",
     ),
-    click.option("--error", metavar="FILE", help="file for the job's errors  [default: same as its output]"),
+    click.option("--error", metavar="FILE", help="write the job's errors to FILE  [default: same as --output]"),
     click.option(
-        "--directive", "directives", multiple=True, metavar="LINE", help="further #SBATCH or #PBS line; repeatable"
+        "--directive", "directives", multiple=True, metavar="LINE", help="add this #SBATCH or #PBS line; repeatable"
     ),
     click.option(
         "--requeue/--no-requeue",
         default=None,
-        help="at the time limit continue in a new job  [default: except for a CMD]",
+        help="continue in a new job at the time limit  [default: except for a CMD]",
     ),
     click.option("--module-purge", is_flag=True, help="unload all modules first"),
-    click.option("--module", "modules", multiple=True, metavar="NAME", help="module to load first; repeatable"),
-    click.option("--venv", metavar="DIR", help="virtual environment to activate on the hosts"),
-    click.option("--container", metavar="IMAGE", help="container image with cputrain; each rank runs inside"),
+    click.option("--module", "modules", multiple=True, metavar="NAME", help="load this module first; repeatable"),
+    click.option("--venv", metavar="DIR", help="activate this virtual environment on the hosts"),
+    click.option("--container", metavar="IMAGE", help="run each rank in this container image, which contains cputrain"),
     click.option(
         "--container-runtime",
         type=click.Choice(["auto", *RUNTIMES]),
-        help="program that starts the container; auto: the first one on the host's PATH",
+        help="start the container with this program; auto: the first one on the host's PATH",
     ),
     click.option(
         "--container-arg",
         "container_args",
         multiple=True,
         metavar="ARG",
-        help="further option of that program; repeatable",
+        help="add this option of the container runtime; repeatable",
     ),
-    click.option("--stage", metavar="DIR", help="folder on each host to copy the recipe's data to first"),
+    click.option("--stage", metavar="DIR", help="first copy the recipe's data to this folder on each host"),
     click.option(
         "--array",
         shell_complete=complete_setting,
@@ -175,7 +177,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.IntRange(1, MAX_CHAIN),
         default=1,
         metavar="N",
-        help="with --submit: number of jobs in a row, each continuing the one before",
+        help="submit N jobs, each continuing the one before; needs --submit",
     ),
     click.option("--submit", is_flag=True, help="submit the script as well as printing it"),
     click.option(
@@ -184,7 +186,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=FormatOfJob(),
         default="text",
         metavar="[text|json]",
-        help="json: one object on stdout, and everything else on stderr; other formats are those of --prepare",
+        help="choose the output; json: one object on stdout, everything else on stderr; other formats go to --prepare",
     ),
     planning_options,
 )
@@ -199,7 +201,7 @@ def job_command() -> None:
 
 
 def _script_command(scheduler: str) -> click.Command:
-    """The command that prints scripts of a scheduler."""
+    """Return the command that prints a scheduler's script."""
 
     def printed(**given: Any) -> None:
         print_script(scheduler, **given)
@@ -221,7 +223,7 @@ SCRIPT_HELP = """Print the script of a {title} job that trains RECIPE, prepares 
 
 Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
 and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
-bound by the plan and has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
+bound according to the plan, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
 """
 for each in SCHEDULERS:
     job_command.add_command(_script_command(each))
@@ -245,7 +247,7 @@ def print_script(
     output_format: str,
     **given: Any,
 ) -> None:
-    """Print a scheduler's script, and submit it where that is asked for."""
+    """Print a scheduler's job script, and submit it if `submit` is set."""
     _check(options, scheduler, {"ncpus": ncpus, **given})
     if chain > 1 and not submit:
         raise InputError(
@@ -286,26 +288,30 @@ def print_script(
 
 
 def _note_missing_folders(files: tuple[str | None, ...], scheduler: str) -> None:
-    """Print which folders the job's output needs; PBS writes a file as [HOST:]FILE."""
+    """Print a note for each missing folder of the job's output; PBS names a file as [HOST:]FILE."""
     for file in filter(None, files):
         folder = Path(file.rpartition(":")[2] if scheduler == "pbs" else file).parent
         if not folder.is_dir():
-            click.echo(f"note: schedulers do not make folders: run mkdir -p {folder} before the job starts", err=True)
+            click.echo(
+                f"note: the scheduler does not create folders: run mkdir -p {folder} before the job starts", err=True
+            )
 
 
 def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> None:
-    """Raise InputError for options that this scheduler, or any job, cannot follow."""
+    """Raise InputError for options that this scheduler, or any job script, does not support."""
     for option, (only, instead) in ONLY.items():
         if given[option] is not None and only != scheduler:
             raise InputError(f"--{option} is not for {scheduler}: {instead}")
     if options.real_hosts:
-        raise InputError("--hosts and --hostfile: the scheduler chooses a job's hosts: give --nodes N")
+        raise InputError(
+            "--hosts and --hostfile do not apply to a job, whose hosts the scheduler chooses: give --nodes N"
+        )
     if options.given["share"]:
-        raise InputError("--share: a job has its hosts to itself: remove it")
+        raise InputError("--share does not apply to a job, which has its hosts to itself: remove it")
     if options.given["oversubscribe"]:
         raise InputError("--oversubscribe is for trying plans on one host: remove it for a job")
     if options.bind == "launcher":
-        raise InputError("--bind launcher: in a job each rank binds itself, by the plan that is made there: remove it")
+        raise InputError("--bind launcher does not apply to a job, in which each rank binds itself: remove it")
     usable = [launcher.name for launcher in launchers_for(scheduler)]
     if options.launcher not in ("auto", *usable):
         raise InputError(
@@ -320,14 +326,14 @@ def _work(
     array: str | None,
     stage: str | None,
 ) -> SizedWork:
-    """The one thing that the job runs. Raises InputError where there is none, or more than one."""
+    """Return what the job runs. Raises InputError unless it is exactly one thing."""
     context = click.get_current_context()
     cmd: tuple[str, ...] = context.meta.get(COMMAND, ())
     if (array or stage) and (prepare or cmd):
         raise InputError(f"--{'array' if array else 'stage'} is for a recipe's job: remove it")
     if prepare:
         from cputrain.cli.data import (
-            prepare_command as prepare_command,  # the image libraries: only where they are needed
+            prepare_command as prepare_command,  # image libraries, only needed here
         )
 
         work = preparation_work(options, (*prepare, *words, *cmd))
@@ -344,14 +350,14 @@ def _work(
 
 
 def _is_program(word: str) -> bool:
-    """Whether a word in the place of a recipe is a script, Python, or a program on PATH."""
+    """Whether a word given as a recipe is a script, Python, or a program on PATH."""
     if word.endswith((".py", ".sh")) or is_python(word):
         return True
     return word not in recipe_names() and not Path(word).exists() and shutil.which(word) is not None
 
 
 def _launcher(options: PlanningOptions, scheduler: str, ppn: int | None) -> str:
-    """The launcher of the job's ranks."""
+    """Return the launcher of the job's ranks by name."""
     launcher = launchers_for(scheduler)[0] if options.launcher == "auto" else LAUNCHERS[options.launcher]
     if launcher.slots_of_scheduler and ppn is None:
         raise InputError(
@@ -368,12 +374,12 @@ def _container(
             raise InputError("--container-runtime and --container-arg need an image: name it with --container")
         return None
     if venv is not None:
-        raise InputError("--venv with --container: the image has its own Python: remove --venv")
+        raise InputError("--venv does not apply to --container, whose image has its own Python: remove --venv")
     return Container(image=image, runtime=runtime or "auto", arguments=arguments)
 
 
 class ManifestDumper(Dumper):
-    """Writes texts of several lines as they are, after a |, and no aliases."""
+    """YAML dumper that writes multi-line strings as literal blocks (|) and no aliases."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -397,17 +403,25 @@ KUBERNETES_EXAMPLES = (
 @job_command.command("kubernetes", cls=WithCommand, sections=KUBERNETES_SECTIONS, examples=KUBERNETES_EXAMPLES)
 @click.argument("recipe", shell_complete=complete_recipe, required=False, metavar="[RECIPE | -- CMD...]")
 @settings_argument
-@click.option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="what controls the pods")
-@click.option("--image", required=True, metavar="IMAGE", help="container image with python and cputrain")
-@number_option("--cpus", most=MOST_CPUS, required=True, help="whole CPUs of each pod")
-@click.option("--memory", required=True, metavar="SIZE", help="memory of each pod, as in 64Gi")
 @click.option(
-    "--volume", "volumes", multiple=True, metavar="CLAIM:PATH", help="claim to mount; the first is the working folder"
+    "--kind", type=click.Choice(KINDS), default="job", show_default=True, help="choose the controller of the pods"
 )
-@click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]")
-@click.option("--namespace", metavar="NAME", help="namespace of the job")
-@click.option("--time", metavar="HH:MM:SS", help="time limit of the job")
-@number_option("--restarts", least=0, most=1000, default=3, help="start again after a failure, N times at most")
+@click.option(
+    "--image", required=True, metavar="IMAGE", help="run this container image, which contains python and cputrain"
+)
+@number_option("--cpus", most=MOST_CPUS, required=True, help="request N whole CPUs for each pod")
+@click.option("--memory", required=True, metavar="SIZE", help="request this memory for each pod, as in 64Gi")
+@click.option(
+    "--volume",
+    "volumes",
+    multiple=True,
+    metavar="CLAIM:PATH",
+    help="mount this claim; the first is the working directory",
+)
+@click.option("--name", metavar="NAME", help="name the job  [default: the recipe's or command's name]")
+@click.option("--namespace", metavar="NAME", help="create the job in this namespace")
+@click.option("--time", metavar="HH:MM:SS", help="set the job's time limit")
+@number_option("--restarts", least=0, most=1000, default=3, help="restart after a failure, at most N times")
 @hidden_options("hosts", "hostfile", "machine", "share", "oversubscribe", "cores", "bind")
 @planning_options
 def kubernetes_command(
@@ -421,14 +435,14 @@ def kubernetes_command(
     time: str | None,
     **given: Any,
 ) -> None:
-    """Print the manifests of a job in --nodes pods that trains RECIPE or runs CMD; kubectl apply -f - takes them.
+    """Print the manifests of a job that trains RECIPE or runs CMD in --nodes pods, as input for kubectl apply -f -.
 
     \b
     cputrain job kubernetes resnet50-8k data.path=/data/shards --nodes 4 --cpus 32 --memory 96Gi \\
         --image registry/cputrain:1 --volume runs:/runs --volume imagenet:/data | kubectl apply -f -
 
-    Each pod gets whole CPUs of its own where the kubelet's CPU manager is static, and plans them itself. A training
-    continues from its last checkpoint when its pods start again.
+    With the kubelet's static CPU manager each pod gets exclusive whole CPUs and plans them itself. A training continues
+    from its last checkpoint when its pods restart.
     """
     cmd: tuple[str, ...] = click.get_current_context().meta.get(COMMAND, ())
     _check_kubernetes(options, recipe, cmd)
@@ -458,18 +472,20 @@ def kubernetes_command(
 
 
 def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -> None:
-    """Raise InputError for what a job in pods cannot follow."""
+    """Raise InputError for options and combinations that a job in pods does not support."""
     if (recipe is None) == (not cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give -- CMD...")
     if options.real_hosts or options.machine != "this" or options.given["share"] or options.given["oversubscribe"]:
         raise InputError(
-            "pods have the CPUs that --cpus says, on hosts that Kubernetes chooses: remove --hosts, --hostfile, "
+            "Kubernetes chooses the hosts, and --cpus sets the CPUs of a pod: remove --hosts, --hostfile, "
             "--machine, --share and --oversubscribe"
         )
     if options.given["cores"] is not None:
-        raise InputError("--cores: the kubelet chooses a pod's CPUs: give their number with --cpus")
+        raise InputError(
+            "--cores does not apply to pods, whose CPUs the kubelet chooses: give their number with --cpus"
+        )
     if options.bind == "launcher":
-        raise InputError("--bind launcher: in a pod each rank binds itself, by the plan that is made there: remove it")
+        raise InputError("--bind launcher does not apply to pods, in which each rank binds itself: remove it")
     if recipe is not None:
         check_local_batch(options.given["local_batch"])
     if len(options.hosts) > MOST_PODS:
@@ -477,21 +493,19 @@ def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[s
 
 
 def _check_launcher(options: PlanningOptions, kind: str) -> None:
-    """Raise InputError for a launcher that does not start the ranks of such pods."""
+    """Raise InputError for a launcher that cannot start the ranks of this kind of job."""
     if options.launcher == "auto":
         return
     if kind != "mpijob":
-        raise InputError(
-            f"--launcher {options.launcher}: only an MPIJob has a launcher: remove it, or add --kind mpijob"
-        )
+        raise InputError(f"--launcher {options.launcher} needs an MPIJob: remove it, or add --kind mpijob")
     if options.launcher not in MPI:
         raise InputError(f"--launcher {options.launcher} cannot start an MPIJob: give {either(tuple(MPI))}")
 
 
 def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> int:
-    """Workers per pod: as requested, or as planned on a machine of so many cores. All pods need the same."""
+    """Return the workers per pod, as requested or as planned for a machine of `cpus` cores; equal in all pods."""
     base = Request() if training is None else request_of(training)
     request = request_of_options(options, base)
     if request.ppn is not None and request.ppn > cpus:
-        raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs: a pod has --cpus {cpus}")
+        raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs, but a pod has --cpus {cpus}: lower --ppn")
     return request.ppn or len(plan_machine(find_machine(f"pack:1 core:{cpus} pu:1"), request).workers)

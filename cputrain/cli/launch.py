@@ -28,7 +28,7 @@ from cputrain.launch.command import Switches, become_rank, make_launch, program,
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 
-# Options about all hosts and ranks, which one rank of another launcher's job cannot decide.
+# Options about all hosts and ranks; one rank of another launcher's job cannot apply them.
 OF_A_WHOLE_JOB = (
     *("hosts", "hostfile", "nodes", "machine", "host_groups", "launcher", "fabric", "bind"),
     *("plan_on_host", "preflight", "output", "restarts", "instances", "dry_run", "share"),
@@ -58,13 +58,13 @@ EXAMPLES = (
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
-@path_option("--output", metavar="DIR", help="folder for plan.json and logs/  [default: runs/launch-TIME]")
+@path_option("--output", metavar="DIR", help="write plan.json and logs/ into DIR  [default: runs/launch-TIME]")
 @no_verify_option
 @click.option(
     "--allow-other-layout",
     is_flag=True,
     envvar=OTHER_LAYOUT_VARIABLE,
-    help="continue if a host's cores, caches or NUMA nodes differ from the plan's",
+    help="continue even if a host's cores, caches or NUMA nodes differ from the plan's",
 )
 @click.option(
     "--pin-threads", is_flag=True, help="bind each OpenMP thread to one CPU (data-loader processes then share one CPU)"
@@ -73,20 +73,20 @@ EXAMPLES = (
     "--keep-env", is_flag=True, help="keep inherited OMP_*, KMP_* and GOMP_* variables that contradict the plan"
 )
 @host_groups_option
-@click.option("--plan-on-host", is_flag=True, help="plan each host by itself for --ppn workers; hosts may differ")
+@click.option("--plan-on-host", is_flag=True, help="plan each host separately for --ppn workers; hosts may differ")
 @click.option(
     "--preflight/--no-preflight", default=None, help="check all hosts before the start  [default: if there are several]"
 )
 @restarts_option
-@click.option("--module", "-m", is_flag=True, help="CMD is the name of a Python module, as in python -m")
+@click.option("--module", "-m", is_flag=True, help="run CMD as a Python module, as with python -m")
 @click.option(
     "--instances",
     type=WordOrNumber(LATENCY, THROUGHPUT, least=1),
     metavar="N|latency|throughput",
-    help="start N independent copies of CMD, which are no ranks; latency: one for every 4 cores, throughput: one "
-    "for each NUMA node",
+    help="start N independent copies of CMD instead of ranks; latency: one for every 4 cores, throughput: one for each "
+    "NUMA node",
 )
-@click.option("--instance", metavar="LIST", help="with --instances: start only these copies, as in 0,2-3")
+@click.option("--instance", metavar="LIST", help="start only these copies of --instances, as in 0,2-3")
 @click.option("--dry-run", is_flag=True, help="print the plan and the command; start nothing")
 @planning_options
 def launch_command(
@@ -106,16 +106,16 @@ def launch_command(
     instance: str | None,
     dry_run: bool,
 ) -> int:
-    """Run CMD once for each planned worker, bound to its cores, with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
+    """Run CMD once per planned worker, bound to its cores, with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
 
-    A .py file runs under this Python. A script that calls torch.distributed.init_process_group() runs unchanged.
-    Started by mpirun, srun or torchrun, launch is one rank of that job: it binds itself to its share of the host and
-    becomes CMD.
+    A .py file runs with this Python. A script that calls torch.distributed.init_process_group() runs unchanged.
+    Started by mpirun, srun or torchrun, launch acts as one rank of that job: it binds itself to its share of the host
+    and then executes CMD.
     """
     cmd = program(cmd, module=module)
     base = Request(pin_threads=pin_threads)
     if instance is not None and instances is None:
-        raise InputError("--instance chooses among several copies: give their number with --instances")
+        raise InputError("--instance selects some of several copies: give their number with --instances")
     env, report = os.environ, partial(click.echo, err=True)
     if (rank := discover(env)) is not None:
         _check_options_of_rank(rank)
@@ -148,12 +148,12 @@ def launch_command(
 
 
 def _check_options_of_rank(rank: Rank) -> None:
-    """Raise InputError for an option on the command line that one rank cannot decide."""
+    """Raise InputError for a command-line option that one rank cannot apply."""
     context = click.get_current_context()
     for name in OF_A_WHOLE_JOB:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = next(param.opts[0] for param in context.command.params if param.name == name)
             raise InputError(
-                f"{option}, but this launch is rank {rank.rank} of {rank.world_size} that another launcher has "
-                f"started: remove {option}, or run cputrain launch without that launcher"
+                f"{option} applies to a whole job, but this launch is rank {rank.rank} of {rank.world_size} of another "
+                f"launcher's job: remove {option}, or run cputrain launch without that launcher"
             )

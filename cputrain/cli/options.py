@@ -1,4 +1,4 @@
-"""Options of planning commands, in sections of --help."""
+"""click options shared by the planning commands, and their sections in --help."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import LAUNCHERS
 
 OTHER = "Other options"
-# Of the planning options, by the names of their parameters.
+# Parameter names of the planning options, by section of --help.
 HOST_FIELDS = ("machine", "hosts", "hostfile", "nodes", "host_groups")
 PLANNING = {
     "Hosts": HOST_FIELDS,
@@ -41,8 +41,8 @@ PLANNING = {
 
 
 class SectionedCommand(click.Command):
-    """A command whose options stand in `sections` (title -> names of parameters); the others come last. `examples` are
-    command lines, shown at the end."""
+    """A command whose --help lists options by section: `sections` maps a title to parameter names, other options come
+    last. `examples` are command lines shown at the end."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SectionedCommand(click.Command):
         self.sections, self.examples = sections, examples
 
     def options_by_section(self, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
-        """Each section that has options, and these in the order of the section."""
+        """Yield each section that has options, with its options in the listed order."""
         options = {param.name: param for param in self.get_params(ctx) if isinstance(param, click.Option)}
         for title, names in self.sections.items():
             found = [options.pop(name) for name in names if name in options]
@@ -64,7 +64,7 @@ class SectionedCommand(click.Command):
         yield OTHER, list(options.values())
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections."""
+        """Write the options by section."""
         for title, options in self.options_by_section(ctx):
             records = [record for option in options if (record := option.get_help_record(ctx))]
             if records:
@@ -72,13 +72,13 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
+        """Write the example command lines."""
         if self.examples:
             with formatter.section("Examples"):
                 formatter.write("".join(f"{' ' * formatter.current_indent}{line}\n" for line in self.examples))
 
 
-# Names of options in torchrun, ipexrun, mpirun and horovodrun that mean the same; --help leaves them out.
+# Spellings of torchrun, ipexrun, mpirun and horovodrun that are accepted as synonyms; --help leaves them out.
 OTHER_NAMES = {
     "ppn": (
         *("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"),
@@ -91,16 +91,16 @@ OTHER_NAMES = {
 
 
 class PlanningOption(click.Option):
-    """An option that has OTHER_NAMES, too."""
+    """An option that also accepts its synonyms in OTHER_NAMES."""
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        """Let the parser know all names, of which help and errors show ours."""
+        """Register the synonyms with the parser; help and error messages show only cputrain's names."""
         ours, self.opts = self.opts, [*self.opts, *OTHER_NAMES.get(self.name or "", ())]
         super().add_to_parser(parser, ctx)
         self.opts = ours
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """Take -n=2 as -n 2, as the parsers of other launchers do: click leaves the sign in a short option's value."""
+        """Accept -n=2 as -n 2, as other launchers do: click leaves the "=" in a short option's value."""
         return super().process_value(ctx, value.removeprefix("=") if isinstance(value, str) else value)
 
 
@@ -110,7 +110,7 @@ LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
 
 
 class WordOrNumber(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
-    """One of some words, or a number that is at least `least`."""
+    """One of several words, or a whole number of at least `least`."""
 
     name = "N"
 
@@ -118,7 +118,7 @@ class WordOrNumber(click.ParamType):  # type: ignore[type-arg]  # generic in the
         self.words, self.least = words, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """The number, or a word unchanged."""
+        """Return the number, or the word unchanged."""
         if value in self.words or isinstance(value, int):
             return value  # type: ignore[no-any-return]
         if not DIGITS.fullmatch(value) or int(value) < self.least:
@@ -128,12 +128,12 @@ class WordOrNumber(click.ParamType):  # type: ignore[type-arg]  # generic in the
 
 
 class CpuList(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
-    """CPUs in the kernel's format, as in 0-15,32, which taskset and numactl take too."""
+    """A CPU list in the kernel's format, such as 0-15,32, as taskset and numactl accept."""
 
     name = "CPUs"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Their numbers, ascending."""
+        """Return the CPU numbers, ascending."""
         if isinstance(value, tuple):
             return value
         try:
@@ -167,37 +167,37 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         shell_complete=complete_machine,
         default="this",
         metavar="MACHINE",
-        help="plan this machine: this (the default), a catalog name, an lstopo FILE.xml, a folder or tarball with /sys "
-        "and /proc, or 'pack:2 core:24 pu:2'",
+        help="plan for this machine: this (the default), a catalog name, an lstopo FILE.xml, a folder or tarball with "
+        "/sys and /proc, or 'pack:2 core:24 pu:2'",
     ),
-    click.option("--hosts", cls=PlanningOption, metavar="LIST", help="host names: n1,n2 or n[001-128,130]"),
-    path_option("--hostfile", cls=PlanningOption, metavar="FILE", help="file of host names, in any launcher's format"),
-    number_option("--nodes", cls=PlanningOption, help="number of hosts, if their names are not known yet"),
+    click.option("--hosts", cls=PlanningOption, metavar="LIST", help="run on these hosts: n1,n2 or n[001-128,130]"),
+    path_option("--hostfile", cls=PlanningOption, metavar="FILE", help="read host names from FILE (any launcher's)"),
+    number_option("--nodes", cls=PlanningOption, help="plan for N hosts whose names are not known yet"),
     click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=WordOrNumber("auto", least=1), hidden=True),
     *map(_click_option, OPTIONS),
     click.option(
         "--launcher",
         type=click.Choice(LAUNCHER_NAMES),
         default="auto",
-        help="program that starts the ranks; auto: found on PATH",
+        help="start the ranks with this program; auto: found on PATH",
     ),
     click.option(
         "--fabric",
         type=click.Choice(["auto", *FABRICS]),
         default="auto",
-        help="network between the hosts; auto: detected",
+        help="set up this network between the hosts; auto: detected",
     ),
     click.option(
         "--bind",
         type=click.Choice(["self", "launcher"]),
         default="self",
-        help="each rank binds itself, or the launcher does",
+        help="let each rank bind itself, or leave binding to the launcher",
     ),
 )
 
 
 def planning_options(command: F) -> F:
-    """Add the planning options; the command gets them as one argument, `options`."""
+    """Add the planning options; the command receives them as one argument, `options`."""
 
     def gathered(
         hosts: str | None, hostfile: Path | None, nodes: int | None, ranks: int | str | None, **rest: Any
@@ -226,20 +226,20 @@ def planning_options(command: F) -> F:
 
 
 def _check_one_host(*hosts: Any) -> None:
-    """Raise InputError for a number of all ranks where there may be several hosts, as on one they are the workers."""
+    """Raise InputError for a total number of ranks if the job may have several hosts; on one host it equals --ppn."""
     found = allocation(os.environ)
     if any(hosts) or (found is not None and found.uses_one_host):
         raise InputError(
-            "-n, -np or --np is the number of all ranks in other launchers; cputrain takes the workers of each host: "
+            "-n, -np or --np is the total number of ranks in other launchers; cputrain takes the workers per host: "
             "give --ppn N"
         )
 
 
 def hidden_options(*names: str) -> Callable[[F], F]:
-    """Leave planning options out of --help that a command always refuses; its message says what to do instead."""
+    """Hide planning options that the command always rejects from --help; the error message names the alternative."""
 
     def hide(command: F) -> F:
-        for param in getattr(command, "__click_params__"):  # noqa: B009  click's own, which no type has
+        for param in getattr(command, "__click_params__"):  # noqa: B009  click's attribute, missing from its types
             if param.name in names:
                 param.hidden = True
         return command
@@ -252,17 +252,17 @@ host_groups_option = click.option(
     "host_groups",
     multiple=True,
     metavar="HOSTS=MACHINE",
-    help="hosts that are alike and their machine, as in 'n[001-128]=skx-8160-2s'; once for each group",
+    help="plan these hosts as MACHINE, as in 'n[001-128]=skx-8160-2s'; repeatable, once per group of equal hosts",
 )
-# Keys of the recipe that are set to other values.
+# KEY=VALUE arguments that override keys of the recipe.
 settings_argument = click.argument("settings", shell_complete=complete_setting, nargs=-1, metavar="[KEY=VALUE]...")
 no_verify_option = click.option(
-    "--no-verify", is_flag=True, help="continue if the kernel gave a worker other CPUs or memory than planned"
+    "--no-verify", is_flag=True, help="continue even if the kernel gave a worker other CPUs or memory than planned"
 )
 restarts_option = click.option(
     "--restarts",
     type=click.IntRange(0, 1000),
     default=0,
     metavar="N",
-    help="start again after a failure, N times at most",
+    help="restart after a failure, at most N times",
 )

@@ -1,4 +1,4 @@
-"""Streams of a command, JSON, numbers, durations, small charts in text; options of many commands."""
+"""Standard streams, JSON output, number and path options, clock times and text charts, shared by the commands."""
 
 import json
 import math
@@ -21,8 +21,8 @@ from cputrain.affinity.terminal import accept_any_text, discard, locale_encoding
 NAMES = ("stdin", "stdout", "stderr")
 
 
-class Unfailing:
-    """stderr, where writing never fails: on a full disk nobody can be told, and what is done goes on."""
+class UnfailingStream:
+    """stderr whose writes never fail: if the disk is full, the error cannot be shown and the command goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -31,36 +31,35 @@ class Unfailing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write as much as possible."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what can be written."""
+        """Flush as much as possible."""
         with suppress(OSError):
             self._stream.flush()
 
 
 def open_streams() -> None:
-    """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
-    is printed. Any text can be printed, also where the locale has not all of its characters. Errors of stderr are
-    nobody's."""
+    """Open closed standard streams (`>&-`) on /dev/null, as the next opened file would get their descriptor and what is
+    printed. Let them print any text, even characters that the locale lacks, and ignore errors of stderr."""
     for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  for good
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         accept_any_text(stream, stream.encoding if "PYTHONIOENCODING" in os.environ else locale_encoding())
-    if not isinstance(sys.stderr, Unfailing):
-        sys.stderr = cast(TextIO, Unfailing(sys.stderr))
+    if not isinstance(sys.stderr, UnfailingStream):
+        sys.stderr = cast(TextIO, UnfailingStream(sys.stderr))
 
 
-def say(text: str) -> None:
-    """Print a line of a command that starts a job, which goes on where stdout is closed or full."""
+def print_line(text: str) -> None:
+    """Print a line of a command that starts a job; warn on stderr if stdout is closed or full, as the job goes on."""
     try:
         click.echo(text)
     except OSError as error:
@@ -69,24 +68,24 @@ def say(text: str) -> None:
 
 
 def print_file(text: str) -> None:
-    """Print what is a file, such as a script: UTF-8 whatever the locale, and names byte for byte."""
+    """Print the content of a file, such as a script: UTF-8 in any locale, file names byte for byte."""
     click.echo(text.encode(errors="surrogateescape"), nl=False)
 
 
 def shows_bars() -> bool:
-    """Whether progress bars are drawn: where stderr is a terminal on which they can be drawn again in their place."""
+    """Whether to draw progress bars: stderr is a terminal that can redraw a line."""
     return redraws(sys.stderr, os.environ)
 
 
 def is_closed() -> bool:
-    """Whether nobody reads stdout any more, as after `| head`."""
+    """Whether the reader of stdout has closed it, as `| head` does."""
     watched = select.poll()
     watched.register(1, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in watched.poll(0))
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error of the operating system has come from stdout, which is then said."""
+    """Whether an OSError came from writing to stdout; if so, report it on stderr."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     try:
@@ -99,8 +98,8 @@ def is_full(error: Exception) -> bool:
 
 
 def finished(status: int) -> int:
-    """The exit status of a command once all that it has printed is written. Where nobody reads it that is not said, as
-    with other programs: the status is that of SIGPIPE."""
+    """Flush stdout and return the command's exit status; as with other programs, SIGPIPE's status and no message if the
+    reader has closed it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -117,27 +116,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def formats_option(*formats: str, **settings: Any) -> Callable[[F], F]:
-    """Add --format with text and these formats, as `output_format`."""
-    settings = {"default": "text", "show_default": True, "help": "what to print", **settings}
+    """Add --format as `output_format`: text and the given formats."""
+    settings = {"default": "text", "show_default": True, "help": "choose the output format", **settings}
     return click.option("--format", "output_format", type=click.Choice(["text", *formats]), **settings)
 
 
 def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
-    """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
+    """Return the format given here, or else to the group, as in `cputrain recipes --format json list`."""
     above = context.parent.params if context.parent is not None else {}
     given = context.get_parameter_source(str(param.name)) is not ParameterSource.DEFAULT
     return value if given else above.get("output_format", value)
 
 
 format_option = formats_option(
-    "json", callback=_inherited, help="json: one object on stdout, and everything else on stderr"
+    "json", callback=_inherited, help="choose the output; json: one object on stdout, everything else on stderr"
 )
 
 
 def number_option(
     *names: str, least: int | None = 1, most: int | None = None, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """Add an option that takes a whole number; --help shows its default if it has one."""
+    """Add an option that takes a whole number; --help shows its default, if any."""
     shown = "default" in settings
     return click.option(
         *names, type=click.IntRange(least, most), metavar=metavar, show_default=shown or None, **settings
@@ -145,10 +144,10 @@ def number_option(
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range; click's own takes nan and inf too."""
+    """A finite number in a range; click.FloatRange also accepts nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """Return the number."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
@@ -158,15 +157,15 @@ class FiniteRange(click.FloatRange):
 def amount_option(
     *names: str, least: float = 0, most: float | None = None, above: float | None = None, **settings: Any
 ) -> Callable[[F], F]:
-    """Add an option that takes a finite number from `least` to `most`, or one that is larger than `above`; --help shows
-    its default if it has one."""
+    """Add an option that takes a finite number from `least` to `most`, or one larger than `above`; --help shows its
+    default, if any."""
     kind = FiniteRange(least, most) if above is None else FiniteRange(above, most, min_open=True)
     shown = "default" in settings
     return click.option(*names, type=kind, show_default=shown or None, **settings)
 
 
 def path_option(*names: str, dir_okay: bool = True, **settings: Any) -> Callable[[F], F]:
-    """Add an option that takes a path, which does not need to exist."""
+    """Add an option that takes a path, which does not have to exist."""
     return click.option(*names, type=click.Path(path_type=Path, dir_okay=dir_okay), **settings)
 
 
@@ -177,7 +176,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def only_results_on_stdout(output_format: str) -> Iterator[None]:
-    """With "json", let whatever is printed inside go to stderr, also by the processes that are started there."""
+    """With "json", redirect stdout to stderr inside the block, also for processes started there."""
     if output_format != "json":
         yield
         return
@@ -197,12 +196,12 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def sampled(value_at: Callable[[int], float], count: int) -> list[float]:
-    """Values at WIDTH evenly spaced places from 0 to `count` - 1."""
+    """Return values at WIDTH evenly spaced places from 0 to `count` - 1."""
     return [value_at(round(i * (count - 1) / (WIDTH - 1))) for i in range(WIDTH)]
 
 
 def curve(values: Sequence[float], last: str) -> str:
-    """One bar for each value, from 0 to the largest; `last` labels the end of the horizontal axis."""
+    """Draw a bar for each value, from 0 to the largest; `last` labels the end of the horizontal axis."""
     most = max(values)
     eighths = [round(8 * HEIGHT * value / most) if most > 0 else 0 for value in values]
     lines = []
@@ -218,7 +217,7 @@ CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 
 
 def parse_clock(text: str) -> int:
-    """ "1:30:00" or "2-00:00:00" -> seconds. Raises InputError."""
+    """Convert "1:30:00" or "2-00:00:00" to seconds. Raises InputError."""
     found = CLOCK.fullmatch(text)
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds

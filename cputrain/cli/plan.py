@@ -1,4 +1,4 @@
-"""`cputrain plan`: a plan, printed; `cputrain machine` and `cputrain machines`: save, list and plan machines."""
+"""`cputrain plan` prints a plan; `cputrain machine` saves a topology; `cputrain machines` lists the catalog."""
 
 import os
 import platform
@@ -79,15 +79,15 @@ EXAMPLES = (
 @click.argument("recipe", shell_complete=complete_recipe, required=False)
 @settings_argument
 @formats_option(*FORMATS, "command")
-@click.option("--explain", "explained", is_flag=True, help="add the alternative plans, and the rules' assumptions")
+@click.option("--explain", "explained", is_flag=True, help="add the alternative plans and the rules' assumptions")
 @click.option("--curve", "with_curve", is_flag=True, help="add RECIPE's learning rate as a curve")
-@path_option("--diff", nargs=2, metavar="A.json B.json", help="compare two saved plans instead")
+@path_option("--diff", nargs=2, metavar="A.json B.json", help="compare two saved plans instead of planning")
 @path_option(
     "--machines",
     metavar="FOLDER",
-    help="plan every machine described in a folder and print a table; exit status 1: one could not be planned",
+    help="plan every machine described in FOLDER and print a table; exit with status 1 if one cannot be planned",
 )
-@path_option("--write", metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture")
+@path_option("--write", metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture into DIR")
 @host_groups_option
 @planning_options
 def plan_command(
@@ -102,10 +102,10 @@ def plan_command(
     write: Path | None,
     host_groups: tuple[str, ...],
 ) -> int | None:
-    """Show the cores, threads and memory that each worker gets, and why, on this machine or any other.
+    """Show the cores, threads and memory of each worker, with reasons, on this machine or any other.
 
-    With RECIPE (a file or a shipped name) also its batch, steps, learning rate and command line. Where hosts differ,
-    each group gets a plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
+    RECIPE (a file or an included recipe's name) adds batch, steps, learning rate and command line. If hosts differ,
+    each group gets its own plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:
         click.echo("\n".join(plan_differences(*map(read_plan, diff), wording=as_option)) or "the plans are the same")
@@ -130,7 +130,7 @@ def plan_command(
     here = training if options.machine == THIS_MACHINE else None
     command: tuple[str, ...] = ("CMD...",)
     if recipe:
-        from cputrain.launch.command import training_command  # it supervises ranks: a plan alone needs none of it
+        from cputrain.launch.command import training_command  # its supervision code is not needed for a plan alone
 
         command = training_command(recipe, settings, here)
     job = planned_job(options, cluster, command)
@@ -149,7 +149,7 @@ def plan_command(
 
 
 def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alone: bool) -> int:
-    """Print the table of a folder's machines; 1 where one could not be planned."""
+    """Print a table of the machines described in a folder; return 1 if one cannot be planned, else 0."""
 
     if not alone or options.machine != "this" or options.given["share"]:
         raise InputError(
@@ -161,7 +161,7 @@ def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alo
 
 
 def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":
-    from cputrain.launch.local import check_local_batch, request_of  # pydantic: only where there is a recipe
+    from cputrain.launch.local import check_local_batch, request_of  # pydantic: only if there is a recipe
     from cputrain.recipe.loading import load_recipe
 
     check_local_batch(options.given["local_batch"])
@@ -185,7 +185,7 @@ def _show(
     if settings:
         rows = [(f"  {name}={value}", why) for name, value, why in settings]
         click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
-    if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
+    if recipe is not None and len(cluster.groups) == 1:  # the recipe's sizes assume equal hosts
         from cputrain.cli.recipes import derivation, precision_lines
         from cputrain.simulate.output import predicted
 
@@ -204,7 +204,7 @@ TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRow:
-    """A description, by its path in the folder; its plan, or why there is none."""
+    """A described machine by its path in the folder, with its plan or the error that prevents one."""
 
     name: str
     plan: Plan | None
@@ -212,13 +212,13 @@ class MachineRow:
 
 
 def plan_folder(folder: Path, request: Request) -> tuple[MachineRow, ...]:
-    """Plan every machine that is described under a folder. Raises InputError where there is none."""
+    """Plan every machine described under a folder. Raises InputError if there is none."""
     return tuple(_planned(path, str(path.relative_to(folder)), request) for path in described_machines(folder))
 
 
 def machine_table(rows: Iterable[MachineRow]) -> str:
-    """Cores and PUs are those that may be used, comm and loader count PUs of a worker; warnings and errors follow their
-    row, indented."""
+    """Format the rows: usable cores and PUs, comm and loader PUs per worker; warnings and errors follow their row,
+    indented."""
     rows, wording = tuple(rows), wording_of(["plan"])
     empty = ("-",) * (len(TABLE_HEAD) - 1)
     head, *lines = align_columns(
@@ -262,16 +262,16 @@ def _span(counts: Iterable[int]) -> str:
 
 @click.group("machine", cls=WholeSummaries)
 def machine_command() -> None:
-    """Save a host's topology, so that others can plan for it."""
+    """Save this host's topology, to plan for it elsewhere."""
 
 
 @machine_command.command("save")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 def save(file: Path | None) -> None:
-    """Write this host's topology into FILE, a new tarball; by default HOSTNAME.tar.xz in this folder.
+    """Write this host's topology to FILE, a new tarball; by default HOSTNAME.tar.xz in the working directory.
 
-    It contains the small files of /sys and /proc that cputrain and hwloc read: CPUs, caches, NUMA nodes, the limits of
-    this process, the host's name. `cputrain plan --machine FILE` plans for it anywhere.
+    It contains the small files of /sys and /proc that cputrain and hwloc read: CPUs, caches, NUMA nodes, this process's
+    limits, the host name. `cputrain plan --machine FILE` plans for it on any host.
     """
     file = file or Path(f"{platform.node() or 'host'}.tar.xz")
     check_writable(file.parent, "FILE's folder")
@@ -286,8 +286,8 @@ HEAD = ("machine", "processor", "packages", "NUMA nodes", "cores", "CPUs", "feat
 @format_option
 @click.pass_context
 def machines_command(context: click.Context, output_format: str) -> None:
-    """List the machines that --machine NAME knows, search them, or show one. Without a command: list them; NAME alone
-    shows one, TEXT alone searches."""
+    """List, search or show the machines that --machine accepts by name. Without a command, list them; a NAME alone is
+    shown, any other TEXT is searched for."""
     if context.invoked_subcommand is None:
         _show_listed(catalog_machines(), output_format)
 
@@ -295,7 +295,7 @@ def machines_command(context: click.Context, output_format: str) -> None:
 @machines_command.command("list")
 @format_option
 def list_machines(output_format: str) -> None:
-    """List all of them."""
+    """List all machines."""
     _show_listed(catalog_machines(), output_format)
 
 
@@ -303,10 +303,10 @@ def list_machines(output_format: str) -> None:
 @click.argument("text")
 @format_option
 def search(text: str, output_format: str) -> None:
-    """List the machines whose name, processor, code name or features contain TEXT, in any case: 8160, icelake, hbm."""
+    """List the machines whose name, processor, code name or features contain TEXT (8160, icelake, hbm)."""
     found = [each for each in catalog_machines() if any(_plain(text) in _plain(one) for one in _searched(each))]
     if not found:
-        raise InputError(f"no machine of the catalog has {text!r}: {command_or_list(text)}")
+        raise InputError(f"no machine in the catalog matches {text!r}: {command_or_list(text)}")
     _show_listed(found, output_format)
 
 
@@ -338,13 +338,13 @@ def show(machine: str, output_format: str) -> None:
 
 
 def _searched(machine: Machine) -> tuple[str, ...]:
-    """What a machine is found by; of its description only the code name, as the rest may say what it lacks."""
+    """Return the searchable texts of a machine; its description may name features it lacks, so only its code name."""
     code_name = re.split(r"[,;:]| with ", description_of(machine))[0]
     return (machine.name, machine.model, code_name, *machine.isa, *(node.kind for node in machine.numa_nodes))
 
 
 def _plain(text: str) -> str:
-    """Text in which Ice Lake and icelake are the same."""
+    """Normalize text so that "Ice Lake" and "icelake" are equal."""
     return re.sub(r"[\s_-]", "", text).lower()
 
 
@@ -362,7 +362,7 @@ def _show_listed(machines: Sequence[Machine], output_format: str) -> None:
         for each in machines
     ]
     click.echo(align_columns([HEAD, *rows]))
-    click.echo("\ncputrain plan --machine NAME plans for one; cputrain machine save writes that of this host")
+    click.echo("\nplan for one: cputrain plan --machine NAME; save this host: cputrain machine save")
 
 
 def _as_json(machine: Machine) -> dict[str, Any]:

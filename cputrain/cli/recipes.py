@@ -1,4 +1,4 @@
-"""`cputrain recipes` and `cputrain keys`; what a recipe gives in numbers, for `plan` and `train`."""
+"""`cputrain recipes` and `cputrain keys`; the derived numbers of a recipe, for `plan` and `train`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,8 +30,8 @@ HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
 @format_option
 @click.pass_context
 def recipes_command(context: click.Context, output_format: str) -> None:
-    """List the included recipes, search them, or show one. Without a command: list them; NAME alone shows one,
-    TEXT alone searches."""
+    """List, search or show the included recipes. Without a command, list them; a NAME alone is shown, any other TEXT is
+    searched for."""
     if context.invoked_subcommand is None:
         _show(shipped_recipes(), output_format)
 
@@ -39,7 +39,7 @@ def recipes_command(context: click.Context, output_format: str) -> None:
 @recipes_command.command("list")
 @format_option
 def list_recipes(output_format: str) -> None:
-    """List all of them."""
+    """List all recipes."""
     _show(shipped_recipes(), output_format)
 
 
@@ -47,14 +47,14 @@ def list_recipes(output_format: str) -> None:
 @click.argument("text")
 @format_option
 def search(text: str, output_format: str) -> None:
-    """List the recipes whose file contains TEXT, in any case: a network, a data set, an author, 32k."""
+    """List the recipes whose file contains TEXT (a network, a data set, an author, 32k); case is ignored."""
     found = [
         each
         for each in shipped_recipes()
         if text.lower() in f"{each.name}\n{Path(each.file).read_text(encoding='utf-8')}".lower()
     ]
     if not found:
-        raise InputError(f"no shipped recipe contains {text!r}: {command_or_list(text)}")
+        raise InputError(f"no included recipe contains {text!r}: {command_or_list(text)}")
     _show(found, output_format)
 
 
@@ -62,7 +62,7 @@ def search(text: str, output_format: str) -> None:
 @click.argument("recipe", shell_complete=complete_recipe, metavar="NAME")
 @format_option
 def show(recipe: str, output_format: str) -> None:
-    """Print a recipe's file: its source, what was published, the derivation of its numbers, its settings."""
+    """Print a recipe's file: its source, the published results, the derivation of its numbers, its settings."""
     found = shipped_recipe(recipe)
     text = Path(found.file).read_text(encoding="utf-8")
     if output_format == "json":
@@ -77,7 +77,7 @@ def _show(recipes: Sequence[ShippedRecipe], output_format: str) -> None:
         return
     rows = [(each.name, each.network, each.optimizer, str(each.epochs), each.summary) for each in recipes]
     click.echo(align_columns([HEAD, *rows]))
-    click.echo("\ncputrain recipes show NAME prints one; cputrain train NAME trains it")
+    click.echo("\ncputrain recipes show NAME prints a recipe; cputrain train NAME trains it")
 
 
 WIDEST = 100
@@ -87,10 +87,10 @@ WIDEST = 100
 @click.argument("topic", shell_complete=complete_key, required=False, metavar="[SECTION|KEY|TEXT]")
 @format_option
 def keys_command(topic: str | None, output_format: str) -> None:
-    """Print the manual of recipe keys: the values that each takes, its default, what it does.
+    """Print the manual of the recipe keys: accepted values, default, meaning.
 
-    Without an argument: a line for each key. SECTION (optim) and KEY (optim.name) print their whole text; any other
-    TEXT is looked for in names and texts, among them the names of other trainers (lr, wd, batch_size).
+    Without an argument, print a line per key. A SECTION (optim) or KEY (optim.name) prints its full text; any other
+    TEXT is searched for in names and texts, including the names of other trainers (lr, wd, batch_size).
     """
     sections = reference()
     found = sections if topic is None else matching(sections, topic)
@@ -108,7 +108,7 @@ def keys_command(topic: str | None, output_format: str) -> None:
 
 
 def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionReference, ...]:
-    """The section of this name with those inside it, or the key of this name, or all keys that the topic occurs in."""
+    """Return the section of this name with its subsections, or the key of this name, or all keys that mention it."""
     name = topic.strip().removesuffix(".")
     inside = [each for each in sections if each.name == name or each.name.startswith((f"{name}.", f"{name}["))]
     if inside:
@@ -120,14 +120,16 @@ def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionR
     )
 
 
-def _only(sections: Sequence[SectionReference], wanted: Callable[[KeyReference], bool]) -> tuple[SectionReference, ...]:
-    """The sections with the wanted keys alone, without those that have none."""
-    cut = (replace(section, keys=tuple(filter(wanted, section.keys))) for section in sections)
+def _only(
+    sections: Sequence[SectionReference], matches: Callable[[KeyReference], bool]
+) -> tuple[SectionReference, ...]:
+    """Return the sections reduced to the keys that match, without empty ones."""
+    cut = (replace(section, keys=tuple(filter(matches, section.keys))) for section in sections)
     return tuple(section for section in cut if section.keys)
 
 
 def index_text(sections: Sequence[SectionReference]) -> str:
-    """A line for each key: its values in short, its default, the first sentence of its text."""
+    """Format a line per key: name, default and first sentence of its text."""
     rows = [("key", "default", "meaning")]
     for section in sections:
         rows += [(key.key, key.default, first_sentence(key.description)) for key in section.keys]
@@ -135,7 +137,7 @@ def index_text(sections: Sequence[SectionReference]) -> str:
 
 
 def manual_text(sections: Sequence[SectionReference], width: int) -> str:
-    """The whole text of each key, in paragraphs of this width under their sections."""
+    """Format the whole text of each key, in paragraphs of this width under their sections."""
     indented = TextWrapper(width=width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     parts = []
     for section in sections:
@@ -155,23 +157,23 @@ def manual_text(sections: Sequence[SectionReference], width: int) -> str:
 
 
 def precision_lines(recipe: Recipe, plan: Plan) -> list[str]:
-    """A line with the gain that a training's start has measured here, or that it may be worth measuring; else none."""
+    """Return a line with bf16's measured gain, or a hint that bf16 may be worth measuring; [] if neither applies."""
     flags = [flag for flag in plan.machine.isa if "bf16" in flag]
     if recipe.precision != "float32" or not flags:
         return []
     rate = plan.measured.rate(BF16)
     if rate is None:
         return [
-            f"precision=bf16 may be faster: this processor has instructions for it ({', '.join(flags)}); the start of "
-            "a training measures by how much"
+            f"precision=bf16 may be faster: this processor has instructions for it ({', '.join(flags)}); a training's "
+            "start measures the gain"
         ]
     return [f"{bf16_line(rate.value)} (measured on {rate.date})"] if rate.value >= BF16_GAIN else []
 
 
 def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str:
-    """The recipe's sizes and how they follow from its settings, with a curve of the learning rate where wanted.
+    """Format the recipe's sizes and how they follow from its settings, optionally with a learning-rate curve.
 
-    Images are counted, or taken from the recipe where it names their number.
+    Images are counted, or their number taken from the recipe if it is set there.
     """
     if recipe.data.images_per_epoch and not recipe.data.generated:
         images = recipe.data.images_per_epoch
@@ -182,7 +184,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
     else:
         path = recipe.data.path
         missing = "has no data.path" if path is None else f"has its data in {path}, which does not exist here"
-        return f"recipe {recipe.name} {missing}: the number of steps is known once there are images to count"
+        return f"recipe {recipe.name} {missing}: the number of steps depends on the number of images"
     sizes = derive(recipe, ppn=ppn, nodes=nodes, images=images)
     text = f"recipe {recipe.name}\n" + aligned(explain(recipe, sizes, ppn=ppn, nodes=nodes))
     if warning := rate_warning(recipe, global_batch=sizes.global_batch):
@@ -194,5 +196,5 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
 
 
 def aligned(reasons: list[Reason]) -> str:
-    """One line for each value: its name, the value and the reason."""
+    """Format a line per value: its name, the value and the reason."""
     return align_columns([(f"  {r.what}", f"{r.value}: {r.why}") for r in reasons])

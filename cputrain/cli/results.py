@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     "--output",
     dir_okay=False,
     metavar="FILE.html",
-    help="the page  [default: RUN/report.html; of several runs comparison.html]",
+    help="write the page to FILE.html  [default: RUN/report.html, or comparison.html for several runs]",
 )
 def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write the page of a run, which may be running or interrupted, as one HTML file.
+    """Write the report of a run, finished, running or interrupted, as one HTML file.
 
-    Several RUNs, or the folder of a sweep, give one page that compares them: overlaid curves, a table of results and
-    differing settings, and the study of worker counts where these differ. The tables are also written as .md and .csv
-    beside it. Of several, as in runs/*, those that contain no run are left out.
+    For several RUNs, or the folder of a sweep, the page compares them: overlaid curves, a table of results and
+    differing settings, and scaling if the numbers of workers differ. The tables are also written as .md and .csv next
+    to it. Of several paths, as in runs/*, those without a run are skipped.
     """
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--output {output} does not end in .html: the page is HTML, the tables get .md and .csv")
     if len(runs) == 1 and not (found := _runs_in(runs[0])):
-        from cputrain.report.page import write_report  # numpy, which other commands of this file do not need
+        from cputrain.report.page import write_report  # numpy, only needed here
 
         click.echo(write_report(runs[0], output))
         return
-    from cputrain.sweep.comparison import write_comparison  # as heavy as a sweep: only for several
+    from cputrain.sweep.comparison import write_comparison  # slow to import, only needed for several runs
 
     sweep = runs[0] if len(runs) == 1 else None
     folders = found if sweep else _folders_of(runs)
@@ -61,9 +61,9 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
 
 
 def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The folders of the runs among several paths, those of a sweep for its folder.
+    """Return the run folders among several paths; the folder of a sweep stands for its runs.
 
-    What is there but is no run is left out and named, as long as there are runs.
+    Existing paths without a run are skipped with a note, as long as there are runs.
     """
     from cputrain.report.run import contains_run
 
@@ -71,13 +71,13 @@ def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
     others = [path for path in runs if path.exists() and not found[path] and not contains_run(path)]
     if len(others) < len(found):
         if others:
-            click.echo(f"left out, as there is no run in them: {first_named([str(path) for path in others])}", err=True)
+            click.echo(f"skipped, as they contain no run: {first_named([str(path) for path in others])}", err=True)
         found = {path: folders for path, folders in found.items() if path not in others}
     return tuple(dict.fromkeys(each for path, folders in found.items() for each in folders or (path,)))
 
 
 def _runs_in(folder: Path) -> tuple[Path, ...]:
-    """The runs inside a folder that is none itself."""
+    """Return the runs inside a folder that is not a run itself."""
     from cputrain.report.run import contains_run
     from cputrain.sweep.comparison import runs_in
 
@@ -87,14 +87,14 @@ def _runs_in(folder: Path) -> tuple[Path, ...]:
 @click.command("watch")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="print the current state and exit")
-@amount_option("--interval", least=0.1, default=1.0, metavar="S", help="seconds between updates")
+@amount_option("--interval", least=0.1, default=1.0, metavar="S", help="update every S seconds")
 def watch_command(run: Path, once: bool, interval: float) -> None:
-    """Show a run as it goes on: progress, curves, each rank's times as heat, binding, the last warnings.
+    """Show a run live: progress, curves, a heat map of step times by rank, binding, the last warnings.
 
-    Only RUN/events.jsonl is read, so that it works from a login node. It ends with the run, or with q or Ctrl-C, which
-    leave the run alone. Where the output is no terminal, or TERM=dumb, it prints how the run stands, once.
+    Only RUN/events.jsonl is read, so watch also works on a login node. It ends with the run, or with q or Ctrl-C, which
+    do not affect the run. If the output is not a terminal, or TERM=dumb, it prints the state of the run once.
     """
-    from rich.console import Console  # a tenth of a second: only for this command
+    from rich.console import Console  # 0.1 s, only needed here
     from rich.live import Live
 
     from cputrain.report.watch import EventTail, WatchState, keys_pressed, screen
@@ -133,20 +133,20 @@ LONGEST_NAME = 60
 @click.command("predict")
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("paths", metavar="IMAGE...|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@number_option("--top", default=5, help="classes for each image")
-@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@number_option("--top", default=5, help="print the N most likely classes of each image")
+@click.option("--last", is_flag=True, help="use the newest checkpoint of RUN instead of the best one")
 @format_option
-@number_option("--batch", default=BATCH, help="images in one forward pass")
+@number_option("--batch", default=BATCH, help="classify N images per forward pass")
 def predict_command(
     checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, output_format: str, batch: int
 ) -> None:
-    """Name the likeliest classes of images by a run's best checkpoint, or by CHECKPOINT.
+    """Print the most likely classes of images according to a run's best checkpoint, or CHECKPOINT.
 
-    Network, class names, crop and normalization are in the checkpoint, and are those of an evaluation. All images
-    in a FOLDER are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
-    classified, and the exit status is 1; it is 2 where none can be read.
+    Network, class names, crop and normalization are read from the checkpoint and equal an evaluation's. All images in
+    FOLDER are used, at any depth. Files that are not images, or damaged, are listed on stderr; the others are
+    classified. The exit status is then 1, or 2 if no image can be read.
     """
-    from cputrain.data.formats.dataset import causes  # numpy, which `watch --help` does not need
+    from cputrain.data.formats.dataset import causes  # numpy, only needed here
     from cputrain.data.formats.folder import image_files
 
     found = find_checkpoint(checkpoint, last=last)
@@ -164,13 +164,13 @@ def predict_command(
     head = {"checkpoint": str(found), "step": classifier.step}
     failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
     if len(failed) == len(images):
-        raise InputError(f"none of {counted(len(images), 'image')} can be read: {causes(failed)}: name other files")
+        raise InputError(f"none of {counted(len(images), 'image')} can be read: {causes(failed)}; give other files")
     if failed:
-        raise RunError(f"{len(failed):,} of {len(images):,} images could not be read: {causes(failed)}")
+        raise RunError(f"{len(failed):,} of {len(images):,} images cannot be read: {causes(failed)}")
 
 
 def find_checkpoint(named: Path, *, last: bool) -> Path:
-    """The checkpoint of that path, or the best or newest one of the run. Raises InputError."""
+    """Return the named checkpoint, or a run's best or newest one. Raises InputError."""
     if is_checkpoint(named):
         return named
     run = run_of(str(named))
@@ -181,9 +181,9 @@ def find_checkpoint(named: Path, *, last: bool) -> Path:
 
 
 def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
-    """The worker that this process is bound as: all of this machine's cores, by a plan for the checkpoint's recipe.
+    """Return the worker that this process is bound as: all cores of this machine, planned for the checkpoint's recipe.
 
-    A process that no plan has bound starts again, bound.
+    A process that is not bound yet restarts itself bound.
     """
     worker = bound_worker(env)
     if worker is None:
@@ -196,7 +196,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
 
 
 def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[str]:
-    """A line for each image; those about images that could not be read."""
+    """Print a line per image; return the error lines of images that cannot be read."""
     failed: list[str] = []
     width = min(LONGEST_NAME, max(map(len, images)))
     for one in predictions:
@@ -209,7 +209,7 @@ def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[
 
 
 def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) -> list[str]:
-    """One JSON object, an image on each line; the lines about images that could not be read."""
+    """Print one JSON object with an image per line; return the error lines of images that cannot be read."""
     click.echo(json.dumps(head)[:-1] + ', "predictions": [')
     failed: list[str] = []
     for number, one in enumerate(predictions):
@@ -230,7 +230,7 @@ def _report(one: "Prediction") -> str:
 
 
 def _shown(name: str) -> str:
-    """A name, which may come from somebody else's checkpoint or folder, on one line."""
+    """Escape a name from an untrusted checkpoint or folder and put it on one line."""
     return " ".join(printable_lines(name).split())
 
 
@@ -240,21 +240,23 @@ FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
 @click.command("export")
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("file", metavar="[FILE]", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--to", "format_name", type=click.Choice(FORMATS), help="the format  [default: by the suffix of FILE]")
-@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@click.option(
+    "--to", "format_name", type=click.Choice(FORMATS), help="write this format  [default: by the suffix of FILE]"
+)
+@click.option("--last", is_flag=True, help="use the newest checkpoint of RUN instead of the best one")
 @path_option(
     "--images",
     multiple=True,
     metavar="IMAGE|FOLDER",
-    help="images to compare logits with  [default: validation images of the recipe's data]",
+    help="compare the logits of these images  [default: validation images of the recipe's data]",
 )
 def export_command(
     checkpoint: Path, file: Path | None, format_name: str | None, last: bool, images: tuple[Path, ...]
 ) -> None:
     """Write the network of a run's best checkpoint, or of CHECKPOINT, to FILE, by default NAME.FORMAT here.
 
-    Its weights are those that an evaluation uses, of the moving average if there is one. The file is used to compute
-    the logits of some images, and gets its name only if they are an evaluation's. A FILE that is there is replaced.
+    The weights are those used in an evaluation: the moving average if there is one. FILE is only kept if its
+    logits of some images match an evaluation's. An existing FILE is replaced.
 
     \b
     safetensors  .safetensors       weights under torchvision's names; network, classes, normalization in the header
@@ -265,10 +267,10 @@ def export_command(
     found = find_checkpoint(checkpoint, last=last)
     if file is None:
         if format_name is None:
-            raise click.UsageError(f"what to write? give FILE, or --to {', '.join(FORMATS)}")
+            raise click.UsageError(f"no format: give FILE, or --to {', '.join(FORMATS)}")
         file = Path(f"{checkpoint.resolve().name}.{'pt' if format_name == 'state-dict' else format_name}")
     from cputrain.data.formats.folder import image_files
-    from cputrain.inference import choose_format, export  # torch: only for this
+    from cputrain.inference import choose_format, export  # torch, only needed here
 
     done = export(found, file, choose_format(file, format_name), os.environ, image_files(images))
     click.echo(

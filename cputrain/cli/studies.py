@@ -84,28 +84,34 @@ from cputrain.sweep.trainings import (
     shell_complete=complete_setting,
     multiple=True,
     metavar="KEY=A,B,C",
-    help="train every combination; once for each key",
+    help="train every combination of these values; repeatable, once per key",
 )
 @click.option(
-    "--run", "runs", multiple=True, metavar="'KEY=VALUE ...'", help="settings that belong together; once for each run"
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="'KEY=VALUE ...'",
+    help="train with these settings; repeatable, once per run",
 )
 @click.option(
     "--workers",
     metavar="1,2,4",
-    help="repeat the training with these numbers of workers and compare (without batch.global=N the global batch grows "
-    "with the workers)",
+    help="repeat the training with these numbers of workers and compare (the global batch grows with the workers "
+    "unless batch.global=N is set)",
 )
 @click.option(
-    "--time", "limit", metavar="HH:MM:SS", help="time limit of each training with its startup; it saves and stops"
+    "--time", "limit", metavar="HH:MM:SS", help="save and stop each training after this time, startup included"
 )
-@click.option("--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead")
+@click.option(
+    "--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead of a sweep"
+)
 @amount_option(
     "--memory",
     above=0,
     metavar="GIB",
-    help="with --find-batch: memory limit for all workers together, below this machine's",
+    help="limit the memory of all workers together below this machine's; needs --find-batch",
 )
-@path_option("--output", metavar="DIR", help="folder of the trainings and results  [default: runs/NAME-sweep]")
+@path_option("--output", metavar="DIR", help="write trainings and results into DIR  [default: runs/NAME-sweep]")
 @click.option("--dry-run", is_flag=True, help="print the list of trainings; train nothing")
 @format_option
 def sweep_command(
@@ -121,21 +127,21 @@ def sweep_command(
     dry_run: bool,
     output_format: str,
 ) -> int:
-    """Train RECIPE once for each combination of settings; without any, for those in the recipe's sweep section.
+    """Train RECIPE once per combination of settings; without options, as the recipe's sweep section lists them.
 
-    Trainings that differ only in their seed share a line of the table. A repeated sweep continues: finished trainings
-    are kept. A training that fails, does not fit into memory or exceeds --time is a line of the table, too; the others
-    go on, and the exit status is 1. The folder gets sweep.csv, sweep.md, sweep.json and sweep.svg; if the number of
-    workers varies, also workers.csv, workers.md, workers.json and workers.svg.
+    Trainings that differ only in their seed share a table row. A repeated sweep continues and keeps finished trainings.
+    A training that fails, does not fit into memory or exceeds --time also gets a row; the others go on, and the exit
+    status is 1. The folder gets sweep.csv, sweep.md, sweep.json and sweep.svg; if the number of workers varies, also
+    workers.csv, workers.md, workers.json and workers.svg.
     """
     settings, output = _with_output(settings, output)
     env, base = os.environ, load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
-            raise InputError("--find-batch goes only with --memory and --output: remove the other options")
+            raise InputError("--find-batch can only be combined with --memory and --output: remove the other options")
         return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory, env, output_format)
     if memory is not None:
-        raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
+        raise InputError("--memory needs --find-batch: add it, or set a memory limit through the job's scheduler")
     limit_s = None if limit is None else parse_clock(limit)
     grid = () if workers is None else (f"{WORKERS}={','.join(map(str, parse_workers(workers)))}",)
     chosen = variants(base.sweep, (*grid, *grids), runs)
@@ -157,7 +163,7 @@ def sweep_command(
 
 
 def _with_output(settings: tuple[str, ...], output: Path | None) -> tuple[tuple[str, ...], Path | None]:
-    """The settings without output=DIR, which names the folder of all trainings, as --output does; and that folder."""
+    """Return the settings without output=DIR, and the folder of all trainings from output=DIR or --output."""
     given = [word.partition("=")[2] for word in settings if word.partition("=")[0] == "output"]
     if given and output is not None:
         raise InputError(f"output={given[-1]} and --output {output} name two folders: give one")
@@ -166,7 +172,7 @@ def _with_output(settings: tuple[str, ...], output: Path | None) -> tuple[tuple[
 
 
 def _show_results(results: Sequence[RunResult], folder: Path) -> None:
-    """Print the tables of a finished sweep, and its files."""
+    """Print the tables of a finished sweep and the files written."""
     click.echo("\n" + table(group_by_seed(results)))
     compared = compare(results)
     if compared:
@@ -175,7 +181,7 @@ def _show_results(results: Sequence[RunResult], folder: Path) -> None:
 
 
 def _planned_as_json(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> dict[str, Any]:
-    """The trainings of a dry run; the sizes are null where one cannot start here."""
+    """Return a dry run's trainings for JSON; sizes are null for a training that cannot start here."""
     trainings = []
     for variant, one in planned:
         sizes = None if isinstance(one, InvalidTraining) else one.sizes
@@ -191,7 +197,7 @@ def _planned_as_json(planned: Sequence[tuple[Variant, PlannedTraining | InvalidT
 
 
 def _sharing_cores(variant: Variant) -> Variant:
-    """The variant, with workers that share cores where there are more workers than cores."""
+    """Return the variant, with oversubscription if it has more workers than cores."""
     count = int(dict(variant.settings)[WORKERS])
     cores = len(this_machine().allowed_cores)
     if count <= cores:
@@ -203,7 +209,7 @@ def _sharing_cores(variant: Variant) -> Variant:
 def _plan(
     recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path, env: Mapping[str, str]
 ) -> PlannedTraining | InvalidTraining:
-    """A variant's training; all are planned before the first one starts."""
+    """Plan a variant's training; all are planned before the first one starts."""
     training = load_recipe(recipe, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
     try:
         return plan_training(training.model_copy(update={"sweep": SweepSection()}), env)
@@ -214,7 +220,7 @@ def _plan(
 
 
 def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> None:
-    """Print the list of trainings. Raises InputError where none of them can start."""
+    """Print the list of trainings. Raises InputError if none of them can start."""
     for number, (variant, one) in enumerate(planned, 1):
         text = (
             f"({one.status}: {one.why})"
@@ -235,7 +241,7 @@ def _find_batch(
     env: Mapping[str, str],
     output_format: str,
 ) -> int:
-    """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
+    """Print the largest local batch that trains, and why the next one does not. Raises RunError if none trains."""
     limit = None if memory_gib is None else round(memory_gib * GIB)
     with only_results_on_stdout(output_format):
         found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=env))
@@ -257,7 +263,7 @@ def _find_batch(
 
 @click.group("reproduce", cls=WholeSummaries)
 def reproduce_command() -> None:
-    """Repeat published experiments at this machine's size, or compare published tables with our recipes."""
+    """Repeat published experiments, scaled to this machine, or compare published tables with the recipes."""
 
 
 @reproduce_command.command("large-batch")
@@ -267,15 +273,15 @@ def reproduce_command() -> None:
     type=click.Choice(["mnist", "photos"]),
     default="mnist",
     show_default=True,
-    help="recipe to train: large-batch-mnist or large-batch-photos",
+    help="train the recipe large-batch-mnist or large-batch-photos",
 )
-@number_option("--seeds", default=3, help="random seeds of each training")
-@path_option("--output", metavar="DIR", help="folder of the trainings and results  [default: runs/large-batch-SCALE]")
+@number_option("--seeds", default=3, help="repeat each training with N random seeds")
+@path_option("--output", metavar="DIR", help="write trainings and results into DIR  [default: runs/large-batch-SCALE]")
 def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path | None) -> int:
-    """Compare LARS with momentum from small to large batches, in the same number of epochs.
+    """Compare LARS with momentum from small to large batches over the same number of epochs.
 
-    The first seed trains every learning rate of the recipe large-batch-SCALE; the other seeds train the best rate of
-    each optimizer and batch. A repeated call continues. Name the folder of the images with data.path=DIR.
+    The first seed trains every learning rate of the recipe large-batch-SCALE; the other seeds train the best learning
+    rate of each optimizer and batch. A repeated call continues. Set the folder of the images with data.path=DIR.
     """
     folder = output or Path(f"runs/large-batch-{scale}")
     found = run_large_batch(scale, settings, seeds, folder, os.environ, click.echo)
@@ -288,10 +294,10 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
 @click.argument("documents", nargs=-1, type=click.Choice(DOCUMENTS), metavar="[DOCUMENT]...")
 @formats_option("markdown", "json")
 def tables(documents: tuple[str, ...], output_format: str) -> None:
-    """Print the tables of the reference documents beside the sizes that our recipes derive; nothing is trained.
+    """Print the tables of the reference documents next to the sizes derived from the recipes; train nothing.
 
-    DOCUMENT is you-et-al, surfsara-intel, gist, multi-worker-lab or lab3; without it, all of them are printed. Batch,
-    steps and learning rates are derived from the recipes; accuracies and times are the documents' own.
+    DOCUMENT is you-et-al, surfsara-intel, gist, multi-worker-lab or lab3; by default all of them are printed. Batches,
+    steps and learning rates are derived from the recipes; accuracies and times are copied from the documents.
     """
     found = list(published_tables(documents or DOCUMENTS))
     if output_format == "json":
@@ -320,38 +326,57 @@ MOST_ROWS = 1000
     default="this",
     metavar="MACHINE",
     show_default=True,
-    help="machine, as for `cputrain plan`",
+    help="predict for this machine; accepts the same as `cputrain plan`",
 )
-@click.option("--nodes", default="1,2,4,...,256", metavar="N,N,...", show_default=True, help="numbers of hosts")
-@click.option("--fabric", type=click.Choice(LINKED), default="opa", show_default=True, help="network between the hosts")
+@click.option(
+    "--nodes", default="1,2,4,...,256", metavar="N,N,...", show_default=True, help="predict for these numbers of hosts"
+)
+@click.option(
+    "--fabric",
+    type=click.Choice(LINKED),
+    default="opa",
+    show_default=True,
+    help="assume this network between the hosts",
+)
 @amount_option(
     "--rate",
     above=0,
     metavar="IMG/S",
-    help="images/s of one host with this recipe  [default: measured by `bench model`, or published for the processor]",
+    help="assume IMG/S images/s on one host with this recipe  [default: as measured by `bench model`, or published]",
 )
 @click.option(
     "--from",
     "start",
     metavar="RUN",
-    help="run that gives the processor's speed: a published one by its name, or IMG/S@HOSTSxWORKERSxBATCH with the "
-    "workers of a host and a worker's images, as in 6303@64x2x32",
+    help="derive the processor's speed from a run: the name of a published one, or IMG/S@HOSTSxWORKERSxBATCH with "
+    "workers per host and images per worker and step, as in 6303@64x2x32",
 )
-@amount_option("--bandwidth", least=0.001, metavar="GBIT/S", help="speed of a host's link  [default: the fabric's]")
-@amount_option("--latency-us", metavar="US", help="latency of a message between hosts  [default: the fabric's]")
-@number_option("--local-batch", help="images of a worker's step: batch.local")
-@click.option("--compression", type=click.Choice(["none", "bf16"]), help="gradients in transit: comm.compression")
-@number_option("--workers", help="workers per host: plan.ppn")
-@number_option("--comm-cores", least=0, help="cores of a worker for communication: plan.comm_cores")
+@amount_option(
+    "--bandwidth", least=0.001, metavar="GBIT/S", help="assume this speed of a host's link  [default: the fabric's]"
+)
+@amount_option("--latency-us", metavar="US", help="assume this message latency between hosts  [default: the fabric's]")
+@number_option("--local-batch", help="set batch.local, the images per worker and backward pass")
 @click.option(
-    "--algorithm", type=click.Choice(ALGORITHMS), help="all-reduce  [default: as oneCCL is set for the fabric]"
+    "--compression",
+    type=click.Choice(["none", "bf16"]),
+    help="set comm.compression, the gradients' format on the network",
 )
-@amount_option("--watts", above=0, metavar="W", help="power of a host, for the energy")
-@click.option("--best", is_flag=True, help="search the plan with the least time to train, for the last number of hosts")
-@number_option("--batch-limit", help="most images of a step that --best may choose  [default: the recipe's]")
+@number_option("--workers", help="set plan.ppn, the workers per host")
+@number_option("--comm-cores", least=0, help="set plan.comm_cores, the cores per worker for communication")
+@click.option(
+    "--algorithm", type=click.Choice(ALGORITHMS), help="assume this all-reduce  [default: oneCCL's for the fabric]"
+)
+@amount_option("--watts", above=0, metavar="W", help="compute the energy from this power per host")
+@click.option(
+    "--best", is_flag=True, help="search for the plan with the shortest time to train on the last number of hosts"
+)
+@number_option("--batch-limit", help="limit the global batch that --best may choose  [default: the recipe's]")
 @click.option("--explain", "explained", is_flag=True, help="add every assumption with its range and source")
 @formats_option(
-    "json", "svg", "timeline", help="svg: scaling over hosts; timeline: a step on the last number of hosts, as SVG"
+    "json",
+    "svg",
+    "timeline",
+    help="choose the output; svg: scaling over hosts; timeline: SVG of a step on the last number of hosts",
 )
 def simulate_command(
     recipe: str,
@@ -371,9 +396,10 @@ def simulate_command(
     output_format: str,
     **what_if: Any,
 ) -> None:
-    """Predict images/s, efficiency and time to train of RECIPE on many hosts, without them and without its data.
+    """Predict images/s, efficiency and time to train of RECIPE on many hosts, without the hosts and the data.
 
-    Starts from a published or measured rate of the processor; the range comes from the assumptions (--explain).
+    The prediction starts from a published or measured rate of the processor; the range is the uncertainty from the
+    assumptions (--explain).
     """
     from cputrain.affinity.planner.records import read_measured, read_records
     from cputrain.affinity.topology.catalog import find_machine
@@ -388,7 +414,7 @@ def simulate_command(
         click.echo(note, err=True)
     link = link_of(fabric, gbit=bandwidth, latency_us=latency_us)
     if rate is not None and start is not None:
-        raise InputError("--rate and --from both give the processor's speed: give one of them")
+        raise InputError("--rate and --from both set the processor's speed: give one of them")
     scenario = Scenario(
         recipe=training,
         machine=found,
@@ -405,7 +431,7 @@ def simulate_command(
         _show_best(scenario, counts[-1], batch_limit, output_format)
         return
     if batch_limit is not None:
-        raise InputError("--batch-limit is for --best: add it")
+        raise InputError("--batch-limit needs --best: add it")
     if output_format == "timeline":
         _show_timeline(scenario, counts[-1])
         return
@@ -413,7 +439,7 @@ def simulate_command(
 
 
 def _check_best(watts: float | None, output_format: str, *, explained: bool) -> None:
-    """Raise InputError for an option that --best has no use for."""
+    """Raise InputError for an option that --best does not use."""
     unfit = {
         "--watts": watts is not None,
         "--explain": explained,
@@ -429,7 +455,7 @@ def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *,
     if output_format == "json":
         click.echo(rows_json(scenario, rows))
     elif output_format == "svg":
-        from cputrain.simulate.output import scaling_svg  # matplotlib: only for pictures
+        from cputrain.simulate.output import scaling_svg  # matplotlib, only needed for pictures
 
         click.echo(scaling_svg(scenario, rows))
     else:
@@ -448,11 +474,13 @@ def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *,
 
 
 def numbers_of_hosts(text: str) -> tuple[int, ...]:
-    """Numbers of hosts, ascending: "1,2,4", or "1,2,4,...,256", where ... continues doubling or adding.
+    """Parse numbers of hosts, ascending: "1,2,4", or "1,2,4,...,256", in which ... continues by doubling or adding.
 
-    Raises InputError where the text is no such list.
+    Raises InputError if the text is not such a list.
     """
-    wrong = InputError(f"--nodes {text}: give numbers of hosts, as in 1,8,256 or 1,2,4,...,256")
+    wrong = InputError(
+        f"--nodes {text} is not a list of numbers: give numbers of hosts, as in 1,8,256 or 1,2,4,...,256"
+    )
     if not NUMBERS.fullmatch(text):
         raise wrong
     first, _, last = text.partition(",...,")
@@ -460,19 +488,19 @@ def numbers_of_hosts(text: str) -> tuple[int, ...]:
     if last:
         if len(numbers) < FEW or numbers[-1] <= numbers[-2] or int(last) <= numbers[-1] or numbers[-2] < 1:
             raise wrong
-        if int(last) <= MAX_HOSTS:  # else refused below
+        if int(last) <= MAX_HOSTS:  # else rejected below
             numbers = _continued(numbers, int(last))
         else:
             numbers.append(int(last))
     if not all(1 <= number <= MAX_HOSTS for number in numbers):
-        raise InputError(f"--nodes {text}: numbers of hosts are between 1 and {MAX_HOSTS:,}")
+        raise InputError(f"--nodes {text} is out of range: give numbers of hosts from 1 to {MAX_HOSTS:,}")
     if len(numbers) > MOST_ROWS:
-        raise InputError(f"--nodes {text}: more than {MOST_ROWS:,} numbers of hosts: double them, as in 1,2,4,...,4096")
+        raise InputError(f"--nodes {text} has more than {MOST_ROWS:,} numbers: double them, as in 1,2,4,...,4096")
     return tuple(sorted(set(numbers)))
 
 
 def _continued(numbers: list[int], last: int) -> list[int]:
-    """The numbers and their continuation up to `last`: by the same factor, or else by the same difference."""
+    """Continue the numbers up to `last`, by the same factor or else by the same difference."""
     factor, rest = divmod(numbers[-1], numbers[-2])
     geometric = rest == 0 and all(b == a * factor for a, b in pairwise(numbers))
     step = numbers[-1] - numbers[-2]
@@ -484,14 +512,14 @@ def _continued(numbers: list[int], last: int) -> list[int]:
 
 
 def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tuple[str, ...]:
-    """The what-if options as settings of the recipe. Raises InputError where a setting decides the same key."""
+    """Return the what-if options as recipe settings. Raises InputError if a setting already sets the same key."""
     given = {setting.partition("=")[0] for setting in settings}
     found = []
     for name, key in WHAT_IF.items():
         if what_if[name] is None:
             continue
         if key in given:
-            raise InputError(f"--{name.replace('_', '-')} and {key}=VALUE say the same: give one of them")
+            raise InputError(f"--{name.replace('_', '-')} and {key}=VALUE set the same key: give one of them")
         found.append(f"{key}={what_if[name]}")
     return tuple(found)
 

@@ -24,7 +24,7 @@ from cputrain.cli.output import (
     formats_option,
     number_option,
     path_option,
-    say,
+    print_line,
     shows_bars,
 )
 from cputrain.cli.recipes import aligned
@@ -64,7 +64,7 @@ from cputrain.variables import is_restarted, lock_name_in, restart_variables
 @click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @click.option("--resume", is_flag=True, help="continue from the last checkpoint in the output folder")
-@click.option("--overwrite", is_flag=True, help="delete the run in the output folder and start again")
+@click.option("--overwrite", is_flag=True, help="delete the run in the output folder and start over")
 @restarts_option
 @no_verify_option
 @click.option("--dry-run", is_flag=True, help="print the plan and the derived sizes; start and write nothing")
@@ -81,10 +81,10 @@ def train_command(
     quiet: bool,
     prepared: bool,
 ) -> int:
-    """Train RECIPE: a file, a shipped name or, with --resume, the folder of a run. KEY=VALUE sets a key of the recipe.
+    """Train RECIPE: a file, an included recipe's name or, with --resume, a run folder. KEY=VALUE sets a recipe key.
 
-    Started alone, train plans this machine and starts its workers; started by mpirun, srun or torchrun, it is one rank.
-    After a failure --restarts N continues from the last checkpoint.
+    Started directly, train plans this machine and starts its workers; started by mpirun, srun or torchrun, it acts as
+    one rank. With --restarts N it continues from the last checkpoint after a failure.
     """
     training = load_training(recipe, settings)
     check_log_formats(training)
@@ -104,21 +104,21 @@ def train_command(
         restarted, job = is_restarted(env), lock_name_in(env)
         resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
         if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
-            say(message)
+            print_line(message)
             return 0
         if failure is not None:
             keep_logs(training.folder / LOGS, attempt - 1)
         elif not quiet or dry_run:
             _show_sizes(planned)
         if resumption:
-            say(resumption)
+            print_line(resumption)
         if dry_run:
             if warning := rate_warning(training, global_batch=planned.sizes.global_batch):
                 click.echo(f"warning: {warning}")
             click.echo("\n" + plan_to_text(planned.plan))
             return 0
         for warning in planned.plan.worded(as_recipe_key).warnings if failure is None else ():
-            say(f"warning: {warning}")
+            print_line(f"warning: {warning}")
         of_attempt = {**env, **dict(restart_variables(attempt, restarts, name))}
         return train_here(planned, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
 
@@ -126,8 +126,8 @@ def train_command(
 
 
 def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: StartOptions, *, check: bool) -> int:
-    """Train as the rank that mpirun, srun, torchrun or cputrain has started: after a restart of the whole job from the
-    last checkpoint, with the same global batch on whatever workers are left."""
+    """Train as one rank started by mpirun, srun, torchrun or cputrain. After a restart of the whole job, continue from
+    the last checkpoint with the same global batch on the remaining workers."""
     if not options.prepared and continues_run(training.folder, env, overwrite=options.overwrite):
         options = replace(options, resume=True, overwrite=False)
         training = with_same_global_batch(training, rank.world_size)
@@ -142,13 +142,13 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
 def _show_sizes(planned: PlannedTraining) -> None:
     recipe = planned.recipe
     threads = spread([worker.intra_op for worker in planned.plan.workers], "thread")
-    say(
+    print_line(
         f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
         f"{counted(planned.ppn, 'worker')} of {threads} each"
     )
     for note in planned.survey.notes:
-        say(note)
-    say(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
+        print_line(note)
+    print_line(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 
 
 @click.command("eval")
@@ -158,17 +158,17 @@ def _show_sizes(planned: PlannedTraining) -> None:
     "--checkpoint",
     "named",
     multiple=True,
-    help="a checkpoint, or a folder of them; may be repeated  [default: the best one of RUN]",
+    help="evaluate this checkpoint, or the checkpoints in this folder; repeatable  [default: the best one of RUN]",
 )
-@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@click.option("--last", is_flag=True, help="evaluate the newest checkpoint of RUN instead of the best one")
 @format_option
 @path_option(
     "--report",
     "page",
     dir_okay=False,
     metavar="FILE.html",
-    help="also write a page with the accuracy of each class, the confusion matrix and the most wrong images, and "
-    "beside it FILE.csv with the prediction for each image",
+    help="also write a page with the accuracy of each class, the confusion matrix and the most confident "
+    "mistakes, and next to it FILE.csv with the prediction for each image",
 )
 @no_verify_option
 @click.option("--bar", is_flag=True, hidden=True)
@@ -182,11 +182,10 @@ def eval_command(
     no_verify: bool,
     bar: bool,
 ) -> int:
-    """Compute top-1, top-5 and loss of checkpoints, over every validation image once.
+    """Compute top-1, top-5 and loss of checkpoints over every validation image exactly once.
 
-    RUN is the folder of a training and stands for its recipe and its best checkpoint; a CHECKPOINT has its recipe in
-    it; a RECIPE needs --checkpoint.
-    KEY=VALUE sets a key of the recipe, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
+    RUN is a run folder and stands for its recipe and best checkpoint; a CHECKPOINT contains its recipe; a RECIPE needs
+    --checkpoint. KEY=VALUE sets a recipe key, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
     """
     as_json = output_format == "json"
     training = for_evaluation(load_training(recipe, settings))
@@ -209,32 +208,32 @@ def eval_command(
         return 0
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--format=json": as_json, "--no-verify": no_verify, "--bar": shows_bars()}
-    given = (flag for flag, wanted in flags.items() if wanted)
+    given = (flag for flag, is_set in flags.items() if is_set)
     pages = ("--report", str(page)) if page else ()
     arguments = (*paths, *pages, *given, "--", recipe, *settings)
     plan = plan_recipe(training, env)
-    from cputrain.training.evaluation import check_checkpoints  # torch: after everything that is refused without it
+    from cputrain.training.evaluation import check_checkpoints  # torch, after the checks without it
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
     return run_in_scratch(plan, ("eval", *arguments), env, verify=not no_verify)
 
 
 def check_page(page: Path | None, checkpoints: int) -> None:
-    """Raise InputError for a page that is not one of HTML, or not of one checkpoint."""
+    """Raise InputError if `page` is not an HTML file, or if there are several checkpoints for one page."""
     if page is not None and page.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--report {page} does not end in .html: the page is HTML, the predictions get .csv")
     if page is not None and checkpoints > 1:
-        raise InputError(f"--report is the page of one checkpoint, and {checkpoints} are evaluated: name one")
+        raise InputError(f"--report shows one checkpoint, but {checkpoints} are evaluated: name one")
 
 
 @click.command("find-lr")
 @click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
-@number_option("--steps", least=10, most=100_000, default=100, help="steps of the test")
-@amount_option("--from", "low", above=0, default=1e-5, metavar="RATE", help="learning rate of the first step")
-@amount_option("--to", "high", above=0, default=10.0, metavar="RATE", help="learning rate of the last step")
-@path_option("--picture", dir_okay=False, metavar="FILE.svg", help="draw the loss over the rate")
-@formats_option("json", help="output format")
+@number_option("--steps", least=10, most=100_000, default=100, help="run this many steps")
+@amount_option("--from", "low", above=0, default=1e-5, metavar="RATE", help="start with this learning rate")
+@amount_option("--to", "high", above=0, default=10.0, metavar="RATE", help="end with this learning rate")
+@path_option("--picture", dir_okay=False, metavar="FILE.svg", help="plot the loss over the learning rate")
+@formats_option("json", help="choose the output format")
 @no_verify_option
 def find_lr_command(
     recipe: str,
@@ -246,14 +245,14 @@ def find_lr_command(
     output_format: str,
     no_verify: bool,
 ) -> int:
-    """Suggest schedule.peak_rate for RECIPE by a learning-rate range test (learning rate finder).
+    """Suggest schedule.peak_rate for RECIPE with a learning-rate range test (learning rate finder).
 
-    RECIPE is a file, a shipped name or the folder of a run. The rate grows by the same factor from step to step until
-    the loss diverges. The suggestion is where the smoothed loss falls fastest. It holds for the recipe's global batch
-    and optimizer, with a warm-up. Nothing is saved: the recipe's output folder stays as it is.
+    RECIPE is a file, an included recipe's name or a run folder. The learning rate grows by a constant factor per step
+    until the loss diverges; the suggestion is where the smoothed loss falls fastest. It is valid for the recipe's
+    global batch and optimizer, with a warm-up. Nothing is saved, and the recipe's output folder is not touched.
     """
     if not low < high < math.inf:
-        raise InputError(f"--from {low:g} --to {high:g}: the first rate has to be lower than the last")
+        raise InputError(f"--from {low:g} --to {high:g}: the first rate must be lower than the last")
     if picture is not None and picture.suffix.lower() != ".svg":
         raise InputError(f"--picture {picture} does not end in .svg: the picture is SVG")
     training = load_training(recipe, settings)
@@ -279,23 +278,23 @@ def find_lr_command(
 @click.command("weights")
 @click.argument("network", metavar="NAME")
 @click.option(
-    "--version", "weights", metavar="NAME", help="torchvision's name, as in IMAGENET1K_V1  [default: its best]"
+    "--version", "weights", metavar="NAME", help="choose the weights, as in IMAGENET1K_V1  [default: the best ones]"
 )
-@click.option("--mirror", metavar="URL", help="where your site has torchvision's files  [default: PyTorch's server]")
+@click.option("--mirror", metavar="URL", help="download from this server instead of PyTorch's")
 def weights_command(network: str, weights: str | None, mirror: str | None) -> None:
-    """Fetch the pretrained weights of a torchvision network (resnet50, vit_b_16, ...) into torch's cache.
+    """Download the pretrained weights of a torchvision network (resnet50, vit_b_16, ...) into torch's cache.
 
-    A file that is there already is only checked. Without a network, the error says which file to put where. Train from
-    them with model.weights=PATH, the path that this prints; $TORCH_HOME moves the cache.
+    An existing file is only verified. Without network access, the error names the file to download and where to put
+    it. Train from the weights with model.weights=PATH, the path printed here; $TORCH_HOME moves the cache.
     """
-    from cputrain.models.weights import fetch, find_pretrained, normalization_of  # torch: only for this
+    from cputrain.models.weights import fetch, find_pretrained, normalization_of  # torch, only needed here
 
-    wanted = find_pretrained(network, weights, mirror)
-    how = "fetched" if fetch(wanted) else "already there"
-    published = "" if wanted.accuracy is None else f", published top-1 {wanted.accuracy:.2f} %"
-    size = wanted.path.stat().st_size / MIB
-    click.echo(f"{wanted.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {wanted.digits}...{published}")
-    click.echo(" ".join(filter(None, (f"model.weights={wanted.path}", normalization_of(wanted.path)))))
+    pretrained = find_pretrained(network, weights, mirror)
+    how = "downloaded" if fetch(pretrained) else "already there"
+    published = "" if pretrained.accuracy is None else f", published top-1 {pretrained.accuracy:.2f} %"
+    size = pretrained.path.stat().st_size / MIB
+    click.echo(f"{pretrained.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {pretrained.digits}...{published}")
+    click.echo(" ".join(filter(None, (f"model.weights={pretrained.path}", normalization_of(pretrained.path)))))
 
 
 RECIPE = "demo-digits"
@@ -305,11 +304,11 @@ IMAGES = "data/digits-folder"  # data.path gets the shards
 @click.command("demo")
 @settings_argument
 def demo_command(settings: tuple[str, ...]) -> None:
-    """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50 on them, evaluate, write the report.
+    """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50, evaluate it and write the report.
 
-    Everything is written below this folder: data/ and runs/demo, where the run of an earlier demo is replaced. It takes
-    minutes on two cores; KEY=VALUE sets a key of the recipe, as in max_steps=10 for a trial of some seconds. The digits
-    come with scikit-learn: pip install "cputrain[demo]".
+    Everything is written to the working directory: data/, and runs/demo, which replaces an earlier demo's run. It takes
+    minutes on two cores; KEY=VALUE sets a recipe key, as in max_steps=10 for a trial of a few seconds. The digits come
+    with scikit-learn: pip install "cputrain[demo]".
     """
     from cputrain.cli.data import prepare_command  # the image libraries
     from cputrain.cli.plan import plan_command

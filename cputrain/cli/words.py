@@ -1,6 +1,6 @@
-"""Words of a command line: what was meant, groups in --help, and completion by Tab in bash, zsh and fish.
+"""Words of a command line: suggestions for mistyped words, groups in --help, completion in bash, zsh and fish.
 
-Completion is click's own, with the recipes, machines and keys that parameters take.
+Completion is click's, extended by the recipes, machines and keys that parameters take.
 """
 
 import os
@@ -25,12 +25,12 @@ from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import either
 
-RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # the others have options
+RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # others set values by options
 KEYS = {"local_batch": "batch.local"}
 
 
 def as_recipe_key(name: str, value: str | None) -> str:
-    """A setting as a recipe has it: plan.ppn, plan.oversubscribe=true; --no-verify, which is no key."""
+    """Name a setting as a recipe key: plan.ppn, plan.oversubscribe=true; --no-verify stays an option."""
     if name == "verify":
         return as_option(name, value)
     key = KEYS.get(name, f"plan.{name}")
@@ -38,28 +38,27 @@ def as_recipe_key(name: str, value: str | None) -> str:
 
 
 def as_option_or_key(name: str, value: str | None) -> str:
-    """A setting of a command that may have a recipe, whose batch is a key and no option."""
+    """Name a setting of a command with an optional RECIPE, in which the local batch is a key, not an option."""
     return "--local-batch (with a recipe: batch.local)" if name == "local_batch" else as_option(name, value)
 
 
 def wording_of(arguments: list[str]) -> Wording:
-    """How the command with these arguments names settings."""
+    """Return how messages of the command with these arguments name settings."""
     return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key
 
 
-COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
-LEFT_TO_LAUNCHER = "--bind launcher leaves that to the launcher, and --ppn 1 gives one rank all cores"
+COMPLETE = "_CPUTRAIN_COMPLETE"  # set by the shell that completes a command line, e.g. to bash_complete
+LEFT_TO_LAUNCHER = "--bind launcher leaves binding to the launcher, and --ppn 1 gives one rank all cores"
 
 
 @cache
 def tables() -> dict[str, dict[str, Any]]:
-    """The tables of words.yaml: what is meant by other names of "commands" and "options", and what tells the values of
-    "arguments"."""
+    """Read words.yaml: synonyms of commands and options, and hints for missing arguments."""
     return cast(dict[str, dict[str, Any]], read_yaml(Path(__file__).with_name("words.yaml")))
 
 
 def no_such_command(name: str, known: Iterable[str]) -> str:
-    """One line for a command that does not exist."""
+    """Return the error line for an unknown command."""
     word = name.lower().replace("_", "-")
     meant = tables()["commands"].get(word) or (("import", "launch") if _is_launcher(word) else ())
     near = meant or get_close_matches(word, list(known), n=2, cutoff=0.6)
@@ -68,7 +67,7 @@ def no_such_command(name: str, known: Iterable[str]) -> str:
 
 
 def no_such_command_of(group: str, name: str, known: Iterable[str]) -> str:
-    """One line for a command that a group of commands, as in "cputrain bench", does not have."""
+    """Return the error line for an unknown command of a group such as "cputrain bench"."""
     known = list(known)
     near = get_close_matches(name, known, n=2, cutoff=0.6)
     hint = f"did you mean {either([f'{group} {each}' for each in near])}?" if near else f"give {either(known)}."
@@ -76,7 +75,7 @@ def no_such_command_of(group: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing_argument(error: click.MissingParameter) -> str:
-    """One line for an argument that was not given: what lists its values, or what a command line looks like."""
+    """Return the error line for a missing argument, with a hint to its values or an example."""
     path = error.ctx.command_path if error.ctx else "cputrain"
     missing = error.format_message().partition(". Choose from")[0].removesuffix(".")
     hint = _values_of(error.param) if error.param else ""
@@ -84,7 +83,7 @@ def missing_argument(error: click.MissingParameter) -> str:
 
 
 def _values_of(param: click.Parameter) -> str:
-    """What tells the values of a parameter; "" where nothing does."""
+    """Return a hint to the values of a parameter, "" if there is none."""
     known = tables()["arguments"]
     described: str = known.get(param.metavar or "") or known.get(param.name or "", "")
     if not described and isinstance(param.type, click.Choice):
@@ -93,8 +92,8 @@ def _values_of(param: click.Parameter) -> str:
 
 
 def no_such_option(error: click.NoSuchOption) -> str:
-    """One line for an option that a command does not have: options that begin like it, mean the same or resemble it,
-    else the recipe's key of that meaning, else what launch has in place of another launcher's option."""
+    """Return the error line for an unknown option, with the best hint: options that begin like it, mean the same or
+    resemble it, a recipe key, or what `launch` has instead of another launcher's option."""
     context = error.ctx or click.Context(click.Command("cputrain"), info_name="cputrain")
     typed, name = error.option_name, error.option_name.lstrip("-").replace("_", "-")
     shown = [each for each in context.command.params if not getattr(each, "hidden", False)]
@@ -112,41 +111,41 @@ def no_such_option(error: click.NoSuchOption) -> str:
     if not hint and near:
         hint = f"did you mean {either(near)}?"
     if not hint and (holders := _commands_with(typed, context.command)):
-        hint = f"options stand behind the command, as in {context.command_path} {holders[0]} {typed}."
+        hint = f"put options after the command, as in {context.command_path} {holders[0]} {typed}."
     if not hint and len(keys) == 1:
         hint = f"did you mean cputrain train RECIPE {keys[0]}=VALUE?"
     return f"No such option {typed}{f': {hint}' if hint else '.'} See {context.command_path} --help"
 
 
 def _commands_with(option: str, group: click.Command) -> list[str]:
-    """The commands of a group that have an option; none of the whole command line, which would load them all."""
+    """Return the commands of a group that have an option; [] for the top level, which would import every module."""
     commands = group.commands if isinstance(group, click.Group) else {}
     return [name for name, each in commands.items() if any(option in param.opts for param in each.params)]
 
 
 def _keys(name: str) -> list[str]:
-    """The recipe's keys that an option may stand for."""
-    from cputrain.recipe.keys import all_keys, other_names  # pydantic: only for this
+    """Return the recipe keys that an option may stand for."""
+    from cputrain.recipe.keys import all_keys, other_names  # pydantic, only needed here
 
     last = name.replace("-", "_")
     return list(other_names().get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
 
 
 def _option_of(key: str) -> str:
-    """The option that sets a recipe key for one command: --ppn for plan.ppn, --local-batch for batch.local."""
+    """Return the option that sets a recipe key for one command: --ppn for plan.ppn, --local-batch for batch.local."""
     names = {each: name for name, each in KEYS.items()}
     return as_option(names.get(key, key.removeprefix("plan.")), None)
 
 
 def _is_launcher(word: str) -> bool:
-    """Whether another launcher is called by this word."""
+    """Whether a word starts the command line of another launcher."""
     from cputrain.other_launchers import PROGRAMS
 
     return any(word == call[0] for program in PROGRAMS.values() for call in program.called)
 
 
 def _of_other_launchers(name: str) -> str:
-    """What becomes of another launcher's option of that name, and which launcher that is; "" where none has it."""
+    """Return a hint to what replaces an option of another launcher, naming that launcher; "" if no launcher has it."""
     from cputrain.other_launchers import PROGRAMS, REASONS
 
     for program in PROGRAMS.values():
@@ -159,8 +158,8 @@ def _of_other_launchers(name: str) -> str:
 
 
 class WholeSummaries(click.Group):
-    """A group whose help has the whole summary of each command, on several lines where that is needed, and which names
-    its commands to one who gives another."""
+    """A group whose help shows each command's whole summary, wrapped, and whose error for an unknown command names its
+    commands."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -176,8 +175,8 @@ class WholeSummaries(click.Group):
 
 
 def catalog_group(names: Callable[[], list[str]]) -> type[click.Group]:
-    """A group with the commands `show` and `search` whose first word may be the name of a thing, which is shown, or
-    another text, which is searched; a word like a command's with another one behind it is taken for that command."""
+    """Return a group with commands `show` and `search` whose first word may also be a name, which is shown, or another
+    text, which is searched; a word similar to a command and followed by another is taken for that command."""
 
     class CatalogGroup(WholeSummaries):
         def resolve_command(
@@ -193,7 +192,7 @@ def catalog_group(names: Callable[[], list[str]]) -> type[click.Group]:
 
 
 def command_or_list(text: str) -> str:
-    """What to do where a command's search for a text finds nothing: a command that it resembles, else the list."""
+    """Return the next step after a search without matches: a command that the text resembles, else the list."""
     group = click.get_current_context().parent
     assert group is not None and isinstance(group.command, click.Group)
     near = _near(text, group.command)
@@ -201,7 +200,7 @@ def command_or_list(text: str) -> str:
 
 
 def _near(word: str, group: click.Group) -> list[str]:
-    """The command that a word resembles."""
+    """Return the command that a word resembles, as a list of at most one."""
     return get_close_matches(word, group.commands, n=1, cutoff=0.75)
 
 
@@ -209,28 +208,28 @@ Items = list[CompletionItem[str]]
 
 
 def complete_recipe(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """The included recipes that begin so, else files."""
-    from cputrain.recipe.loading import recipe_names  # pydantic: only where a recipe is completed
+    """Complete included recipes, else files."""
+    from cputrain.recipe.loading import recipe_names  # pydantic, only needed here
 
     return _named(recipe_names(), begun)
 
 
 def complete_machine(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """The machines of the catalog that begin so, else files."""
+    """Complete machines of the catalog, else files."""
     from cputrain.affinity.topology.catalog import machine_names
 
     return _named(machine_names(), begun)
 
 
 def complete_key(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """The recipe keys and sections that begin so."""
+    """Complete recipe keys and sections."""
     from cputrain.recipe.keys import all_keys
 
     return _named(sorted(all_keys()), begun)
 
 
 def complete_setting(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """KEY= for each key that begins so, or for KEY=... the words that the key takes."""
+    """Complete KEY= of the recipe keys, or the values of KEY=... if they are words."""
     from cputrain.recipe.keys import all_keys, annotation_of
 
     key, equals, value = begun.partition("=")
@@ -243,7 +242,7 @@ def complete_setting(context: click.Context, param: click.Parameter, begun: str)
 
 
 def complete_recipe_or_setting(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """The words of a job: a recipe, then its settings."""
+    """Complete the arguments of `job`: a recipe, then its settings."""
     complete = complete_setting if context.params.get(param.name or "") else complete_recipe
     return complete(context, param, begun)
 
@@ -254,7 +253,7 @@ def _named(names: Iterable[str], begun: str) -> Items:
 
 
 def _choices(annotation: Any) -> Iterator[str]:
-    """The words that a key takes."""
+    """Yield the words that a key accepts."""
     if annotation is bool:
         yield from ("true", "false")
     elif annotation is type(None):
@@ -285,12 +284,12 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """bash splits words at "=" too: KEY=VALUE is put together again, and only what stands behind "=" is completed."""
+    """Rejoin KEY=VALUE, as bash also splits words at "=", and return only what follows the "=" as the completion."""
 
     source_template = BASH
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the one that is completed, and that one."""
+        """Return the words before the one being completed, and that word."""
         env = os.environ
         number = int(env["COMP_CWORD"])
         words = split_arg_string(env["COMP_WORDS"])[1 : number + 1]
@@ -305,13 +304,13 @@ class Bash(BashComplete):
         return joined[:-1], joined[-1] if joined else ""
 
     def format_completion(self, item: CompletionItem[str]) -> str:
-        """A completion as the script reads it."""
+        """Format a completion as the script reads it."""
         value = item.value.partition("=")[2] if self._split else ""
         return f"{item.type},{value or item.value}"
 
 
 class Zsh(ZshComplete):
-    """As click's, without a space behind KEY=."""
+    """click's zsh completion, without a space after KEY=."""
 
     source_template = ZshComplete.source_template.replace(
         'completions+=("$key")',
@@ -323,7 +322,7 @@ SHELLS: dict[str, type[ShellComplete]] = {"bash": Bash, "zsh": Zsh, "fish": Fish
 
 
 def script(shell: str, group: click.Group) -> str:
-    """The script that a shell reads once."""
+    """Return the completion script that a shell sources."""
     return SHELLS[shell](group, {}, PROGRAM, COMPLETE).source_template % {
         "complete_func": "_cputrain_completion",
         "complete_var": COMPLETE,
@@ -332,7 +331,8 @@ def script(shell: str, group: click.Group) -> str:
 
 
 def answer(instruction: str, group: click.Group) -> int:
-    """Answer "bash_complete" and the like from the variables that the shell has set; 1 for a shell that is unknown."""
+    """Answer a completion request such as "bash_complete" from the variables that the shell has set; 1 if the shell is
+    unknown."""
     shell, _, what = instruction.partition("_")
     if shell not in SHELLS or what != "complete":
         return ExitStatus.FAILED

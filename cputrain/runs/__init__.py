@@ -1,5 +1,5 @@
-"""A run: `folder` has its folder, lock and removal, and which settings a resumed run may change, `events` the log of
-its events, and that log as CSV, for TensorBoard and as MLPerf's lines. Nothing here trains.
+"""Run folders (`folder`: files, lock, removal, resume) and event logs (`events`: writing, reading, export). No training
+happens here.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,4 +1,4 @@
-"""events.jsonl: the events of a run, written and read; and what other programs read, in the folder metrics/."""
+"""The event log of a run, events.jsonl: writing, reading, and export as CSV, for TensorBoard and as an MLPerf log."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from cputrain.affinity.filesystem import errors_name, write_with
 from cputrain.files import METRICS, write_whole
 from cputrain.recipe.schema import Recipe
 
-# Of each event the fields that are checked; others, as of a later version, are kept. JSON as it is read has no NaN.
+# The checked fields of each event; unknown ones, as of a later version, are kept. The JSON is read without NaN.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Maybe = float | None
 Time = Annotated[float, Meta(ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
@@ -136,7 +136,7 @@ TYPES: dict[str, Any] = {
 
 
 def read_event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, None for a line that is none; an event of another name needs a time."""
+    """Parse a line of the log; None if it is not a valid event. An event of an unknown name only needs a time."""
     try:
         value: Any = msgspec.json.decode(line)
         name = value.get("event") if isinstance(value, dict) else None
@@ -144,19 +144,19 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
     if name == "ranks" and not len(value["seconds"]) == len(value["data_wait_s"]) == len(value["comm_wait_s"]):
-        return None  # not one value for each rank
+        return None  # not one value per rank
     return value  # type: ignore[no-any-return]
 
 
 FILE = "events.jsonl"
-MOST_BYTES = 64 << 20  # of a line: the start of 10,000 ranks has less
-DIVERGENCE_FACTOR = 10.0  # times the first step's loss; a loss that stays above it has diverged
+MOST_BYTES = 64 << 20  # per line: the start event of 10,000 ranks is smaller
+DIVERGENCE_FACTOR = 10.0  # times the loss of the first step: a loss that stays above this has diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first
-    start to the end, with the pauses between starts."""
+    """Time of a run over all its starts, in seconds: `training_s` sums each start to its last event, `wall_s` is from
+    the first start to the end, including the pauses between starts."""
 
     training_s: float
     wall_s: float
@@ -164,39 +164,39 @@ class TimeSpent:
 
 
 def moment() -> dict[str, float]:
-    """Now, as an event has it: Unix seconds, and seconds of this host's clock that nobody sets, for differences within
-    one start."""
+    """Return the current time as event fields: Unix seconds, and this host's monotonic clock in seconds, which measures
+    differences within one start."""
     return {"time": round(time.time(), 3), "monotonic_s": round(time.monotonic(), 3)}
 
 
 def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
-    """Seconds between two moments, or events, of one start. Logs without the clock that nobody sets have Unix seconds
-    alone."""
+    """Return the seconds between two timestamps or events of one start, from the monotonic clock if both have it, else
+    from Unix time."""
     first, last = before.get("monotonic_s"), after.get("monotonic_s")
     passed: float = after["time"] - before["time"] if first is None or last is None else last - first
     return max(passed, 0.0)
 
 
 class SilentEvents:
-    """The event log of ranks other than 0, which writes nothing."""
+    """Event log of ranks other than 0, which writes nothing."""
 
     def write(self, event: str, **fields: Any) -> None:
         """Ignore the event."""
 
 
 class Events:
-    """Appends to a run's events.jsonl; a line has been handed to the operating system when `write` returns."""
+    """Appends events to a run's events.jsonl; `write` returns after the operating system has taken the line."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._file = self._path.open("a+b", buffering=0)
         self._file.seek(0)
         text = self._file.read()
-        self._file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line, which would spoil the next one
+        self._file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line, to which the next would be appended
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Append {"event": event, "time": unix seconds, "monotonic_s": seconds, ...}, and return it; JSON has no NaN or
-        infinity, those become null."""
+        """Append {"event": event, "time": Unix seconds, "monotonic_s": seconds, ...} and return it; NaN and infinity
+        become null, as JSON has neither."""
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
         written = {"event": event, **moment(), **known}
         line = f"{json.dumps(written)}\n".encode()
@@ -215,39 +215,39 @@ EventLog = Events | SilentEvents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """A run's events as written, oldest first, and the number of damaged lines between them."""
+    """Events of a run as written, oldest first, and the number of damaged lines among them."""
 
     written: tuple[dict[str, Any], ...]
     damaged: int
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events without those of steps that a resumed run has repeated."""
+        """The events without those from steps that a resumed run has repeated."""
         return without_repeated(self.written)
 
     @property
     def spent(self) -> TimeSpent:
-        """The time that the run has taken until its last event."""
+        """The time that the run has taken up to its last event."""
         return time_of(self.written)
 
 
 def read_log(folder: Path) -> Log:
-    """A run's log, read once; empty where the folder has none."""
+    """Read a run's log once; empty if the folder has none."""
     lines = list(_lines(folder))
     written = tuple(event for event in lines if event is not None)
     return Log(written=written, damaged=len(lines) - len(written))
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """A run's events, oldest first; none where the folder has no log.
+    """Read a run's events, oldest first; [] if the folder has no log.
 
-    Left out: damaged lines, and events from steps that a resumed run has repeated.
+    Damaged lines and events from steps that a resumed run has repeated are left out.
     """
     return without_repeated(written_events(folder))
 
 
 def without_repeated(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events without those of steps that were done again after them."""
+    """Return the events without those from steps that were repeated later."""
     events: list[dict[str, Any]] = []
     last = 0
     for event in written:
@@ -265,15 +265,15 @@ def _step_of(event: dict[str, Any]) -> int:
 
 
 def time_spent(folder: Path, now: Mapping[str, float] | None = None) -> TimeSpent:
-    """The time that a run has taken so far, with repeated steps.
+    """Return the time that a run has taken so far, including repeated steps.
 
-    The last start counts until the moment `now`, or, without `now`, until its last event.
+    The last start counts up to `now`, by default up to its last event.
     """
     return time_of(written_events(folder), now)
 
 
 def time_of(written: Iterable[dict[str, Any]], now: Mapping[str, float] | None = None) -> TimeSpent:
-    """The time of a run with these events, as `time_spent`."""
+    """Compute the time of a run from its events; see `time_spent`."""
     spans: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for event in written:
         if event["event"] == "start":
@@ -285,20 +285,20 @@ def time_of(written: Iterable[dict[str, Any]], now: Mapping[str, float] | None =
     if now is not None:
         spans[-1] = (spans[-1][0], now)
     training_s = sum(seconds_between(begin, end) for begin, end in spans)
-    # Between two starts, maybe on two hosts, there are only Unix seconds.
+    # Between two starts, which may be on two hosts, only Unix time can be compared.
     pauses = [max(begin["time"] - end["time"], 0.0) for (_, end), (begin, _) in pairwise(spans)]
     return TimeSpent(training_s=training_s, wall_s=training_s + sum(pauses), starts=len(spans))
 
 
 def _trained_until(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The event's moment, of an end that of the training: it is written after the test images are evaluated."""
+    """Return the event's time; for an end event the end of training, as the test images are evaluated after that."""
     if "trained_until" not in event:
         return event
     return {"time": event["trained_until"], "monotonic_s": event.get("trained_until_monotonic_s")}
 
 
 def elapsed(events: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds from the first event to each, without the pauses between a stop and the next start."""
+    """Return the seconds from the first event to each, without the pauses between a stop and the next start."""
     since = [0.0] if events else []
     for before, event in pairwise(events):
         pause = event["event"] == "start"
@@ -307,12 +307,12 @@ def elapsed(events: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def written_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event in the order written, without damaged lines."""
+    """Iterate over all events in the order written, without damaged lines."""
     return (event for event in _lines(folder) if event is not None)
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
-    """Each line's event, None for a damaged one."""
+    """Yield each line's event, None for a damaged line."""
     path = folder / FILE
     if not path.is_file():
         return
@@ -324,8 +324,8 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 @contextmanager
 def open_events(recipe: Recipe) -> Iterator[Events]:
-    """A run's events.jsonl, of which metrics/ has what the recipe's `log` requests: written at the beginning, for what
-    killed starts have logged, and at the end of all others; TensorBoard shows a run while it goes on."""
+    """Open a run's events.jsonl for writing. The exports to metrics/ in the recipe's `log` are written on entry, to
+    include events of killed starts, and on exit; TensorBoard's files are written continuously."""
     with TensorBoardEvents(recipe.folder) if "tensorboard" in recipe.log else Events(recipe.folder) as events:
         export(recipe)
         try:
@@ -335,20 +335,20 @@ def open_events(recipe: Recipe) -> Iterator[Events]:
 
 
 def check_log_formats(recipe: Recipe) -> None:
-    """Raise InputError where a format needs a package that is not installed."""
+    """Raise InputError if a log format needs a package that is not installed."""
     if "tensorboard" in recipe.log and find_spec("tensorboard") is None:
         raise InputError(
-            "log=tensorboard needs the package tensorboard, which this Python lacks: pip install "
+            "log=tensorboard needs the package tensorboard, which is not installed: pip install "
             '"cputrain[tensorboard]", or remove it from log'
         )
 
 
 class TensorBoardEvents(Events):
-    """Events that are scalars for TensorBoard, too: `tensorboard --logdir RUN/metrics/tensorboard`, or a folder of
-    runs; over the steps done."""
+    """Event log that also writes scalars by step for TensorBoard: `tensorboard --logdir RUN/metrics/tensorboard`, or a
+    folder of runs."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second, and an extra
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and is an optional dependency
 
         super().__init__(folder)
         self._folder = folder / METRICS / "tensorboard"
@@ -394,8 +394,8 @@ SCALARS = {
 
 
 def export(recipe: Recipe) -> None:
-    """Write the run's events to metrics/ as the recipe's `log` requests: csv to steps.csv and epochs.csv, mlperf to
-    mlperf.log, each complete or as it was before. Raises OSError that names the file."""
+    """Write the run's events to metrics/ in the formats of the recipe's `log`: csv to steps.csv and epochs.csv, mlperf
+    to mlperf.log, each replaced atomically. Raises OSError naming the file."""
     folder = recipe.folder
     if "csv" in recipe.log:
         for name in CSV_FIELDS:
@@ -409,8 +409,8 @@ def _write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def csv_lines(name: str, written: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The rows of all steps or all epochs, below their heading, with empty cells for values that there are not; what a
-    resumed run has repeated is repeated."""
+    """Yield the header and the rows of all steps or epochs, with empty cells for missing values; steps that a resumed
+    run has repeated appear twice."""
     yield ",".join(CSV_FIELDS[name])
     for event in written:
         if event["event"] == name:
@@ -419,10 +419,10 @@ def csv_lines(name: str, written: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Lines as MLPerf's logging rules have them (:::MLLOG and JSON), of the parts that a run has.
+    """Yield lines in MLPerf's log format (:::MLLOG and JSON) for the events that a run has.
 
-    A run has one run_start and one run_stop, however often it was started: the interval is that from its first start to
-    its last end, pauses included.
+    A run has one run_start and one run_stop, however often it was started: the interval from its first start to its
+    last end, including pauses.
     """
 
     def line(at: float, key: str, value: object, kind: str = "POINT_IN_TIME", **metadata: object) -> str:
@@ -433,7 +433,7 @@ def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[
     for event in written:
         at, name = event["time"], event["event"]
         if name == "start":
-            end = None  # this start goes on with the interval
+            end = None  # this start continues the interval
         if name == "start" and not begun:
             begun = True
             for key, value in {

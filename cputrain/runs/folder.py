@@ -1,4 +1,4 @@
-"""A run's folder: its files, its lock, its removal, what may differ when it is resumed, and attempts of a job."""
+"""A run folder: its files, lock and removal, which settings may change on resume, and restarts of its job."""
 
 import fcntl
 import json
@@ -43,48 +43,48 @@ from cputrain.runs.events import read_events
 from cputrain.variables import is_restarted, job_in
 
 MARK = ".cputrain-run"
-# What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
+# Subfolders of a run that may be links to another place, and the files of a run in them; other files there are kept.
 LINKED = {"checkpoints": ("step-*", "best", ".*.partial"), "logs": ("rank-*.log",), "usage": ("*.jsonl",)}
 FOLDERS = (*LINKED, METRICS)
 
 
 def mark(folder: Path) -> None:
-    """Mark a folder as a run's, before anything else is written there."""
+    """Mark a folder as a run's before anything else is written there."""
     if not is_marked(folder):
         write_text(folder / MARK, f"cputrain {__version__} writes this run; train --overwrite removes it\n")
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is not there or has nothing in it, but what a start that was killed in `mark` has left."""
+    """Whether a folder is missing or empty, ignoring the partial file of a start that was killed in `mark`."""
     return not folder.is_dir() or all(path.match(f".{MARK}.*.partial") for path in folder.iterdir())
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a run has been written into this folder."""
+    """Whether a run was written into this folder."""
     return (folder / MARK).is_file()
 
 
 def check_removable(folder: Path, names: tuple[str, ...]) -> None:
-    """Raise InputError where a part of a run cannot be removed, before anything is."""
+    """Raise InputError if a part of a run cannot be removed; called before anything is removed."""
     for path in (folder / name for name in names):
         if not path.is_symlink():
             continue
         target = path.resolve()
         if not path.exists():
             raise InputError(
-                f"--overwrite: {path} is a link to {target}, which is not there: mount it, or remove the link"
+                f"--overwrite: {path} is a link to {target}, which does not exist: mount it, or remove the link"
             )
         if path.is_dir() and path.name not in LINKED:
             raise InputError(f"--overwrite: {path} is a link to the folder {target}: remove the link")
         if path.is_dir() and not os.access(target, os.W_OK | os.X_OK):
             raise InputError(
-                f"--overwrite: {path} is a link to {target}, which may not be written to: change that first"
+                f"--overwrite: {path} is a link to {target}, which is not writable: change its permissions first"
             )
 
 
 def remove_run(folder: Path, names: tuple[str, ...]) -> None:
-    """Remove the parts of a run, and nothing from a folder that has none. Of a folder behind a link only what a run
-    writes there, and the link stays; the mark stays too, so that an interrupted removal can be repeated."""
+    """Remove the parts of a run; do nothing in a folder without one. In a linked folder remove only a run's files and
+    keep the link. The mark stays, so that an interrupted removal can be repeated."""
     if not is_marked(folder):
         return
     check_removable(folder, names)
@@ -108,17 +108,16 @@ LOCK = ".cputrain-lock"
 
 @contextmanager
 def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[None]:
-    """Keep other trainings out of a run's folder, which is made where it is not there. `job` is the name of the job
-    that this one belongs to.
+    """Lock a run folder against other trainings; create it if necessary. `job` is the name of this training's job.
 
-    Raises InputError where another training is in it; not with `restarted` where that one is of the same job: who has
-    started this one knows that the one before has ended, and a file server may keep the lock of a crashed host.
+    Raises InputError if another training has the lock, except that with `restarted` a lock of the same job is ignored:
+    whoever restarted the job knows that the earlier attempt has ended, but file servers may keep a crashed host's lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
     with (folder / LOCK).open("ab") as file:
         _take(file, folder, restarted=restarted, job=job)
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # a full disk: the lock is held even so
             (folder / LOCK).write_text(
                 json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}), encoding="utf-8"
             )
@@ -126,7 +125,7 @@ def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[
 
 
 def check_unlocked(folder: Path, *, restarted: bool = False, job: str = "") -> None:
-    """Raise InputError where `locked` would; changes nothing."""
+    """Raise InputError if `locked` would; changes nothing."""
     if (folder / LOCK).is_file():
         with (folder / LOCK).open("ab") as file:
             _take(file, folder, restarted=restarted, job=job)
@@ -141,15 +140,15 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
             known = {"pid", "host"} <= holder.keys()
             who = f"process {holder['pid']} on {holder['host']}" if known else "another process"
             raise InputError(
-                f"output {folder} is in use: {who} trains there: wait for its end, or set output to another folder; "
-                f"if that host has crashed, remove {folder / LOCK}"
+                f"output {folder} is in use: {who} is training there; wait for it to finish, set output to another "
+                f"folder, or remove {folder / LOCK} if that host has crashed"
             ) from None
     except OSError:
-        return  # a file system without locks
+        return  # the file system has no locks
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none."""
+    """Read the JSON object in a file; {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,8 +156,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# Keys and sections that decide where, how fast and how long a training runs, not what it computes; for data.path and
-# batch this holds while the images and the global batch stay the same, which `reason_not_to_resume` checks.
+# Keys and sections that affect where, how fast and how long a training runs, but not what it computes. data.path and
+# batch may change only if the images and the global batch stay the same, which `reason_not_to_resume` checks.
 MAY_CHANGE = (
     "name",
     "data.path",
@@ -184,25 +183,25 @@ MAY_CHANGE = (
     "plan",
     "sweep",
 )
-ENDLESS = ("constant", "steps")  # schedules whose rates do not depend on the last step
+ENDLESS = ("constant", "steps")  # schedules whose learning rates do not depend on the last step
 
 Differences = dict[str, tuple[Any, Any]]
 """Dotted key -> old and new value."""
 
 
 def differences(old: Recipe, new: Recipe) -> Differences:
-    """The keys in which two recipes differ; paths are compared as absolute ones, and `output` is ignored."""
+    """Return the keys in which two recipes differ, comparing absolute paths and ignoring `output`."""
     a, b = values_by_key(old), values_by_key(new)
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
 def values_by_key(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's values by dotted key, with absolute paths and without `output`."""
+    """Return the recipe's values by dotted key, with absolute paths and without `output`."""
     return flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"}))
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys."""
+    """Flatten nested sections to dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -210,19 +209,19 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_differences(found: Differences) -> str:
-    """ "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
+    """Format differences: "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
     return ", ".join(f"{key}: {describe_value(old)} -> {describe_value(new)}" for key, (old, new) in found.items())
 
 
 def describe_value(value: Any) -> str:
-    """A key's value as a recipe has it."""
+    """Format a value as in a recipe file."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(describe_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changes_training(found: Differences, new: Recipe) -> Differences:
-    """The differences that would change what the training computes from here on."""
+    """Return the differences that would change what the training computes from now on."""
     endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
     allowed = (*MAY_CHANGE, *(("epochs",) if endless else ()))
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
@@ -231,26 +230,26 @@ def changes_training(found: Differences, new: Recipe) -> Differences:
 def reason_not_to_resume(
     folder: Path, old: Recipe, new: Recipe, before: ScaleRecord | None, now: ScaleRecord
 ) -> str | None:
-    """Why the run in a folder cannot continue with this recipe and these workers, and what to do; None where it can."""
+    """Return why a run cannot continue with this recipe and these workers, and what to do; None if it can."""
     changed = changes_training(differences(old, new), new)
     if changed:
         return (
-            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or "
+            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes; undo this, or "
             f"start a new run from its weights: model.weights={folder}/checkpoints/best and another output"
         )
     if old.data.kind != new.data.kind:
         return (
-            f"--resume: the run in {folder} was trained on {old.data.kind}, data.path={new.data.path} is "
-            f"{new.data.kind}: set data.path back, or start a new run with another output"
+            f"--resume: the run in {folder} was trained on {old.data.kind}, but data.path={new.data.path} is "
+            f"{new.data.kind}: restore data.path, or start a new run with another output"
         )
     if before is None:
         return None
     if (now.train_images, now.classes) != (before.train_images, before.classes):
-        back = "set data.train_images back" if new.data.generated else "set data.path to the same images"
-        same_data = "give the same data" if new.data.path == OWN_SAMPLES else back
+        restore = "restore data.train_images" if new.data.generated else "set data.path to the same images"
+        same_data = "use the same data" if new.data.path == OWN_SAMPLES else restore
         return (
             f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
-            f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
+            f"classes, but the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
             f"{same_data}"
         )
     if now.global_batch != before.global_batch:
@@ -261,9 +260,8 @@ def reason_not_to_resume(
         )
     if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
         return (
-            f"--resume: optim.scale_rate_by=workers, and {counted(now.workers, 'worker')} instead of "
-            f"{before.workers} would change the learning rate of the run in {folder}: start "
-            f"{counted(before.workers, 'worker')} again"
+            f"--resume: {counted(now.workers, 'worker')} instead of {before.workers} would change the learning rate of "
+            f"the run in {folder}, as optim.scale_rate_by=workers: start {counted(before.workers, 'worker')} again"
         )
     return None
 
@@ -272,24 +270,24 @@ RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAG
 
 
 def run_of(spec: str) -> Path | None:
-    """The folder of the run that `spec` names, or whose recipe.yaml it names; None where `spec` names a recipe."""
+    """Return the run folder that `spec` or its recipe.yaml names; None if `spec` names a recipe."""
     path = Path(spec)
     folder = path.parent if path.name == RECIPE else path
-    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    # Not Path.is_file, which raises if a word is too long for a path.
     begun = os.path.isfile(folder / RECIPE) and (path == folder or os.path.isfile(folder / EVENTS))  # noqa: PTH113
     return folder if spec and begun and spec not in recipe_names() else None
 
 
 def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output; of a
-    checkpoint, which may be all that is left of its run, the recipe in it."""
+    """Load a recipe like `load_recipe`, or the recipe of a run folder, which may have been moved, with that folder as
+    output, or the recipe in a checkpoint, even without its run."""
     if spec and is_checkpoint(Path(spec)):
         return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
     folder = run_of(spec)
     if folder is None:
         named_as_file = Path(spec).suffix in (".yaml", ".yml", ".py")
         if spec and not (spec in recipe_names() or named_as_file or os.path.exists(spec)):  # noqa: PTH110
-            raise InputError(f"{shortened(spec)!r} is neither a run's folder nor a recipe: {nearest_recipes(spec)}")
+            raise InputError(f"{shortened(spec)!r} is neither a run folder nor a recipe: {nearest_recipes(spec)}")
         return load_recipe(spec, settings)
     recipe = load_recipe(str(folder / RECIPE), settings)
     elsewhere = any(setting.startswith("output=") for setting in settings)
@@ -297,23 +295,23 @@ def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
 
 
 def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tuple[Path, ...]:
-    """The named checkpoints (those in a named folder oldest first), or else the best or last one of a run.
+    """Return the named checkpoints (those in a named folder oldest first), else the best or last one of a run.
 
-    Raises InputError where there is none.
+    Raises InputError if there is none.
     """
     if named and last:
         raise InputError("--checkpoint and --last cannot be used together: remove one")
     if named:
         return tuple(path for each in named for path in _checkpoints_in(each))
     if run is None:
-        raise InputError("eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead")
+        raise InputError("eval of a recipe needs --checkpoint PATH: add it, or give a run folder instead")
     saved = list_checkpoints(run / CHECKPOINTS)
     if last and saved:
         return (saved[-1],)
     best = run / CHECKPOINTS / BEST
     if last or not is_checkpoint(best):
         instead = f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
-        raise InputError(f"{best.parent if last else best} is not there: {instead}")
+        raise InputError(f"{best.parent if last else best} does not exist: {instead}")
     return (best,)
 
 
@@ -325,8 +323,8 @@ def _checkpoints_in(path: Path) -> list[Path]:
     if is_checkpoint(best) and best.resolve() not in [each.resolve() for each in found]:
         found.append(best)
     if not found:
-        problem = "is not a checkpoint, and has none in it" if path.exists() else "is not there"
-        weights = "; a training starts from a file of weights by model.weights=FILE" if path.is_file() else ""
+        problem = "is not a checkpoint and contains none" if path.exists() else "does not exist"
+        weights = "; to start a training from a file of weights, set model.weights=FILE" if path.is_file() else ""
         raise InputError(
             f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/{weights}"
         )
@@ -336,10 +334,10 @@ def _checkpoints_in(path: Path) -> list[Path]:
 def check_folder(
     recipe: Recipe, now: ScaleRecord, *, resume: bool, overwrite: bool, restarted: bool = False, job: str = ""
 ) -> str:
-    """Raise InputError where the recipe's folder may not be written to; changes nothing. `restarted`, `job`: as in
-    `locked`.
+    """Raise InputError if the recipe's folder must not be written to; changes nothing. See `locked` for `restarted` and
+    `job`.
 
-    Returns one line about what a resumed run continues from and changes; "" where nothing is resumed.
+    Returns a line about where a resumed run continues and what changes; "" if nothing is resumed.
     """
     folder = recipe.folder
     if resume and overwrite:
@@ -354,11 +352,11 @@ def check_folder(
         return ""
     if overwrite:
         check_removable(folder, RUN_FILES)
-    if overwrite or not has_run(folder):  # without a recipe: one whose removal was interrupted
+    if overwrite or not has_run(folder):  # without a recipe: its removal was interrupted
         return ""
-    for path in (folder / name for name in RUN_FILES):  # a report that cannot be written would end the training last
+    for path in (folder / name for name in RUN_FILES):  # fail now, not when the report is written at the end
         if os.path.lexists(path) and path.is_dir() != (path.name in FOLDERS):
-            found = "a link that leads nowhere" if not path.exists() else "a folder" if path.is_dir() else "a file"
+            found = "a broken link" if not path.exists() else "a folder" if path.is_dir() else "a file"
             raise InputError(f"output {folder}: {path} is {found}: move it away, or set output to another folder")
     old = load_recipe(str(folder / RECIPE))
     if resume:
@@ -374,18 +372,18 @@ def check_folder(
 
 
 def job_of(folder: Path) -> str:
-    """The name of the job that trained last in a run's folder; "" where it had none."""
+    """Return the name of the job that last trained in a run folder; "" if it had none."""
     return str(_read_object(folder / ENVIRONMENT).get("job", ""))
 
 
 def has_run(folder: Path) -> bool:
-    """Whether a folder contains a run, which may not have begun to train."""
+    """Whether a folder contains a run, even one that has not started to train."""
     return is_marked(folder) and (folder / RECIPE).is_file()
 
 
 def with_same_global_batch(recipe: Recipe, workers: int) -> Recipe:
-    """The recipe for this number of workers, with the global batch of the run in its folder, if that had another
-    number; a recipe that sets its global batch stays as it is."""
+    """Return the recipe for this number of workers, with the global batch of the run in its folder if that had another
+    number of workers; a recipe that sets batch.global stays unchanged."""
     before = _scale_before(recipe.folder)
     if before is None or before.workers == workers or recipe.batch.global_ is not None:
         return recipe
@@ -397,13 +395,13 @@ def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
     folder = recipe.folder
     saved = list_checkpoints(folder / CHECKPOINTS)
     if not saved and all(event["event"] != "step" for event in read_events(folder)):
-        return f"{folder} starts anew: the run in it had not trained a step"
+        return f"{folder} starts over, as the run in it had not trained a step"
     before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
-    newest = _newest_manifest(folder)  # its step, as somebody may have renamed the folder
+    newest = _newest_manifest(folder)  # not the folder's name, which may have been changed
     step = newest.step if newest else step_of(saved[-1]) if saved else None
-    where = "from the start, as it has no checkpoint yet" if step is None else f"after step {step:,}"
+    where = "from the beginning, as it has no checkpoint yet" if step is None else f"after step {step:,}"
     changed = differences(old, recipe)
     changes = [describe_differences(changed)] if changed else []
     if before and before.workers != now.workers:
@@ -412,15 +410,15 @@ def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
 
 
 def _newest_manifest(folder: Path) -> Manifest | None:
-    """That of the run's newest checkpoint that can be read."""
+    """Return the manifest of the run's newest readable checkpoint."""
     for path in reversed(list_checkpoints(folder / CHECKPOINTS)):
-        with suppress(InputError):  # the ranks look for the newest one that is good, and say what is wrong
+        with suppress(InputError):  # the ranks report damage when they look for the newest intact one
             return read_manifest(path)
     return None
 
 
 def _scale_before(folder: Path) -> ScaleRecord | None:
-    """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
+    """Return the scale of the run's newest checkpoint, else of its last start; None if neither is known."""
     if manifest := _newest_manifest(folder):
         return manifest.scale
     starts = [event for event in read_events(folder) if event["event"] == "start"]
@@ -431,7 +429,7 @@ def _scale_before(folder: Path) -> ScaleRecord | None:
 
 
 def finished(folder: Path, last_step: int) -> str | None:
-    """A message about a run that has finished with `last_step` or a later one; None of any other run."""
+    """Return a message if the run has finished with `last_step` or a later one; else None."""
     ended = [event for event in read_events(folder) if event["event"] == "end" and event["status"] == "done"]
     if not ended or ended[-1]["steps"] < last_step:
         return None
@@ -446,9 +444,9 @@ def finished(folder: Path, last_step: int) -> str | None:
 
 
 def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
-    """Make the run's folder; `overwrite` first removes the files of an earlier run, and no others."""
+    """Create the run folder; with `overwrite` first remove the files of an earlier run, and no others."""
     folder = recipe.folder
-    if overwrite or not (folder / RECIPE).is_file():  # the rest of one whose removal was interrupted
+    if overwrite or not (folder / RECIPE).is_file():  # also clean up after an interrupted removal
         remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
@@ -458,7 +456,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
 
 
 def _given_paths(recipe: Recipe) -> str:
-    """A comment with the recipe's relative paths and the folder that they are relative to."""
+    """Return a YAML comment with the recipe's relative paths and the directory that they are relative to."""
     given = {
         "data.path": None if recipe.data.generated else recipe.data.path,
         "data.stage_dir": recipe.data.stage_dir,
@@ -470,6 +468,6 @@ def _given_paths(recipe: Recipe) -> str:
 
 
 def continues_run(folder: Path, env: Mapping[str, str], *, overwrite: bool) -> bool:
-    """Whether this rank's job has failed before and continues the run in a folder. With `overwrite` one of its own: an
-    older one is still there where the attempts before have ended early."""
+    """Whether this rank's job has failed before and continues the run in a folder. With `overwrite` only a run of its
+    own job: an older run is still there if the attempts before ended early."""
     return is_restarted(env) and has_run(folder) and (not overwrite or job_of(folder) == job_in(env))

@@ -125,7 +125,7 @@ SHAPES: dict[str, Shape] = {
     "tune --dry-run": [
         ("recipe", "its name"),
         ("data", "data.path of the trials"),
-        ("plans", "list of name and settings, the present plan first"),
+        ("plans", "list of name and settings, the current plan first"),
         ("refused", "list of values that this host cannot run, and why"),
     ],
     "bench optimizer": [

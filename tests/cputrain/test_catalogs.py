@@ -46,7 +46,7 @@ def test_recipes_are_found_by_any_text_of_their_file(capsys: Captured) -> None:
     found = json.loads(printed(capsys, "recipes", "search", "SURFsara", "--format", "json"))
     names = [each["name"] for each in found["recipes"]]
     assert "resnet50-8k" in names and "mnist-sgd" not in names
-    assert "no shipped recipe contains 'frobnicate'" in refusal(capsys, "recipes", "search", "frobnicate")
+    assert "no included recipe contains 'frobnicate'" in refusal(capsys, "recipes", "search", "frobnicate")
 
 
 def test_a_recipe_is_shown_as_its_file_has_it(capsys: Captured) -> None:
@@ -80,8 +80,10 @@ def test_machines_are_found_by_processor_memory_and_features(capsys: Captured) -
     assert names("snc4") == {name for name in machine_names() if "snc4" in name}
     assert names("flat") == {name for name in machine_names() if "flat" in name}
     for text in ("smt", "largest", "1s intel", "run"):  # of remarks, and across fields
-        assert f"no machine of the catalog has {text!r}: cputrain machines lists" in refusal(capsys, "machines", text)
-    assert "no machine of the catalog has 'z80'" in refusal(capsys, "machines", "search", "z80")
+        assert f"no machine in the catalog matches {text!r}: cputrain machines lists" in refusal(
+            capsys, "machines", text
+        )
+    assert "no machine in the catalog matches 'z80'" in refusal(capsys, "machines", "search", "z80")
 
 
 def test_a_name_alone_is_shown_and_another_text_searched(capsys: Captured) -> None:
@@ -89,7 +91,7 @@ def test_a_name_alone_is_shown_and_another_text_searched(capsys: Captured) -> No
         assert printed(capsys, *words) == printed(capsys, words[0], "show", words[1])
     for words in (("recipes", "mnist"), ("machines", "cascade")):
         assert printed(capsys, *words) == printed(capsys, words[0], "search", words[1])
-    assert "no shipped recipe contains 'zzz'" in refusal(capsys, "recipes", "zzz")
+    assert "no included recipe contains 'zzz'" in refusal(capsys, "recipes", "zzz")
 
 
 @pytest.mark.parametrize("text", ["research", "shown", "list of"])
@@ -101,7 +103,7 @@ def test_a_text_like_a_command_s_name_is_searched_too(text: str, capsys: Capture
 
 
 def test_a_misspelled_command_is_named_where_nothing_is_found(capsys: Captured) -> None:
-    assert refusal(capsys, "machines", "serach").endswith("has 'serach': did you mean cputrain machines search?")
+    assert refusal(capsys, "machines", "serach").endswith("matches 'serach': did you mean cputrain machines search?")
     assert "did you mean cputrain recipes search?" in refusal(capsys, "recipes", "serach", "resnet")
 
 

@@ -127,7 +127,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
         (("train", "imagefolder", "data.path=images", "--resume"), "contains no run"),
-        (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
+        (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt does not exist"),
         (("report", "images"), "contains no run"),
         (("prepare", "imagefolder", "images", "images"), "already exists"),
         (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere does not exist"),
@@ -251,7 +251,9 @@ def test_an_exported_rendezvous_is_kept_or_rejected() -> None:
 
 def test_a_rank_cannot_share_the_host() -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    assert "--share, but this launch is rank 0 of 1" in refused(here("launch", "--share", "--", "true", **rank))
+    assert "--share applies to a whole job, but this launch is rank 0 of 1" in refused(
+        here("launch", "--share", "--", "true", **rank)
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,4 +263,4 @@ def test_a_working_folder_that_has_been_deleted_is_refused_in_a_line(words: tupl
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
     argv = ("sh", "-c", script, "sh", sys.executable, "-I", "-m", "cputrain", *words)
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-    assert refused(done) == "cputrain: the working folder has been deleted: go to one that exists"
+    assert refused(done) == "cputrain: the working directory has been deleted: change to one that exists"

@@ -53,7 +53,7 @@ def test_a_glob_may_hold_sweeps_and_what_is_no_run(
     assert main(["report", str(sweep), *others, "--output", str(tmp_path / "all.html")]) == 0
     runs = [row["run"] for row in csv.DictReader((tmp_path / "all.csv").open())]
     assert len(runs) == 4
-    assert capsys.readouterr().err == f"left out, as there is no run in them: {others[1]}, {others[2]}\n"
+    assert capsys.readouterr().err == f"skipped, as they contain no run: {others[1]}, {others[2]}\n"
     assert main(["report", *others[1:]]) == 2 and main(["report", str(sweep), str(tmp_path / "absent")]) == 2
 
 

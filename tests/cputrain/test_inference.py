@@ -73,7 +73,7 @@ def test_files_that_are_no_images_are_named_and_the_others_classified(
     (line,) = done.stdout.splitlines()
     assert line.startswith("images/val/class1/000.jpg  class") and line.count(" %") == 3
     assert "cputrain: notes.txt: cannot identify image file\n" in done.stderr and "cputrain: cut.jpg: " in done.stderr
-    assert "2 of 3 images could not be read" in done.stderr
+    assert "2 of 3 images cannot be read" in done.stderr
     for words, message in (
         (("run", "absent.jpg"), "image absent.jpg does not exist"),
         (("images", "cut.jpg"), "images is not a checkpoint"),
@@ -212,7 +212,7 @@ def test_a_file_whose_logits_differ_is_not_written(
     assert list(tmp_path.iterdir()) == []
     shutil.copytree(best, tmp_path / "alone")
     with pytest.raises(
-        InputError, match="comparing logits takes two images, and 1 image can be read: name others with --images"
+        InputError, match="comparing logits needs two images, but only 1 image can be read: give others with --images"
     ):
         export(
             tmp_path / "alone", tmp_path / "n.pt", "state-dict", ENV, image_files([place / "images/val/class0/000.jpg"])
@@ -227,7 +227,7 @@ def test_export_needs_a_name_or_a_format(
     assert main(["export", run]) == 2
     assert "give FILE, or --to safetensors, state-dict, torchscript, onnx" in capsys.readouterr().err
     assert main(["export", run, "net.bin"]) == 2
-    assert "the suffix decides the format: give one of .safetensors (safetensors), " in capsys.readouterr().err
+    assert "the suffix decides the format; give one of .safetensors (safetensors), " in capsys.readouterr().err
     assert main(["export", run, "--to", "torchscript", "--images", images]) == 0
     assert "run.torchscript: " in (out := capsys.readouterr().out) and "logits of 8 images differ" in out
 

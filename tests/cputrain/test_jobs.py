@@ -220,7 +220,7 @@ def test_a_job_whose_first_attempt_failed_before_its_first_step_starts_anew_by_i
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "run starts anew: the run in it had not trained a step" in ran()
+    assert "run starts over, as the run in it had not trained a step" in ran()
     assert read_events(tmp_path / "run")[-1]["steps"] == 2 and load_recipe(str(tmp_path / "run/recipe.yaml")).seed == 1
     assert "run continues after step 2, with max_steps: 2 -> 4" in ran("max_steps=4"), "one that has trained goes on"
     steps = [event["step"] for event in read_events(tmp_path / "run") if event["event"] == "step"]

@@ -35,7 +35,7 @@ def test_a_second_training_is_refused_until_the_first_has_ended_however_it_ended
     folder = recipe.folder
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"locked\n"
-        in_use = f"run is in use: process {first.pid} on {socket.gethostname()} trains there"
+        in_use = f"run is in use: process {first.pid} on {socket.gethostname()} is training there"
         for resume in (False, True):
             with pytest.raises(InputError, match=in_use):
                 check_folder(recipe, SCALE, resume=resume, overwrite=not resume)

@@ -69,7 +69,7 @@ def test_links_to_scratch_are_followed_for_a_run_s_own_files(recipe: Recipe, run
 def test_links_that_lead_nowhere_are_refused_before_anything_is_removed(recipe: Recipe, run: Path) -> None:
     before = files(run)
     (run / "usage").symlink_to("/gone/usage")
-    with pytest.raises(InputError, match=r"run/usage is a link to /gone/usage, which is not there: mount it"):
+    with pytest.raises(InputError, match=r"run/usage is a link to /gone/usage, which does not exist: mount it"):
         overwrite(recipe)
     assert files(run) == before
     (run / "usage").unlink()
@@ -96,7 +96,7 @@ def test_a_file_in_place_of_a_folder_and_the_other_way_round_are_refused_before_
     assert not path.exists()
     if "." not in name:
         path.symlink_to("/gone")
-        with pytest.raises(InputError, match=rf"{path} is a link that leads nowhere: move it away"):
+        with pytest.raises(InputError, match=rf"{path} is a broken link: move it away"):
             check_folder(recipe, SCALE, resume=True, overwrite=False)
 
 

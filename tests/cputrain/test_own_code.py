@@ -44,7 +44,7 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
     assert (tmp_path / "whole/report.html").is_file() and (tmp_path / "whole/plan.json").is_file()
     for words, message in (
         (("eval", "whole"), "a script that calls cputrain.train: run it"),
-        (("export", "whole", "w.pt"), "is of a network of your own code: load model.safetensors in it"),
+        (("export", "whole", "w.pt"), "contains a network from user code: load its model.safetensors"),
     ):
         assert main([str(tmp_path / word) if word == "whole" else word for word in words]) == 2
         assert message in capsys.readouterr().err

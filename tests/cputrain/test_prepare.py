@@ -245,7 +245,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = here("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert "finished shards are kept; repair this and give the same command again" in result.stderr
+    assert "finished shards are kept: fix this and repeat the command" in result.stderr
     (tmp_path / ".second.partial").unlink()
     assert here("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
 

@@ -65,5 +65,5 @@ def test_the_large_batch_study_trains_each_rate_and_the_best_ones_with_more_seed
 def test_trainings_that_cannot_decide_the_claim_are_refused(tmp_path: Path, runs: tuple[str, ...]) -> None:
     write_images(tmp_path / "images", train=12, val=6)
     ran = here("reproduce", "large-batch", *SETTINGS, f"sweep.runs={json.dumps(runs)}", cwd=tmp_path)
-    assert refused(ran).startswith("cputrain: the study compares momentum with lars at each batch above the smallest")
+    assert refused(ran).startswith("cputrain: the study needs one optimizer at the smallest batch")
     assert not (tmp_path / "runs").exists()

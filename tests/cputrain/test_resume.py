@@ -129,7 +129,7 @@ def test_a_finished_run_is_not_trained_again(place: Path) -> None:
         (("epochs=901",), "epochs: 900 -> 901 would change"),
         (
             ("data.path=fewer",),
-            "data.path=fewer has 24 training images of 3 classes, the run in run was trained on 27",
+            "data.path=fewer has 24 training images of 3 classes, but the run in run was trained on 27",
         ),
         (("batch.local=3",), f"the global batch is {3 * PPN} with "),
     ],
@@ -196,15 +196,15 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
     whole = (place / "flipped/model.safetensors").read_bytes()
     (place / "flipped/model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
     requested = {
-        ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
+        ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or give a run folder instead",
         ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
-        ("run", "--checkpoint", "nowhere"): "checkpoint nowhere is not there",
-        ("run", "--checkpoint", "images"): "checkpoint images is not a checkpoint, and has none in it",
+        ("run", "--checkpoint", "nowhere"): "checkpoint nowhere does not exist",
+        ("run", "--checkpoint", "images"): "checkpoint images is not a checkpoint and contains none",
         (
             "run",
             "--checkpoint",
             "junk.pt",
-        ): "checkpoints/; a training starts from a file of weights by model.weights=FILE",
+        ): "checkpoints/; to start a training from a file of weights, set model.weights=FILE",
         ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model (",
     }

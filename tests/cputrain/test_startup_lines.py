@@ -52,5 +52,5 @@ def test_what_the_user_has_chosen_or_nobody_uses_is_not_said_to_be_slow() -> Non
 def test_bf16_is_named_where_its_convolutions_are_faster() -> None:
     fast = ("ccl", "", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc")
     line = output(*fast, bf16_speedup=2.13)[1]
-    assert line.startswith("faster: precision=bf16, in which a convolution is 2.1 times as fast on this CPU")
+    assert line.startswith("faster: precision=bf16, with which a convolution is 2.1 times as fast on this CPU")
     assert len(output(*fast, bf16_speedup=1.1)) == 1

@@ -300,7 +300,7 @@ def test_the_claim_holds_only_where_one_keeps_and_the_other_loses() -> None:
     )
     both_lose = [base, cell(4096, "momentum", 95.0), cell(4096, "lars", 96.0)]
     assert large_batch_verdict(both_lose).startswith(
-        "does not hold here (LARS within 1 point where momentum loses more"
+        "does not hold here (LARS within 1 point at a batch at which momentum loses more"
     )
     assert "4,096: LARS -3.10, momentum -4.10" in large_batch_verdict(both_lose)
     both_hold = [base, cell(1024, "momentum", 97.0), cell(1024, "lars", 99.0)]

@@ -54,8 +54,8 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
     wrong = here("sweep", "imagefolder", *SWEPT, "--grid", "batch.locla=6,9", cwd=place)
     assert "unknown key 'batch.locla'" in refused(wrong)
     for options, expected in (
-        (("--memory", "2"), "--memory goes only with --find-batch"),
-        (("--find-batch", "--workers", "1,2"), "--find-batch goes only with --memory and --output"),
+        (("--memory", "2"), "--memory needs --find-batch"),
+        (("--find-batch", "--workers", "1,2"), "--find-batch can only be combined with --memory and --output"),
         (("--workers", "two"), "--workers 'two' is not a list of worker counts"),
         (("--time", "soon", "--grid", "seed=1,2"), "--time 'soon' is not a time limit"),
     ):
@@ -195,5 +195,5 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
     assert trust == pytest.approx(0.001 * w / (g + 5e-5 * w), rel=1e-2)
     assert rows["bn1.weight"][-1] == "1" and len(rows) == 62
     early = here("bench", "optimizer", "run", "--step", "4", cwd=place)
-    assert refused(early).endswith("run has recorded no norms at step 4: its steps are 3, 6")
+    assert refused(early).endswith("run contains no norms of step 4: give one of the steps 3, 6")
     assert "contains no run" in refused(here("bench", "optimizer", "images", cwd=place))

@@ -118,7 +118,7 @@ def test_what_changes_the_training_is_suggested_only() -> None:
     race = run_race(2, lambda i: (1.0, 0.8)[i], seed=1, resolution=0.02)
     changed = suggestions(Result(candidates=[same, more], race=race))[-1]
     assert changed.startswith("batch.local=8 has 1.25 (") and "with a global batch of 16 instead of 8" in changed
-    assert changed.endswith("it changes the training: nothing uses it unless you set it")
+    assert changed.endswith("this changes the training: it is used only if you set it")
 
 
 def test_what_is_kept_is_for_this_network_precision_and_batch() -> None:
@@ -133,7 +133,7 @@ def test_tune_lists_its_plans_and_refuses_wrong_input(tmp_path: Path) -> None:
     assert listed.returncode == 0 and "plans to try, with generated images" in listed.stdout, listed.stderr
     assert "plan.ppn=1" in listed.stdout and "kept" not in listed.stderr
     for options, expected in (
-        (("--axes", "workers,color"), "--axes 'color' is none of workers, comm"),
+        (("--axes", "workers,color"), "--axes 'color' is not one of workers, comm"),
         (("--time", "soon"), "--time 'soon' is not a time limit"),
         (("batch.locla=3",), "unknown key 'batch.locla'"),
     ):
@@ -165,7 +165,7 @@ def test_what_tune_finds_is_the_reason_of_the_next_plan(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     data = json.loads(ran.stdout)
     assert {row["name"].split(" x ")[0] for row in data["plans"]} >= {"1", "2"} and data["why"].startswith("measured: ")
-    assert data["trials"] >= 10 and "kept in " in ran.stderr
+    assert data["trials"] >= 10 and "saved in " in ran.stderr
     (winner,) = [row for row in data["plans"] if row["won"]]
     told = here("plan", "imagefolder", *SMALL, *quick, cwd=tmp_path, **env)
     assert f"workers per host {winner['name'].split(' x ')[0]}: {data['why']}" in " ".join(told.stdout.split())

@@ -72,7 +72,7 @@ def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
 
     Fails where the command would start again, bound, in place of this process, as `predict` does.
     """
-    from cputrain.cli import _Lines, _run
+    from cputrain.cli import _PrintableFormatter, _run
 
     def restarts(*_: object) -> None:
         pytest.fail(f"{arguments[0]} takes the place of this process: run it by `cputrain`")
@@ -83,7 +83,7 @@ def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
             patch.setenv(name, value)
         for name in ("execv", "execve"):
             patch.setattr(os, name, restarts)
-        with redirect_stderr(io.StringIO()) as err, logged_to(err, _Lines("%(message)s")):
+        with redirect_stderr(io.StringIO()) as err, logged_to(err, _PrintableFormatter("%(message)s")):
             status = _run([*arguments])
     return subprocess.CompletedProcess(
         arguments, status, out.buffer.getvalue().decode(errors="surrogateescape"), err.getvalue()

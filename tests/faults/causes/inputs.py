@@ -221,7 +221,7 @@ FAULTS = (
     refused(
         "--overwrite where logs/ is a link to nowhere",
         overwritten(link_to_nowhere, "run/checkpoints/step-0000020"),
-        "run/logs is a link to /gone/logs, which is not there",
+        "run/logs is a link to /gone/logs, which does not exist",
     ),
     refused("a second training in the folder of one that runs", second_training, "is in use: process"),
 )
