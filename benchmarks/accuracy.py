@@ -1,12 +1,12 @@
-"""The accuracy of bfloat16 or of Winograd's algorithm: the digits and the MNIST study with and without, same seeds.
+"""Accuracy with and without bfloat16 or Winograd's algorithm: trainings on digits and MNIST with the same seeds.
 
     python -m benchmarks.accuracy {bf16,winograd} [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
 
 The digits are the demo's training. With --mnist, a folder of MNIST's four idx files, two trainings of
-`cputrain reproduce large-batch` follow: the baseline, and LARS at 64 times its batch. Runs of one seed have the same
-first weights and the same order of images in both. A change passes where the mean of its differences is no larger than
-the range of the seeds without it, highest less lowest; otherwise the exit status is 1. KEY=VALUE sets a key of all
-recipes. bf16 is slow, not wrong, on processors without instructions for it. Needs two cores.
+`cputrain reproduce large-batch` follow: the baseline, and LARS at 64 times its batch. Runs with the same seed start
+from the same weights and read images in the same order. A change passes if the mean of its differences is no larger
+than the range of the seeds without it; otherwise the exit status is 1. KEY=VALUE sets a key of all recipes. bf16 is
+slow, but not wrong, on processors without instructions for it. Needs two cores.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LARS_4096 = ("batch.local=2048", "optim.name=lars", "schedule.peak_rate=10.0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A training: a recipe, settings of it, and its prepared data."""
+    """A training: recipe, settings and prepared data."""
 
     name: str
     recipe: str
@@ -37,37 +37,37 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The top-1 in percent of each seed, in the same order without and with the change."""
+    """Top-1 in percent of each seed, in the same order without and with the change."""
 
     before: tuple[float, ...]
     after: tuple[float, ...]
 
     @property
     def allowed(self) -> float:
-        """The range of the seeds without the change."""
+        """Range of the seeds without the change."""
         return max(self.before) - min(self.before)
 
     @property
     def difference(self) -> float:
-        """The mean over seeds of top-1 with the change less top-1 without it, in points."""
+        """Mean over the seeds of top-1 with the change minus top-1 without it, in points."""
         return mean(b - a for a, b in zip(self.before, self.after, strict=True))
 
     @property
     def is_within(self) -> bool:
-        """Whether the change makes no larger a difference than seeds do."""
+        """Whether the change makes no larger a difference than the seed does."""
         return abs(self.difference) <= self.allowed + 1e-9  # top-1 is a quotient
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("change", choices=CHANGES)
-    parser.add_argument("--mnist", type=Path, help="a folder with MNIST's idx files")
+    parser.add_argument("--mnist", type=Path, help="folder with MNIST's idx files")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", action="append", metavar="WORD", help="studies whose names have one of these")
+    parser.add_argument("--only", action="append", metavar="WORD", help="only studies whose names contain WORD")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args()
     if options.seeds < 2:
-        sys.exit("--seeds: one seed has no range: set it to 2 or more")
+        sys.exit("--seeds: one seed has no range; set it to 2 or more")
     with tempfile.TemporaryDirectory() as scratch:
         results = {
             study.name: trained(study, Path(scratch), options.seeds, CHANGES[options.change], options.settings)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
-    """The trainings, each after its data are prepared."""
+    """Yield the trainings, each after preparing its data."""
     digits = scratch / "digits"
     start("prepare", "digits", scratch / "digits-folder", digits)
     yield Study(name="digits, ResNet-50, 64 x 64, momentum, batch 32", recipe="demo-digits", data=digits)
@@ -91,7 +91,7 @@ def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
 
 
 def trained(study: Study, scratch: Path, seeds: int, change: tuple[str, ...], settings: list[str]) -> Result:
-    """Train with each seed without and with the change in turns."""
+    """Train each seed without and with the change, alternating."""
     found: dict[tuple[str, ...], list[float]] = {DIRECT: [], change: []}
     for seed in range(1, seeds + 1):
         for own, top1 in found.items():
@@ -122,7 +122,7 @@ def spread(values: tuple[float, ...]) -> str:
 
 
 def start(*arguments: object) -> None:
-    """Run a command of cputrain to its end; a failure is this benchmark's failure."""
+    """Run a command of cputrain; a failure ends the benchmark."""
     argv = [sys.executable, "-m", "cputrain", *map(str, arguments)]
     result = subprocess.run(
         argv,

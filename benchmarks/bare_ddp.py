@@ -1,6 +1,6 @@
-"""The peer of benchmarks/step_overhead.py: DDP and nothing else on a network of one weight; prints microseconds a step.
+"""Peer of benchmarks/step_overhead.py: only DDP, on a network of one weight; prints microseconds per step.
 
-Every line is the mean step of a window of steps, on rank 0.
+Each line is the mean step of a window of steps, on rank 0.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("\n".join(f"{1e6 * seconds:.1f}" for seconds in taken), flush=True)
     dist.barrier()
-    os._exit(0)  # the end of torch's gloo group waits, with Python's lock, for a thread that may want that lock
+    os._exit(0)  # destroying torch's gloo group would wait, holding the GIL, for a thread that may need the GIL
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What checkpoints cost a training: ResNet-50 with momentum, saved in the background, on this machine.
+"""Cost of checkpoints during a training: ResNet-50 with momentum, saved in the background, on this machine.
 
     python -m benchmarks.checkpoint_stall [--rounds 5] [--seconds 30] [--every 10] [--batch 8] [--folder DIR]
-    cputrain launch --ppn 2 -- python -m benchmarks.checkpoint_stall          # as many workers as a training has
+    cputrain launch --ppn 2 -- python -m benchmarks.checkpoint_stall          # with the workers of a real training
 
-In each round the same training goes on for so many seconds without checkpoints, and for as many with one every few
-seconds; the two take turns in being first. A checkpoint's stall is what the steps with checkpoints have taken longer,
-with the calls that begin them, divided by their number. Its share is that of one checkpoint in five minutes, the
-default. Beside it: the time of the checksums, of reading and verifying, and of a synchronous
-torch.save of the same state. Other processes' share of the CPU time tells how far to trust a run.
+In each round the same training runs for --seconds without checkpoints, and for --seconds with one every --every
+seconds; the order alternates. A checkpoint's stall is the extra time of the steps with checkpoints, including the calls
+that start them, divided by the number of checkpoints. Its share assumes one checkpoint in five minutes, the default.
+Also prints the time of checksums, of reading and verifying, and of a synchronous torch.save of the same state. The CPU
+time of other processes shows how reliable a run is.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Seconds = dict[str, list[float]]
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """A training, and where it is saved; `step` counts its steps."""
+    """A training and its checkpoint folder; `step` counts its steps."""
 
     state: TrainState
     writer: CheckpointWriter
@@ -60,7 +60,7 @@ class Trial:
     calls_s: list[float] = field(default_factory=list)
 
     def train(self, seconds: float, every_s: float | None) -> tuple[float, int]:
-        """Train that long, with a checkpoint every so many seconds; seconds and steps. All ranks do the same steps."""
+        """Train for a time, with periodic checkpoints; return seconds and steps. All ranks make the same steps."""
         begun, steps, saved = time.perf_counter(), 0, 0
         while (at := self._common(time.perf_counter() - begun)) < seconds:
             if every_s is not None and at >= saved * every_s:
@@ -74,7 +74,7 @@ class Trial:
         return time.perf_counter() - begun, steps
 
     def _common(self, seconds: float) -> float:
-        """Rank 0's clock, which decides for all."""
+        """Return rank 0's clock, broadcast to all ranks."""
         if dist.get_world_size() == 1:
             return seconds
         value = torch.tensor([seconds], dtype=torch.float64)
@@ -93,10 +93,10 @@ class Trial:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of training with and without checkpoints")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration with and without checkpoints")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints")
-    parser.add_argument("--batch", type=int, default=8, help="images of a worker's step")
-    parser.add_argument("--folder", type=Path, help="on the file system to measure  [default: a temporary one]")
+    parser.add_argument("--batch", type=int, default=8, help="images per step and worker")
+    parser.add_argument("--folder", type=Path, help="on the file system to measure  [default: a temporary folder]")
     options = parser.parse_args()
     store: Store
     if "RANK" in os.environ:
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def made_trial(folder: Path, store: Store, batch: int) -> Trial:
-    """ResNet-50 with momentum in DDP, as a training has them."""
+    """Build ResNet-50 with momentum in DDP, as a training does."""
     recipe = Recipe(comm=CommSection(bucket_mib=25.0))
     engine = choose_engine(recipe.engine, recipe.precision, os.environ)
     network = prepare_model(build_model(recipe.model, CLASSES, 224), engine, recipe.precision)
@@ -143,7 +143,7 @@ def made_trial(folder: Path, store: Store, batch: int) -> Trial:
 
 
 def measure(trial: Trial, rounds: int, seconds: float, every_s: float) -> Seconds:
-    """Seconds by what takes them, one value for each round."""
+    """Return seconds by activity, one value per round."""
     trial.train(seconds / 4, None)  # a warm-up
     found: Seconds = {}
     usage = CoreUsage(os.sched_getaffinity(0))
@@ -166,7 +166,7 @@ def measure(trial: Trial, rounds: int, seconds: float, every_s: float) -> Second
 
 
 def beside(trial: Trial, folder: Path) -> Seconds:
-    """What a checkpoint's parts take, on rank 0, beside no training."""
+    """Time the parts of a checkpoint on rank 0, without a training."""
     path = folder / name_of(trial.step)
     if not path.is_dir():
         path = max(folder.glob("step-*"))
@@ -179,7 +179,7 @@ def beside(trial: Trial, folder: Path) -> Seconds:
 
 
 def manifest_of(step: int, optimizer: Any) -> Manifest:
-    """The manifest of a checkpoint, as a training makes it."""
+    """Build the manifest of a checkpoint as a training does."""
     training = TrainingRecord(
         epoch_done=False,
         own_statistics=True,
@@ -197,7 +197,7 @@ def manifest_of(step: int, optimizer: Any) -> Manifest:
 
 
 def plain_save(state: TrainState, path: Path) -> None:
-    """What most scripts do, and a disk's synchronization, without which the time is the page cache's."""
+    """Save as most scripts do, followed by fsync, without which only the page cache would be timed."""
     with path.open("wb") as file:
         torch.save({"model": state.network.state_dict(), "optimizer": state.optimizer.state_dict()}, file)
         file.flush()
@@ -205,14 +205,14 @@ def plain_save(state: TrainState, path: Path) -> None:
 
 
 def timed_s(action: Callable[[], Any]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds of a call."""
     begun = time.perf_counter()
     action()
     return time.perf_counter() - begun
 
 
 def show(found: Seconds, options: argparse.Namespace) -> None:
-    """Print medians and ranges, and the stall's share of the interval between two checkpoints."""
+    """Print medians and ranges, and the stall as a share of the interval between two checkpoints."""
     workers = dist.get_world_size()
     print(
         f"ResNet-50 with momentum, 205 MB, {workers} x {options.batch} images, {torch.get_num_threads()} threads each"

@@ -1,9 +1,9 @@
-"""All-reduces and training steps of two ranks of this host, a PU each: our ccl backend against its peers in one run.
+"""All-reduces and training steps of two ranks on this host, one PU each: the ccl backend and its peers in one run.
 
     python -m benchmarks.comm [--rounds 3] [--crop 64]
 
-Peers: oneCCL without Python (benchmarks/bare_ccl.cpp), gloo, Intel MPI's own benchmark (IMB-MPI1), and the time to copy
-the bytes once. Rounds are interleaved; medians of the rounds' medians. Needs two cores and the ccl extra.
+Peers: oneCCL without Python (benchmarks/bare_ccl.cpp), gloo, Intel MPI's benchmark (IMB-MPI1), and a single copy of the
+same bytes. Rounds are interleaved; figures are medians of the rounds' medians. Needs two cores and the ccl extra.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def show_allreduce(rounds: int, bare: Path, scratch: Path) -> None:
-    """The table of all-reduces."""
+    """Print the table of all-reduces."""
     python = (sys.executable, "-m", "benchmarks.comm_rank")
     sizes = tuple(map(str, SIZES))
     numbers = iter(range(1000))
@@ -89,7 +89,7 @@ def show_allreduce(rounds: int, bare: Path, scratch: Path) -> None:
 
 
 def show_steps(rounds: int, batch: int, crop: int) -> None:
-    """The table of ResNet-50 steps; exposed: what a step takes more than one without communication."""
+    """Print the table of ResNet-50 steps; exposed: extra time of a step compared to one without communication."""
     contenders = {"gloo": ("gloo", "ofi"), "ccl, mpi": ("ccl", "mpi"), "ccl, ofi": ("ccl", "ofi")}
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for number in range(rounds):
@@ -115,14 +115,16 @@ def show_steps(rounds: int, batch: int, crop: int) -> None:
 
 
 def environment(transport: str, rank: int) -> dict[str, str]:
-    """What a rank of two needs to run over a transport."""
+    """Return the environment of one of two ranks for a transport."""
     place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, convention="env")
-    told = {name: value for name, value, _ in settings(LIBRARIES, place, Transport(name=transport, why="compared"), {})}
-    return {**told, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}
+    variables = {
+        name: value for name, value, _ in settings(LIBRARIES, place, Transport(name=transport, why="compared"), {})
+    }
+    return {**variables, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}
 
 
 def both(commands: list[tuple[str, ...]], transport: str) -> list[dict[str, float]]:
-    """Run a command as each of two ranks, bound to a PU each; the JSON lines of their output."""
+    """Run a command as two ranks, each bound to a PU; return the JSON lines of their output."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if transport == "mpi":
         argv = [str(PREFIX / "bin/mpiexec.hydra"), "-genv", "I_MPI_PIN", "0"]
@@ -134,8 +136,8 @@ def both(commands: list[tuple[str, ...]], transport: str) -> list[dict[str, floa
         return lines(done.stdout)
     processes = []
     for rank, command in enumerate(commands):
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        mine = {**env, **environment("ofi", rank), **{name: str(value) for name, value in told.items()}}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        mine = {**env, **environment("ofi", rank), **{name: str(value) for name, value in variables.items()}}
         processes.append(
             subprocess.Popen(
                 ["taskset", "-c", str(PUS[rank]), *command],
@@ -159,7 +161,7 @@ def times_of(said: list[dict[str, float]]) -> Times:
 
 
 def imb() -> Times:
-    """Intel MPI's own measurement of its all-reduce."""
+    """Run Intel MPI's all-reduce benchmark."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
         file.write("\n".join(map(str, SIZES)) + "\n")
         file.flush()
@@ -185,7 +187,7 @@ def imb() -> Times:
 
 
 def copy_times() -> Times:
-    """The time to copy each size once, on one core."""
+    """Time one copy of each size on one core."""
     code = (
         "import json, os, sys, time, torch\n"
         f"os.sched_setaffinity(0, [{PUS[0]}])\ntorch.set_num_threads(1)\n"
@@ -200,7 +202,7 @@ def copy_times() -> Times:
 
 
 def compile_bare(folder: Path) -> Path:
-    """benchmarks/bare_ccl.cpp as a program."""
+    """Compile benchmarks/bare_ccl.cpp."""
     program = folder / "bare_ccl"
     argv = [compiler(os.environ) or "c++", "-std=c++17", "-O2", f"-I{LIBRARIES.include}", str(HERE / "bare_ccl.cpp")]
     argv += ["-o", str(program), f"-L{LIBRARIES.ccl.parent}", f"-l:{LIBRARIES.ccl.name}", "-Wl,--disable-new-dtags"]

@@ -2,16 +2,16 @@
 
     python -m benchmarks.comm_hosts [--rounds 2] [--rate 1gbit]
 
-Exposed: what a step takes more than one without communication. Two levels: the all-reduce made by hand of one inside
-each host and one over the hosts, with two ranks a host. The limit: what the links carry in a ring of hosts. The hosts
-share this machine's cores: times are this table's own, ratios count. Needs root, iproute2 and openssh-server.
+Exposed: extra time of a step compared to one without communication. Two levels: a manual all-reduce, first inside each
+host and then over the hosts, with two ranks per host. Limit: the links' bandwidth in a ring of hosts. The hosts share
+this machine's cores, so ratios count rather than absolute times. Needs root, iproute2 and openssh-server.
 """
 
 import argparse
 import sys
 from statistics import median
 
-from benchmarks.hosts import benchmark_hosts, bits_per_s, told_by_rank_0
+from benchmarks.hosts import benchmark_hosts, bits_per_s, lines_of_rank_0
 from tests.support.fake_hosts import FakeHosts
 
 HOSTS, BATCH, CROP, STEPS = 4, 4, 64, 3
@@ -39,13 +39,13 @@ def main() -> None:
 
 
 def print_steps(hosts: FakeHosts, rounds: int, rate: str) -> None:
-    """A rank a host trains; steps with and without communication."""
+    """Train with one rank per host; print steps with and without communication."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for number in range(rounds):
         for name, (backend, *more) in CONTENDERS.items():
             print(f"round {number + 1}/{rounds}  {name}", file=sys.stderr)
             program = (backend, "ddp", str(STEPS), "resnet50", str(BATCH), str(CROP), *more)
-            measured[name] += told_by_rank_0(hosts, program, range(HOSTS))
+            measured[name] += lines_of_rank_0(hosts, program, range(HOSTS))
     what = f"{HOSTS} hosts, {rate}, {BATCH} x {CROP} x {CROP} a rank"
     print(f"| {what} | step, s | alone, s | exposed, s | of gloo's |\n|---|---|---|---|---|")
     exposed = {name: median(row["step"] - row["no_sync"] for row in rows) for name, rows in measured.items()}
@@ -55,7 +55,7 @@ def print_steps(hosts: FakeHosts, rounds: int, rate: str) -> None:
 
 
 def print_levels(hosts: FakeHosts, rounds: int, rate: str) -> None:
-    """Two ranks a host; the backends' own all-reduce beside one of two levels."""
+    """Compare the backends' all-reduce with one of two levels, with two ranks per host."""
     columns = " | ".join(f"{size >> 10:,} KiB: own, ms | two levels, ms" for size in SIZES)
     print(f"\n| {HOSTS} x 2 ranks, {rate} | {columns} |\n|---|{'---|' * 2 * len(SIZES)}")
     limits = (2 * (HOSTS - 1) / HOSTS * size * 8 / bits_per_s(rate) for size in SIZES)
@@ -64,7 +64,7 @@ def print_levels(hosts: FakeHosts, rounds: int, rate: str) -> None:
     for name, (backend, settings) in LEVELS.items():
         print(f"all-reduce  {name}", file=sys.stderr)
         program = (backend, "levels", str(4 * rounds), *map(str, SIZES))
-        rows = told_by_rank_0(hosts, program, places, settings)
+        rows = lines_of_rank_0(hosts, program, places, settings)
         cells = (f"{1000 * row['flat']:.1f} | {1000 * row['levels']:.1f}" for row in rows)
         print(f"| {name} | {' | '.join(cells)} |")
 

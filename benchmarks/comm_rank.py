@@ -1,4 +1,4 @@
-"""One rank of other benchmarks: all-reduces, or training steps, over a c10d backend; rank 0 prints JSON lines.
+"""One rank of other benchmarks: all-reduces or training steps over a c10d backend; rank 0 prints JSON lines.
 
 python -m benchmarks.comm_rank ccl|gloo allreduce ROUNDS BYTES...
 python -m benchmarks.comm_rank ccl|gloo levels ROUNDS BYTES...
@@ -66,7 +66,7 @@ def tell(**values: float) -> None:
 
 
 def allreduce(size: int, rounds: int) -> float:
-    """Median seconds of an all-reduce of so many bytes of float32."""
+    """Return the median seconds of an all-reduce of `size` bytes of float32."""
     values = torch.ones(size // 4)
 
     def once() -> None:
@@ -76,7 +76,7 @@ def allreduce(size: int, rounds: int) -> float:
 
 
 def two_levels(per_host: int) -> Callable[[torch.Tensor], None]:
-    """An all-reduce by hand: sums scattered inside each host, parts summed over the hosts, gathered again."""
+    """All-reduce manually: reduce-scatter inside each host, all-reduce over the hosts, all-gather inside each host."""
     me, world = dist.get_rank(), dist.get_world_size()
     inside = [dist.new_group(range(first, first + per_host)) for first in range(0, world, per_host)][me // per_host]
     across = [dist.new_group(range(local, world, per_host)) for local in range(per_host)][me % per_host]
@@ -101,8 +101,8 @@ def timed(act: Callable[[], object], rounds: int) -> float:
 
 
 def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -> dict[str, float]:
-    """Median seconds of a step of DDP's, of one without communication, of an all-reduce and of a copy of REDUCED bytes,
-    in turns; all ranks copy at the same time."""
+    """Return the median seconds of a DDP step, a step without communication, an all-reduce, and a copy of REDUCED bytes
+    by all ranks at once; measured in turns."""
     wrapped = DistributedDataParallel(built(network, crop), gradient_as_bucket_view=True)
     if compressed:
         from cputrain.comm import Bf16AllReduceHook
@@ -127,7 +127,7 @@ def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -
 
 
 def alone(rounds: int, network: str, crop: int, batches: list[int]) -> dict[int, float]:
-    """Median seconds of a step by local batch, without any communication, and for 0 of a copy of REDUCED bytes."""
+    """Return the median seconds of a step without communication by local batch, and of a copy of REDUCED bytes as 0."""
     model = built(network, crop)
     acts: dict[int, Callable[[], object]] = {batch: partial(train, model, batch, crop) for batch in batches}
     values = torch.ones(REDUCED // 4)
@@ -142,14 +142,14 @@ def built(network: str, crop: int) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, batch: int, crop: int) -> None:
-    """A step without the optimizer."""
+    """Compute a step without the optimizer."""
     images = torch.full((batch, 3, crop, crop), 0.5).to(memory_format=torch.channels_last)
     cross_entropy(model(images), torch.zeros(batch, dtype=torch.long)).backward()
     model.zero_grad()
 
 
 def in_turns(acts: dict[K, Callable[[], object]], rounds: int) -> dict[K, float]:
-    """The median seconds of each act; what disturbs a round meets all of them."""
+    """Return the median seconds of each function, called in turns so that a disturbance affects all of them."""
     seconds: dict[K, list[float]] = {name: [] for name in acts}
     for _ in range(rounds):
         for name, act in acts.items():

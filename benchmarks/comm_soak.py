@@ -1,10 +1,10 @@
-"""Memory of ranks over many collectives of sizes that never repeat, under four starters, each in a plain environment.
+"""Memory of ranks over many collectives of sizes that never repeat, under four launchers, each in a plain environment.
 
     python -m benchmarks.comm_soak [--count 10000] [--starters torchrun,mpirun,spawn,launch] [--cache]
 
-Prints the growth of each rank's resident memory, MiB, from a fifth of the collectives to the end, and the seconds.
-`--cache` lets oneCCL keep its buffers (CCL_BUFFER_CACHE=1), which shows what they cost and what they are worth.
-mpirun is the first one on PATH.
+Prints each rank's growth of resident memory in MiB, from a fifth of the collectives to the end, and the seconds.
+`--cache` lets oneCCL keep its buffers (CCL_BUFFER_CACHE=1), to measure their cost and benefit. mpirun is the first one
+on PATH.
 """
 
 import argparse
@@ -22,7 +22,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def commands(count: int, output: str) -> dict[str, tuple[str, ...]]:
-    """The command of two ranks by starter."""
+    """Return the command that starts two ranks, by launcher."""
     python = sys.executable
     soak = ("-m", PROGRAM, "ccl", "soak", str(count))
     return {
@@ -34,7 +34,7 @@ def commands(count: int, output: str) -> dict[str, tuple[str, ...]]:
 
 
 def measured(argv: tuple[str, ...], env: dict[str, str]) -> str:
-    """A row of the table: each rank's growth, and the seconds. Ends the benchmark where the ranks fail."""
+    """Return a row of the table: each rank's growth, and the seconds. Exits if the ranks fail."""
     started = time.perf_counter()
     done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:

@@ -1,9 +1,9 @@
-"""The limit: ResNet-50's convolutions by oneDNN and nothing else, forward and backward.
+"""Lower limit of a training step: ResNet-50's convolutions alone, by oneDNN, forward and backward.
 
     python -m benchmarks.convolutions_alone --batch 16 --steps 4 [--threads 1] [--bf16]
 
-Prints the median seconds of a pass over all layers: of a training step that does nothing else. Under torchrun the
-processes compute at the same time, a core each.
+Prints the median seconds of a pass over all layers. Under torchrun the processes compute at the same time, with one
+core each.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIDE = 224
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A layer, its input and its output's gradient; the first layer's input needs no gradient."""
+    """A layer with its input and its output's gradient; the first layer's input needs no gradient."""
 
     layer: nn.Conv2d
     images: Tensor
@@ -38,8 +38,8 @@ class Convolution:
     def backward(self) -> None:
         layer = self.layer
         geometry = (layer.stride, layer.padding, (1, 1), False, (0, 0), layer.groups)
-        wanted = (not self.first, True, False)
-        torch.ops.aten.convolution_backward(self.gradient, self.images, layer.weight, None, *geometry, wanted)
+        mask = (not self.first, True, False)
+        torch.ops.aten.convolution_backward(self.gradient, self.images, layer.weight, None, *geometry, mask)
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def convolutions(batch: int, dtype: torch.dtype) -> list[Convolution]:
-    """All convolutions in their order, with images of their sizes."""
+    """Return all convolutions in order, with inputs of their sizes."""
     network = import_torchvision("models").resnet50().to(memory_format=torch.channels_last)
     made: list[Convolution] = []
 

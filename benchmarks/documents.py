@@ -1,9 +1,9 @@
-"""Every experiment of the reference documents at this machine's size: the table of docs/documents.md.
+"""Every experiment of the reference documents at this machine's scale: the table of docs/documents.md.
 
     python -m benchmarks.documents --mnist DIR --photos DIR [--only TEXT]
 
-runs each row's small commands as a user would, in a folder of their own, and prints the tables with what came of them.
-A row that fails shows its last line of output, and makes the exit status 1.
+Runs each row's small commands as a user would, in a separate folder, and prints the tables with the results. A row that
+fails shows its last line of output, and makes the exit status 1.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-LIMIT_S = 1200  # of one command
+LIMIT_S = 1200  # per command
 HEADS = ("experiment", "at full size", "on two cores", "shown here", "s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An experiment, as documents.yaml has it."""
+    """An experiment of documents.yaml."""
 
     document: str
     experiment: str
@@ -39,7 +39,7 @@ class Row:
 
 
 def rows_of_documents() -> tuple[Row, ...]:
-    """The experiments, document by document."""
+    """Return the experiments, document by document."""
     data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
     def row(document: str, *, full: Any = (), small: Any = (), same: str | None = None, shows: Any, **rest: Any) -> Row:
@@ -51,11 +51,11 @@ def rows_of_documents() -> tuple[Row, ...]:
 
 
 def main() -> int:
-    """Exit status 0 where every row showed what it should."""
+    """Return exit status 0 if every row shows what it should."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__)
-    parser.add_argument("--mnist", type=Path, required=True, help="folder of MNIST's four files")
+    parser.add_argument("--mnist", type=Path, required=True, help="folder with MNIST's four files")
     parser.add_argument("--photos", type=Path, required=True, help="folder with train/CLASS/* and val/CLASS/*")
-    parser.add_argument("--only", default="", help="rows whose document or experiment contains this text")
+    parser.add_argument("--only", default="", help="only rows whose document or experiment contains this text")
     options = parser.parse_args()
     chosen = [row for row in rows_of_documents() if options.only in f"{row.document}: {row.experiment}"]
     failed = 0
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def prepare(data: Path, mnist: Path, photos: Path) -> None:
-    """The data that the small commands name, made by the project's own command."""
+    """Prepare the data that the small commands name, with cputrain's commands."""
     data.mkdir()
     (data / "photos").symlink_to(photos)
     for out, more in (("mnist", ()), ("mnist-3-splits", ("--val-fraction", "1/6"))):
@@ -86,7 +86,7 @@ def prepare(data: Path, mnist: Path, photos: Path) -> None:
 
 
 def run(row: Row, folder: Path) -> tuple[bool, str]:
-    """Whether the row's small commands show what they should, and what that is or how they failed."""
+    """Return whether the row's small commands show what they should, and the output shown or the failure."""
     output = ""
     for command in row.small:
         argv = shlex.split(command)
@@ -107,18 +107,18 @@ def run(row: Row, folder: Path) -> tuple[bool, str]:
 
 
 def environment() -> dict[str, str]:
-    """As after activating this Python's virtual environment, with a progress bar now and then."""
+    """Return an environment as after activating this Python's virtual environment, with rare progress updates."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"TQDM_MININTERVAL": "30", **os.environ, "PATH": path}
 
 
 def commands(lines: tuple[str, ...]) -> str:
-    """Command lines in a cell."""
+    """Format command lines for a table cell."""
     return "<br>".join(f"`{cell(line)}`" for line in lines)
 
 
 def cell(text: str) -> str:
-    """Text that ends no cell."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 

@@ -1,12 +1,13 @@
-"""Engines, precisions, workers, allocators and OpenMP runtimes on this machine: ratios of images/s in one run.
+"""Engines, precisions, workers, allocators and OpenMP runtimes on this machine: relative images/s in one run.
 
     python -m benchmarks.engines [--rounds 3] [--steps 6] [--batch 16] [--side 224]
         [--ipex-python PYTHON] [--only WORD ...]
 
-Each row trains ResNet-50 on generated images by `cputrain train`, as 1 worker of all cores and as 1 worker a core, with
-the same global batch. Rounds are interleaved; a row's figure is the median over rounds of its median step, without the
-first step. What this machine does not have is named with the reason. ipex is measured by the Python named, whose torch
-is 2.8; its row "native, torch 2.8" tells engine from release. --only keeps the rows whose names have one of the words.
+Each row trains ResNet-50 on generated images with `cputrain train`, with 1 worker on all cores and with 1 worker per
+core, at the same global batch. Rounds are interleaved; a row's figure is the median over rounds of its median step,
+without the first step. Rows that this machine cannot run are listed with the reason. ipex is measured with the given
+Python, whose torch is 2.8; its row "native, torch 2.8" separates engine from release. --only selects rows whose names
+contain one of the words.
 """
 
 import argparse
@@ -34,9 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=16, help="images of a core")
+    parser.add_argument("--batch", type=int, default=16, help="images per core")
     parser.add_argument("--side", type=int, default=224)
-    parser.add_argument("--ipex-python", help="a Python with cputrain[ipex]")
+    parser.add_argument("--ipex-python", help="Python with cputrain[ipex]")
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def rows_of(cores: int, ipex_python: str | None) -> list[Row]:
-    """The rows, of which the first is what the others are compared with."""
+    """Return the rows; the others are compared with the first one."""
     layouts = {f"{cores} x 1": cores, f"1 x {cores}": 1} if cores > 1 else {"1 x 1": 1}
     rows = [
         Row(
@@ -96,7 +97,7 @@ def rows_of(cores: int, ipex_python: str | None) -> list[Row]:
 
 
 def trained(row: Row, run: Path, cores: int, options: argparse.Namespace) -> float | str:
-    """Images per second of the median step without the first, by events' times; a text where it cannot train so."""
+    """Return images/s of the median step without the first, from event times; or the reason why it cannot train."""
     workers = next(int(value) for key, _, value in (s.partition("=") for s in row.settings) if key == "plan.ppn")
     settings = (
         *("data.path=synthetic", f"data.crop={options.side}", f"batch.local={options.batch * cores // workers}"),

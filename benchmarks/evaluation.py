@@ -1,10 +1,10 @@
-"""An evaluation's forward pass by an expert, with folded batch-norm, and by Winograd's algorithm: CPU seconds.
+"""CPU seconds of an evaluation's forward pass: as an expert writes it, with folded batch-norm, and with Winograd.
 
     python -m benchmarks.evaluation [--network resnet50] [--batch 32] [--side 224] [--rounds 5] [--bf16]
 
-One thread. The expert has channels-last images, the inference mode, and batch-norm folded by torch.fx. Contenders take
-turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and the logits are
-compared. CPU time, not time on the clock: other processes disturb it less.
+One thread. The expert uses channels-last images, inference mode, and batch-norm folded by torch.fx. Contenders take
+turns; the first round is a warm-up. Folding, done once per evaluation, is a separate row, and the logits are compared.
+CPU time is used because other processes disturb it less than wall time.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def network_of(name: str, side: int, engine: Engine, precision: str) -> nn.Module:
-    """A network with statistics of its own, as after a training."""
+    """Return a network with non-trivial batch-norm statistics, as after a training."""
     torch.manual_seed(1)
     network = prepare_model(build_model(ModelSection(name=name), CLASSES, side), engine, precision)
     for layer in batchnorms(network):
@@ -83,7 +83,7 @@ def network_of(name: str, side: int, engine: Engine, precision: str) -> nn.Modul
 
 
 def timed(run):  # type: ignore[no-untyped-def]
-    """CPU seconds of a call, and what it returns."""
+    """Return the CPU seconds of a call, and its result."""
     started = time.thread_time()
     found = run()
     return time.thread_time() - started, found

@@ -1,11 +1,11 @@
-"""The gradients of a whole network by direct and by Winograd's convolutions, each against float64.
+"""Gradients of a whole network with direct and with Winograd convolutions, each compared to float64.
 
     python -m benchmarks.gradients [--model resnet50] [--images 8] [--size 224] [--seeds 5]
 
-One backward pass of the first weights over random images. The error of a layer is the norm of its weight gradient's
-difference from float64, in units of the norm of float64's; medians over the seeds. Where rounding moves a value across
-ReLU's zero, its gradient appears or disappears whole, so that a deep network's errors are far above rounding with any
-algorithm. Winograd computes all layers that it can, whatever is faster here.
+One backward pass of the initial weights over random images. The error of a layer is the norm of its weight gradient's
+difference from float64, relative to the norm in float64; medians over the seeds. If rounding moves a value across
+ReLU's zero, its whole gradient appears or disappears, so that a deep network's errors are far above rounding with any
+algorithm. Winograd computes every layer that it can, even if it is slower here.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def errors(model: str, count: int, size: int, seed: int) -> dict[str, list[float]]:
-    """The error of each parameter's gradient, by algorithm and precision."""
+    """Return the error of each parameter's gradient, by algorithm and precision."""
     torch.manual_seed(seed)
     network = build_model(ModelSection(name=model), CLASSES, size)
     images = torch.randn(count, 3, size, size).to(memory_format=torch.channels_last)
@@ -57,7 +57,7 @@ def errors(model: str, count: int, size: int, seed: int) -> dict[str, list[float
 
 
 def gradients(network: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Gradients:
-    """Each parameter's gradient of the mean cross-entropy, computed in `dtype`."""
+    """Return each parameter's gradient of the mean cross-entropy, computed in `dtype`."""
     network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         outputs = network(images)

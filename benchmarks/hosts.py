@@ -1,4 +1,4 @@
-"""Hosts for a benchmark, network namespaces of this one, and ranks of benchmarks.comm_rank on them."""
+"""Hosts for benchmarks (network namespaces of this host), and ranks of benchmarks.comm_rank on them."""
 
 import json
 import signal
@@ -17,8 +17,8 @@ from tests.support.fake_hosts import FakeHosts, fake_hosts
 
 @contextmanager
 def benchmark_hosts(count: int) -> Iterator[FakeHosts]:
-    """So many hosts, h1 to hN, in a temporary folder. SIGTERM (`timeout`) ends the benchmark as an error does, so that
-    neither they nor the bridge between them are left behind."""
+    """Yield `count` hosts, h1 to hN, in a temporary folder. SIGTERM (`timeout`) ends the benchmark like an error, so
+    that the hosts and the bridge between them are removed."""
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with tempfile.TemporaryDirectory() as folder, fake_hosts(Path(folder), count) as hosts:
@@ -28,13 +28,13 @@ def benchmark_hosts(count: int) -> Iterator[FakeHosts]:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the cleanup
+    signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
     sys.exit(128 + number)
 
 
 BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PORTS = count(29600)
-# As the planner sets them: the allocator keeps memory; the fabric of plain Ethernet.
+# As the planner sets them: an allocator that keeps its memory, and the fabric of plain Ethernet.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -45,14 +45,14 @@ SETTINGS = {
 
 
 def bits_per_s(rate: str) -> float:
-    """Bits/s of a rate in the units of tc, as 100mbit."""
+    """Parse a rate in the units of tc, such as 100mbit, to bits/s."""
     return float(rate[:-4]) * BITS_PER_S[rate[-4:]]
 
 
-def told_by_rank_0(
+def lines_of_rank_0(
     hosts: FakeHosts, program: Sequence[str], places: Sequence[int], settings: Mapping[str, str] | None = None
 ) -> list[dict[str, float]]:
-    """The lines of benchmarks.comm_rank; a rank runs on the host of each place, with these settings besides."""
+    """Run benchmarks.comm_rank and return its lines; each place is the host of a rank, with additional settings."""
     asked = subprocess.run(
         hosts.inside(hosts.names[0], "hostname", "-I"), capture_output=True, encoding="utf-8", check=True
     )
@@ -65,8 +65,8 @@ def told_by_rank_0(
             local_world_size=places.count(place),
             convention="env",
         )
-        told = {**SETTINGS, **(settings or {}), **rendezvous(rank, address, port)}
-        words = ("env", *(f"{name}={value}" for name, value in told.items()), sys.executable)
+        variables = {**SETTINGS, **(settings or {}), **rendezvous(rank, address, port)}
+        words = ("env", *(f"{name}={value}" for name, value in variables.items()), sys.executable)
         argv = hosts.inside(hosts.names[place], *words, "-m", "benchmarks.comm_rank", *program)
         ranks.append(
             subprocess.Popen(

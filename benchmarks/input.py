@@ -1,10 +1,10 @@
-"""Images per CPU-second of one core, from encoded bytes to a batch: ours, the peers that are installed, and the limit.
+"""Images per CPU-second of one core, from encoded bytes to a batch: cputrain, the installed peers, and the limit.
 
     python -m benchmarks.input [FOLDER] [--rounds 5]
 
-FOLDER contains JPEGs at any depth, of which 200 are taken; without it, photos are generated. Each is taken as it is,
-and as prepared: short side 256, quality 90, 4:2:0. A training's random part, 224 x 224, mirrored or not. The limit: the
-entropy decoding of whole files, with nothing kept of it. Peers: benchmarks/input_peers.py, those that are installed.
+FOLDER contains JPEGs at any depth, of which 200 are used; without it, photos are generated. Each is decoded as it is,
+and as prepared: short side 256, quality 90, 4:2:0. Random crops of a training, 224 x 224, mirrored or not. The limit is
+entropy decoding of whole files without output. Peers: the installed ones of benchmarks/input_peers.py.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     originals = photos_of(options.folder, load(os.environ)) if options.folder else generated_photos(COUNT)
-    # Several times each: some peers take a while to begin.
+    # several times each, as some peers take a while to start
     sets = {"original": TIMES * originals, "prepared": TIMES * [prepared(data) for data in originals]}
     contenders = {
         "limit: entropy decoding": entropy_only,
@@ -62,8 +62,8 @@ def main() -> None:
     }
     runs = {(kind, name): contenders[name](files) for kind, files in sets.items() for name in contenders}
     for run in runs.values():
-        run()  # what is compiled or cached once
-    gc.freeze()  # as a training does: what the peers have imported is not ours to look through
+        run()  # compiles and caches once
+    gc.freeze()  # as a training does, so that the collector skips the peers' imported modules
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in tqdm([turn for _ in range(options.rounds) for turn in runs], file=sys.stderr):
         rates.setdefault(turn, []).append(images_per_cpu_s(runs[turn], TIMES * len(originals)))
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def ours(files: list[bytes]) -> Run:
-    """As the loader's threads do it."""
+    """Decode as the loader's threads do."""
     decoder, places = load(os.environ), np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
 
     def run() -> None:
@@ -100,13 +100,13 @@ def ours_by_pillow(files: list[bytes]) -> Run:
 
 
 def entropy_only(files: list[bytes]) -> Run:
-    """The last pixel alone: what lies before it is read, not transformed."""
+    """Decode only the last pixel, so that everything before it is read but not transformed."""
     decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
     return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], last_pixel, place))
 
 
 def threads_gain(files: list[bytes], rounds: int) -> list[float]:
-    """Wall time with one thread over that with two, in turns, each on a core of its own."""
+    """Return the wall time of one thread relative to two, in turns, each thread on its own core."""
     pus = tuple(sorted(CORES)[:2])
     if len(pus) < 2:
         return [float("nan")]
@@ -135,7 +135,7 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
 
 
 def start(rounds: int) -> tuple[float, float]:
-    """Seconds to open ImageNet's index, and to permute an epoch of it."""
+    """Return the seconds to open ImageNet's index, and to permute an epoch of it."""
     opened, permuted = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -154,7 +154,7 @@ def start(rounds: int) -> tuple[float, float]:
 
 
 def normalizing(rounds: int) -> float:
-    """Images per second of one thread from bytes to the network's input."""
+    """Return images/s of one thread from bytes to the network's input."""
     normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", os.environ)
     images = torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
     return len(images) / median(seconds_of(lambda: normalize(images)) for _ in range(4 * rounds))

@@ -1,7 +1,7 @@
-"""Other ways from encoded images to the pixels that a training sees, for benchmarks/input.py: those that are installed.
+"""Peers of benchmarks/input.py that are installed: other ways from encoded images to the pixels of a training.
 
-Each with its own random part of the image, 224 x 224 and mirrored or not; of OpenCV, simplejpeg, tf.data and FFCV that
-is scaled without antialiasing.
+Each uses its own random crop, 224 x 224 and mirrored or not; OpenCV, simplejpeg, tf.data and FFCV scale it without
+antialiasing.
 """
 
 import importlib
@@ -27,7 +27,7 @@ AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 Run = Callable[[], object]
-"""Takes every image once."""
+"""Function that processes every image once."""
 Contender = Callable[[list[bytes]], Run]
 
 
@@ -45,8 +45,8 @@ def each(files: list[bytes], one: Callable[[bytes, int], object]) -> Run:
 
 
 def installed_peers() -> dict[str, Contender]:
-    """By name; what is missing is told."""
-    wanted = {
+    """Return the peers by name; missing ones are printed."""
+    known = {
         "torchvision + Pillow, uint8": (torchvision_bytes, ()),
         "torchvision + Pillow, float": (torchvision_floats, ()),
         "webdataset + torchvision + Pillow, float": (by_webdataset, ("webdataset",)),
@@ -57,7 +57,7 @@ def installed_peers() -> dict[str, Contender]:
         "FFCV, jpg": (by_ffcv, ("ffcv",)),
     }
     found: dict[str, Contender] = {}
-    for name, (contender, modules) in wanted.items():
+    for name, (contender, modules) in known.items():
         missing = [module for module in modules if not installed(module)]
         if missing:
             print(f"{', '.join(missing)}: not installed, skipped", file=sys.stderr)
@@ -191,7 +191,7 @@ def by_dali(files: list[bytes]) -> Run:
 
 
 def by_ffcv(files: list[bytes]) -> Run:
-    """Its own file of JPEGs of quality 90, which it decodes whole."""
+    """Read from an FFCV file of JPEGs with quality 90; FFCV decodes whole images."""
     fields: Any = importlib.import_module("ffcv.fields")
     rgb: Any = importlib.import_module("ffcv.fields.rgb_image")
     loader: Any = importlib.import_module("ffcv.loader")

@@ -1,8 +1,8 @@
-"""What `cputrain launch` adds to a bare launcher: 2 ranks of a command that does nothing, from start to end.
+"""Overhead of `cputrain launch` over a bare launcher: 2 ranks of a command that does nothing, from start to end.
 
     python -m benchmarks.launch_overhead [--rounds 7]
 
-Rounds are interleaved; medians. Takes the launchers of `make mpi`, and the system's mpirun where it is another one.
+Rounds are interleaved; medians. Uses the launchers of `make mpi`, and the system's mpirun if it is a different one.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What a launcher from PyPI needs to find itself."""
+    """Return the variables that a launcher from PyPI needs to find its files."""
     lib = str(folder / "lib")
     intel = {"I_MPI_ROOT": str(folder), "FI_PROVIDER_PATH": lib, "LD_LIBRARY_PATH": lib}
     own = intel if "intel" in folder.name else {}
@@ -57,7 +57,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def seconds(argv: tuple[str, ...], env: "os._Environ[str] | dict[str, str]") -> float:
-    """From a command's start to its end. Raises when it fails."""
+    """Return the seconds from a command's start to its end. Raises if it fails."""
     return seconds_of(lambda: subprocess.run(argv, env=env, check=True, capture_output=True, timeout=60))
 
 

@@ -1,11 +1,11 @@
-"""`cputrain launch` over many hosts: network namespaces of this one, two ranks each, of a program without torch.
+"""`cputrain launch` on many hosts: network namespaces of this one, two ranks each, of a program without torch.
 
     python -m benchmarks.launch_scale [--hosts 16 64] [--launchers intelmpi openmpi mpich]
 
-For each launcher and number of hosts: the pre-flight and the start of all ranks; what the launching process and the
-launcher's own processes beside it hold then; how long Ctrl-C takes, and on the most hosts how long it takes until a
-host is named that was cut off. Then what grows, by a line through the figures, for 2,048 hosts. The hosts share this
-machine's cores, on which real ones would start at the same time. Needs root, iproute2, openssh-server and `make mpi`.
+For each launcher and number of hosts: the duration of the preflight and of the start of all ranks; the resources of the
+launching process and of the launcher's helper processes; the time that Ctrl-C takes; and on the largest number of hosts
+the time until a disconnected host is reported. Then a linear extrapolation to 2,048 hosts. The hosts share this
+machine's cores, on which real hosts would start in parallel. Needs root, iproute2, openssh-server and `make mpi`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.support.fake_hosts import FakeHosts
 PPN, MANY_HOSTS = 2, 2048
 SLEEP = "31415"
 PROGRAM = ("sh", "-c", f"echo up; exec sleep {SLEEP}")
-END_S = 400.0  # for a job that was interrupted, or has lost a host
+END_S = 400.0  # for a job that was interrupted or lost a host
 MIB = 1 << 20
 HEAD = (
     *("launcher", "hosts", "ranks", "pre-flight, s", "start, s", "launch: CPU s", "MiB", "threads", "files"),
@@ -38,8 +38,8 @@ HEAD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What processes hold: CPU seconds so far, resident bytes, threads, open files, and their number."""
+class Resources:
+    """Resources of processes: CPU seconds so far, resident bytes, threads, open files, and number of processes."""
 
     cpu_s: float = 0.0
     rss: int = 0
@@ -50,14 +50,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job of a launcher on so many hosts. `launch` is the launching process, `beside` the launcher's own ones."""
+    """A job of a launcher on a number of hosts. `launch` is the launching process, `beside` the launcher's others."""
 
     launcher: str
     hosts: int
     preflight_s: float
     start_s: float
-    launch: Held
-    beside: Held
+    launch: Resources
+    beside: Resources
     interrupt_s: float
     left: int
     cut: str
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A job of which all ranks are up: its outer process, the launching process in it, and where its errors go."""
+    """A job whose ranks are all up: its outer process, the launching process inside, and the file of its errors."""
 
     process: subprocess.Popen[str]
     launch: int
@@ -74,7 +74,7 @@ class Running:
     start_s: float
 
     def seconds_to_end(self) -> float:
-        """From now until the job has ended."""
+        """Wait for the end of the job; return the seconds."""
         started = time.monotonic()
         self.process.wait(timeout=END_S)
         return time.monotonic() - started
@@ -96,10 +96,10 @@ def main() -> None:
 
 
 def measured(hosts: FakeHosts, launcher: str, *, cut: bool) -> Case:
-    """Start a job and interrupt it; with `cut`, start another one and cut its last host off."""
+    """Start a job and interrupt it; with `cut`, start another one and disconnect its last host."""
     with running(hosts, launcher, hosts.folder / "a") as job:
         below = [pid for pid in tree(job.launch)[1:] if not is_agent(pid)]
-        launch, beside = held([job.launch]), held(below)
+        launch, beside = resources_of([job.launch]), resources_of(below)
         os.kill(job.launch, signal.SIGINT)
         interrupt_s = job.seconds_to_end()
     left = sum(map(len, hosts.processes(SLEEP).values()))
@@ -127,7 +127,7 @@ def measured(hosts: FakeHosts, launcher: str, *, cut: bool) -> Case:
 
 @contextmanager
 def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
-    """A job on all hosts once every rank has printed a line; ended, if it still runs."""
+    """Start a job on all hosts and yield it once every rank has printed a line; end it if it still runs."""
     env = {**environment(MPI / launcher), **hosts.env, "PYTHONPATH": str(Path.cwd())}
     changed = [f"{name}={value}" for name, value in env.items() if os.environ.get(name) != value]
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", launcher, "--output", str(output))
@@ -154,7 +154,7 @@ def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
         took = time.monotonic() - started
         checked = re.search(r"hosts? checked in ([\d.]+) s", errors.read_text(encoding="utf-8"))
         preflight_s = float(checked[1]) if checked else 0.0
-        inner = tree(process.pid)[1]  # nsenter waits for it
+        inner = tree(process.pid)[1]  # the process inside the namespace, for which nsenter waits
         yield Running(process=process, launch=inner, errors=errors, preflight_s=preflight_s, start_s=took - preflight_s)
     finally:
         process.kill()
@@ -162,13 +162,13 @@ def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
 
 
 def is_agent(pid: int) -> bool:
-    """Whether a process is one of the first host's ranks, or what supervises it."""
+    """Return whether a process is one of the first host's ranks, or supervises them."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes()
     return b"cputrain.mpi.supervise.agent" in words or SLEEP.encode() in words
 
 
-def held(pids: Sequence[int]) -> Held:
-    """What these processes hold together."""
+def resources_of(pids: Sequence[int]) -> Resources:
+    """Return the resources of these processes together."""
     total = [0.0, 0, 0, 0]
     for pid in pids:
         folder = Path(f"/proc/{pid}")
@@ -178,11 +178,11 @@ def held(pids: Sequence[int]) -> Held:
         total[2] += int(fields[17])
         total[3] += len(list((folder / "fd").iterdir()))
     cpu_s, rss, threads, files = total
-    return Held(cpu_s=cpu_s, rss=int(rss), threads=int(threads), files=int(files), processes=len(pids))
+    return Resources(cpu_s=cpu_s, rss=int(rss), threads=int(threads), files=int(files), processes=len(pids))
 
 
 def row(case: Case) -> tuple[str, ...]:
-    """A case as cells of the table."""
+    """Format a case as cells of the table."""
     launch, beside = case.launch, case.beside
     return (
         *(case.launcher, str(case.hosts), str(PPN * case.hosts), f"{case.preflight_s:.1f}", f"{case.start_s:.1f}"),
@@ -193,8 +193,8 @@ def row(case: Case) -> tuple[str, ...]:
 
 
 def growth(cases: Sequence[Case]) -> list[tuple[str, ...]]:
-    """What each launcher's figures are on MANY_HOSTS: a line through those of the fewest and the most hosts, which
-    does not fall: more hosts take no less than fewer, whatever the noise of the figures."""
+    """Extrapolate each launcher's figures to MANY_HOSTS by a line through the fewest and the most hosts. The line never
+    falls, as more hosts cannot take less than fewer, apart from noise."""
     grows = {
         "launch: CPU s": lambda case: case.launch.cpu_s,
         "MiB": lambda case: case.launch.rss / MIB,

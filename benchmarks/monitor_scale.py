@@ -1,9 +1,9 @@
-"""The monitor of a job of 4,096 ranks: its share of a core, its memory, and when it names a silent rank.
+"""The monitor of a job with 4,096 ranks: its share of a core, its memory, and the delay until it reports a silent rank.
 
     python -m benchmarks.monitor_scale [--ranks 4096] [--seconds 30]
 
-The ranks are simulated agents: connections over loopback from a few processes, each with the heartbeats of a real one.
-The monitor does what a launching process does: it answers, judges and looks for stalls.
+The ranks are simulated agents: loopback connections from a few processes, each with the heartbeats of a real rank. The
+monitor does what a launching process does: it answers, judges ranks and looks for stalls.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from cputrain.mpi.supervise import (
 
 PROCESSES, PER_HOST = 4, 2
 START_S, LONGEST_S = 120.0, 60.0
-FILES = 64  # of an agents' process, beside the connections
+FILES = 64  # of an agents' process, in addition to the connections
 TOKEN = "of a simulated job"
 HEAD = ("ranks", "connected after", "share of a core", "KiB a rank", "silent rank after", "message")
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--agents", type=int, nargs=4, help=argparse.SUPPRESS)  # this program starts itself so
+    parser.add_argument("--agents", type=int, nargs=4, help=argparse.SUPPRESS)  # for the processes of simulated agents
     options = parser.parse_args()
     if options.agents:
         be_agents(*options.agents)
@@ -59,7 +59,7 @@ def main() -> None:
         share = (time.process_time() - used) / watched_s
         assert len(monitor.ranks) == options.ranks and not monitor.failed(), "agents are missing"
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-        agents[-1].stdin.close()  # type: ignore[union-attr]  # the last of its ranks is silent once its standard input is closed
+        agents[-1].stdin.close()  # type: ignore[union-attr]  # makes the last of its ranks silent
         silent_s = watch(monitor, stalls, LONGEST_S)
         cells = (
             *(f"{options.ranks:,}", f"{connected_s:.1f} s", f"{100 * share:.1f} %", f"{grown_kib / options.ranks:.1f}"),
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
-    """Watch a job as a launching process does, until a rank has failed or the seconds are over; for how long."""
+    """Watch a job as a launching process does, until a rank has failed or the time is over; return the seconds."""
     started = judged = time.monotonic()
     while not monitor.failed() and time.monotonic() < started + seconds:
         monitor.poll(REMOTE_POLL_S)
@@ -85,8 +85,8 @@ def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
 
 
 def be_agents(port: int, ranks: int, first: int, last: int) -> None:
-    """Simulated agents: the ranks `first` to `last` - 1, connected to the monitor at a port, their heartbeats spread
-    evenly. Once standard input is closed the last of them sends no more."""
+    """Simulate agents of the ranks `first` to `last` - 1, connected to the monitor's port, with evenly spread
+    heartbeats. Once standard input is closed, the last of them stops sending."""
     interval_s = heartbeat_interval(ranks)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, last - first + FILES), most))
@@ -110,7 +110,7 @@ def be_agents(port: int, ranks: int, first: int, last: int) -> None:
 
 
 def start_agents(port: int, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Processes that are the agents of so many ranks together."""
+    """Start processes that simulate the agents of all ranks."""
     cuts = [ranks * i // PROCESSES for i in range(PROCESSES + 1)]
     argv = (sys.executable, "-m", "benchmarks.monitor_scale", "--agents", str(port), str(ranks))
     env = {**os.environ, TOKEN_VARIABLE: TOKEN}

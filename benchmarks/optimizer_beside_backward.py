@@ -1,11 +1,11 @@
-"""The optimizer after the backward pass, and beside it: each bucket's update as soon as its all-reduce is done.
+"""The optimizer after the backward pass, or overlapped with it by updating each bucket once its all-reduce is done.
 
     python -m benchmarks.optimizer_beside_backward [--side 96] [--batch 8] [--rounds 15] [--backends gloo ccl]
 
-ResNet-50 by native kernels on 2 ranks of a core each; momentum in torch's fused kernel, once over all weights and once
-a bucket in the future of its all-reduce, on the backend's thread. Both networks take turns in the same ranks. What the
-second one would need besides, to undo an update whose step has NaN or Inf on any rank, is not in its time: the ratio is
-the most that can be gained. Needs two cores.
+ResNet-50 with native kernels on 2 ranks with one core each; momentum in torch's fused kernel, either once over all
+weights or per bucket in the future of its all-reduce, on the backend's thread. Both networks take turns in the same
+ranks. Undoing an update whose step has NaN or Inf on some rank, which overlapping would also need, is not timed, so the
+ratio is an upper bound of the gain. Needs two cores.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measured(backend: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step, by name, on rank 0."""
+    """Return the seconds of each step on rank 0, by name."""
     sizes = ("--side", str(options.side), "--batch", str(options.batch), "--rounds", str(options.rounds))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "launch"
@@ -106,7 +106,7 @@ def be_rank(backend: str, options: argparse.Namespace) -> None:
 
 
 def ddp_of(side: int, *, beside: bool) -> tuple[Any, Callable[[list[Any], list[Any]], None]]:
-    """ResNet-50 in DDP, whose hook updates a bucket's weights where `beside`, and what updates weights."""
+    """Build ResNet-50 in DDP, whose hook updates a bucket's weights if `beside`, and the function that updates all."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import GradBucket

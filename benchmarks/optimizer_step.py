@@ -1,4 +1,4 @@
-"""Milliseconds of an optimizer step on ResNet-50's parameters: ours, torch's SGD, and timm's Lars where installed.
+"""Milliseconds of an optimizer step on ResNet-50's parameters: cputrain, torch's SGD, and timm's Lars if installed.
 
 python -m benchmarks.optimizer_step [--rounds 15]
 """
@@ -56,14 +56,14 @@ def step_of(make: Make) -> Callable[[], Any]:
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)
     for group in optimizer.param_groups:
-        group.setdefault("decays", True)  # those of torch and timm do not say
+        group.setdefault("decays", True)  # missing in torch's and timm's optimizers
     set_lr_and_decay(optimizer, 0.1, 5e-5)
-    optimizer.step()  # which makes the state
+    optimizer.step()  # creates the state
     return optimizer.step
 
 
 def by_timm() -> dict[str, Make]:
-    import_torchvision("models")  # which timm wants, and which does not load by itself beside a CPU build of torch
+    import_torchvision("models")  # required by timm; it does not import by itself beside a CPU build of torch
     try:
         lars: Any = importlib.import_module("timm.optim").Lars
     except ImportError:

@@ -1,8 +1,8 @@
-"""The peers: a PyTorch training of ResNet-50 as people write it; prints the median seconds of a step.
+"""Peers of train_throughput.py: ordinary PyTorch trainings of ResNet-50; prints the median seconds of a step.
 
-torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, DDP over gloo when torchrun
-starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, a thread
-for each core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and
+torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, and DDP over gloo when
+started by torchrun. `--expert` adds what an expert would: channels-last, gradients as views of DDP's buckets, one
+thread per core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and
 optimizer through Intel's extension, `--bf16` computes under autocast.
 """
 

@@ -1,9 +1,9 @@
-"""From a command's start to its end: planning here, and what other launchers take to start a command that does nothing.
+"""Time from a command's start to its end: planning with cputrain, and other launchers starting a command without work.
 
     python -m benchmarks.plan_latency [--rounds 11] [--ipexrun PATH]
 
-Rounds are interleaved; the table shows medians and the highest peak of resident memory. torch.backends.xeon.run_cpu
-comes with torch; ipexrun with Intel's extension for PyTorch 2.8 and older, in an environment of its own: give its path.
+Rounds are interleaved; the table shows medians and the largest peak of resident memory. torch.backends.xeon.run_cpu is
+part of torch; ipexrun is part of Intel's extension for PyTorch up to 2.8, in a separate environment: pass its path.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def timed(argv: tuple[str, ...]) -> tuple[float, float]:
-    """Seconds from start to end, and peak resident memory in MiB. Raises when the command fails."""
+    """Return the seconds from start to end, and the peak resident memory in MiB. Raises if the command fails."""
     started = time.perf_counter()
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pointwise [--batch 16] [--rounds 9] [--bf16]
 
-Both take turns, layer by layer; CPU milliseconds of all layers of a kind, medians of the rounds. oneDNN reorders the
+Both take turns, layer by layer; CPU milliseconds of all layers of a kind, medians over the rounds. oneDNN reorders the
 convolutions' weights in each pass, as in a training.
 """
 
@@ -50,7 +50,7 @@ def print_row(name: str, layers: int, taken: list[float]) -> None:
 
 
 def pointwise_layers() -> Counter[Shape]:
-    """How many 1 x 1 layers of each shape ResNet-50 has."""
+    """Return the number of 1 x 1 layers of each shape in ResNet-50."""
     network = import_torchvision("models").resnet50()
     found: Counter[Shape] = Counter()
 
@@ -66,7 +66,7 @@ def pointwise_layers() -> Counter[Shape]:
 
 
 def compared(shape: Shape, batch: int, rounds: int, bf16: bool) -> tuple[float, float]:
-    """Median CPU seconds of a forward and backward pass: the convolution's, and the product's."""
+    """Return the median CPU seconds of a forward and backward pass, as a convolution and as a matrix product."""
     inputs, outputs, stride, side = shape
     images = torch.randn(batch, inputs, side, side).to(memory_format=torch.channels_last)
     dtype = torch.bfloat16 if bf16 else torch.float32

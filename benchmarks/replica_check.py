@@ -1,9 +1,9 @@
-"""What the comparison of the ranks' weights costs: ResNet-50 with momentum, as a share of its steps.
+"""Cost of comparing the ranks' weights: ResNet-50 with momentum, as a share of its steps.
 
     python -m benchmarks.replica_check [--rounds 9] [--batch 16]
     cputrain launch --ppn 2 -- python -m benchmarks.replica_check
 
-CPU seconds are those of one thread alone, wall seconds those of all of the process's threads, with the exchange.
+CPU seconds are of one thread alone; wall seconds are of all threads of the process, with the exchange between ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from cputrain.training import ReplicaCheck, bit_sum, choose_engine, prepare_mode
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=16, help="images of a step")
+    parser.add_argument("--batch", type=int, default=16, help="images per step")
     options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -37,13 +37,13 @@ def main() -> None:
 
 
 def measure(rounds: int, batch: int) -> None:
-    """Steps and comparisons in turns; prints their medians."""
+    """Alternate steps and comparisons; print their medians."""
     recipe, world = Recipe(), dist.get_world_size()
     torch.manual_seed(1)
     network = build_model(recipe.model, 1000, 224)
     prepare_model(network, choose_engine("auto", "float32", os.environ), "float32")
     optimizer = build_optimizer(network, recipe.optim)
-    set_lr_and_decay(optimizer, 0.0, 0.0)  # the weights stay the same on all ranks without all-reduce
+    set_lr_and_decay(optimizer, 0.0, 0.0)  # keeps the weights equal on all ranks without an all-reduce
     images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,))
     check = ReplicaCheck(
@@ -54,7 +54,7 @@ def measure(rounds: int, batch: int) -> None:
         wait=lambda: None,
         same_after=0,
     )
-    check.hosts = ("",) * max(world, 2)  # one rank alone compares nothing
+    check.hosts = ("",) * max(world, 2)  # a single rank would skip the comparison
     steps, comparisons, cpu = [], [], []
     for number in range(1, rounds + 1):
         begun = time.perf_counter()

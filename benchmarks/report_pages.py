@@ -1,7 +1,7 @@
-"""The pages of a million steps, in one run and in a hundred: python -m benchmarks.report_pages.
+"""Report pages of a million steps, in one run and in a hundred runs: python -m benchmarks.report_pages.
 
-Prints how long `cputrain report` takes to write each, its size, and how long Chromium takes from the address to curves
-that are drawn (median of 3). Needs Debian's chromium and `pip install playwright`.
+Prints how long `cputrain report` takes to write each page, its size, and how long Chromium takes from opening it until
+its curves are drawn (median of 3). Needs Debian's chromium and `pip install playwright`.
 """
 
 import shutil
@@ -20,7 +20,7 @@ HEADS = ("page", "steps", "written in s", "MB", "opened in s")
 
 
 def measured(name: str, target: Path, steps: int) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return a row of the table."""
     page = target / "page.html"
     begun = time.perf_counter()
     assert main(["report", str(target), "--output", str(page)]) == 0
@@ -33,7 +33,7 @@ def measured(name: str, target: Path, steps: int) -> tuple[str, ...]:
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """The two pages."""
+    """Return the rows of the two pages."""
     write_run(folder / "one", ranks=8, epochs=100, steps=10_000)
     for i in range(100):
         write_run(folder / f"many/run{i}", ranks=8, epochs=10, steps=1_000, seed=i)

@@ -1,10 +1,10 @@
-"""What sampling the ranks of a host costs: CPU time of the sampling process as a share of a core.
+"""Cost of sampling the ranks of a host: CPU time of the sampling process as a share of a core.
 
     python -m benchmarks.sampling_cost [--seconds 60]
 
-Ranks are real processes of 24 threads with 2 children each, `others` idle processes that the host has besides. The
-whole process is measured with its loop, as `cputrain train` (one for all ranks) and the agent (one for each) run it,
-then without a sampler.
+Ranks are real processes with 24 threads and 2 children each; `others` is the number of idle processes that the host has
+in addition. The whole process is measured with its loop, as run by `cputrain train` (one for all ranks) and by the
+agent (one per rank), and then without a sampler.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
-    print(f"a sample every {EVERY_S:g} s, fewer where they took more than {100 * MOST_OF_A_CORE:g} % of a core")
+    print(f"a sample every {EVERY_S:g} s, fewer if they took more than {100 * MOST_OF_A_CORE:g} % of a core")
     print("| ranks | processes on the host | samples | ms a sample | % of a core | without | sampler alone |")
     print("|---|---|---|---|---|---|---|")
     for ranks, others in ((1, 0), (8, 0), (8, 1000)):
@@ -51,12 +51,12 @@ def main() -> None:
                 samples = len(read_records(path, HostUse))
             share, without = 100 * spent / options.seconds, 100 * bare / options.seconds
             each = 1e3 * (spent - bare) / samples
-            told = (f"{each:.1f}", f"{share:.2f}", f"{without:.2f}", f"{share - without:.2f}")
-            print(f"| {ranks} | {processes} | {samples} | {' | '.join(told)} |", flush=True)
+            cells = (f"{each:.1f}", f"{share:.2f}", f"{without:.2f}", f"{share - without:.2f}")
+            print(f"| {ranks} | {processes} | {samples} | {' | '.join(cells)} |", flush=True)
 
 
 def watched(seconds: float, sampler: Sampler | None) -> float:
-    """CPU seconds that this process takes to watch for so long."""
+    """Return the CPU seconds that this process takes to watch for some time."""
     spent, started_at = time.process_time(), time.monotonic()
     while time.monotonic() - started_at < seconds:
         time.sleep(POLL_S)
@@ -67,7 +67,7 @@ def watched(seconds: float, sampler: Sampler | None) -> float:
 
 @contextmanager
 def started(command: tuple[str, ...], count: int) -> Iterator[list[int]]:
-    """So many processes, each in a session of its own, until the block ends; their numbers."""
+    """Start processes, each in its own session, and end them after the block; yield their pids."""
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield [process.pid for process in processes]

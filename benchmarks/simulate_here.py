@@ -1,11 +1,11 @@
-"""Predicted beside measured steps on this machine: one and two workers, and hosts on slow links.
+"""Predicted and measured steps on this machine: one and two workers, and hosts on slow links.
 
     python -m benchmarks.simulate_here [--hosts 2 4] [--rates 1gbit 100mbit] [--network resnet18] [--steps 5]
 
-Hosts are network namespaces, their links shaped by tbf; each has one rank of one thread. Used for a prediction: the
-step without communication, in the same processes in turns with the step that is predicted (with one worker: the step
-with half of the images); what a rank moves in an all-reduce of float32 without a slow link; a copy by all ranks at the
-same time, for the memory. Prints errors as they are. Needs root, iproute2 and openssh-server.
+Hosts are network namespaces with links shaped by tbf; each has one rank with one thread. A prediction uses: the step
+without communication, measured in the same processes in turns with the predicted step (for one worker: the step with
+half of the images); a rank's bytes/s in an all-reduce of float32 without a slow link; and, for the memory, a copy by
+all ranks at once. Prints the errors unchanged. Needs root, iproute2 and openssh-server.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.comm_rank import REDUCED
-from benchmarks.hosts import benchmark_hosts, bits_per_s, told_by_rank_0
+from benchmarks.hosts import benchmark_hosts, bits_per_s, lines_of_rank_0
 from cputrain.affinity.terminal import markdown_table
 from cputrain.recipe import DataSection, ModelSection, Recipe
 from cputrain.simulate import (
@@ -30,15 +30,15 @@ from cputrain.simulate import (
 )
 from tests.support.fake_hosts import FakeHosts
 
-REPEATS = 5  # of an all-reduce
+REPEATS = 5  # per all-reduce
 HEAD = ("ranks", "backend", "gradients", "without communication, s", "measured, s", "predicted, s", "error")
-# The ranks share this machine's cores: nothing is known of stragglers among them.
+# The ranks share this machine's cores, so there is no data on stragglers among them.
 HERE = replace(CONSTANTS, step_variation=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the ranks train, for so many steps of each kind."""
+    """The training of the ranks, with the number of steps of each kind."""
 
     network: str
     batch: int
@@ -46,7 +46,7 @@ class Work:
     steps: int
 
     def setup(self, *, hosts: int, workers: int, backend: str, **more: object) -> Setup:
-        """The setup of ranks of one thread each, which move their messages themselves."""
+        """Return the setup of ranks with one thread each, which also moves their messages."""
         recipe = Recipe(model=ModelSection(name=self.network), data=DataSection(crop=self.crop))
         plain = Setup(
             layers=layers_of(recipe),
@@ -63,8 +63,8 @@ class Work:
         return replace(plain, **more)  # type: ignore[arg-type]
 
     def predicted(self, setup: Setup, alone_s: float, images: int, copy_s: float) -> float:
-        """Seconds of a setup's step where a rank without communication takes `alone_s` for so many images, and `copy_s`
-        to copy REDUCED bytes."""
+        """Return the seconds of a setup's step, given that a rank without communication takes `alone_s` for its images
+        and `copy_s` to copy REDUCED bytes."""
         memory = 2 * REDUCED / copy_s
         single = replace(setup, hosts=1, workers=1, link=None, compression="none", local_batch=images)
         reference = Reference(
@@ -106,10 +106,10 @@ def main() -> None:
 
 
 def one_worker(hosts: FakeHosts, work: Work) -> tuple[str, ...]:
-    """The row of a single rank: a step, predicted from one with half of the images."""
+    """Return the row of a single rank: a step, predicted from one with half of the images."""
     half = work.batch // 2
     program = ("gloo", "alone", str(work.steps), work.network, str(work.crop), str(half), str(work.batch))
-    small, whole, copied = (told["seconds"] for told in told_by_rank_0(hosts, program, (0,)))
+    small, whole, copied = (timed["seconds"] for timed in lines_of_rank_0(hosts, program, (0,)))
     setup = work.setup(hosts=1, workers=1, backend="gloo")
     return row("1", "", "", small, whole, work.predicted(setup, small, half, copied))
 
@@ -122,27 +122,27 @@ def cases(
     backends: Sequence[str],
     moved: dict[str, float],
 ) -> list[tuple[str, ...]]:
-    """The rows of ranks at these places, by backend and compression. `moved`: bytes/s that a rank moves in an
-    all-reduce; measured between the steps where there is none, which a slow link does not allow."""
+    """Return the rows of ranks on these hosts, by backend and compression. `moved` is a rank's bytes/s in an
+    all-reduce; it is measured between the steps if missing, which a slow link does not allow."""
     count, rows = len(places), []
     used = len(set(places))
     link = None if rate is None else link_of("ethernet", gbit=bits_per_s(rate) / 1e9)
     for backend in backends:
         for compression in ("none", "bf16"):
             program = (backend, "ddp", str(work.steps), work.network, str(work.batch), str(work.crop), compression)
-            (told,) = told_by_rank_0(hosts, program, places)
+            (timed,) = lines_of_rank_0(hosts, program, places)
             setup = work.setup(
                 hosts=used,
                 workers=count // used,
                 backend=backend,
                 compression=compression,
                 link=link,
-                move_bytes_per_s=moved.get(backend) or ring_bytes(count) / told["all_reduce"],
+                move_bytes_per_s=moved.get(backend) or ring_bytes(count) / timed["all_reduce"],
             )
             where = f"{count} on one host" if rate is None else f"{count} hosts, {rate}"
             gradients = "bfloat16" if compression == "bf16" else "float32"
-            predicted = work.predicted(setup, told["no_sync"], work.batch, told["copy"])
-            rows.append(row(where, backend, gradients, told["no_sync"], told["step"], predicted))
+            predicted = work.predicted(setup, timed["no_sync"], work.batch, timed["copy"])
+            rows.append(row(where, backend, gradients, timed["no_sync"], timed["step"], predicted))
     return rows
 
 
@@ -154,14 +154,14 @@ def row(where: str, backend: str, gradients: str, alone: float, measured: float,
 
 
 def ring_bytes(ranks: int) -> float:
-    """Bytes that a rank sends in a ring's all-reduce of REDUCED bytes, and receives and adds."""
+    """Return the bytes that a rank sends, and receives and adds, in a ring all-reduce of REDUCED bytes."""
     return 2 * (ranks - 1) / ranks * REDUCED
 
 
 def move_bytes_per_s(hosts: FakeHosts, backend: str, places: Sequence[int]) -> float:
-    """bytes/s that each of these ranks moves in an all-reduce."""
-    (told,) = told_by_rank_0(hosts, (backend, "allreduce", str(REPEATS), str(REDUCED)), places)
-    return ring_bytes(len(places)) / told["seconds"]
+    """Return the bytes/s that each of these ranks moves in an all-reduce."""
+    (timed,) = lines_of_rank_0(hosts, (backend, "allreduce", str(REPEATS), str(REDUCED)), places)
+    return ring_bytes(len(places)) / timed["seconds"]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Predictions beside published trainings on CPU clusters.
+"""Predictions compared to published trainings on CPU clusters.
 
     python -m benchmarks.simulate_published [--markdown | --commands]
 
 Each family of runs (processor, framework, fabric) starts from its run on the fewest hosts, the row with 0.0 %. "left
-out" is the error where the speed is taken from the other runs of the family instead, those of the same network where
-there are any (geometric mean; without runs that the model cannot reach at any speed). A second table has runs of which
-only the efficiency is published. The plan of each run is the planner's own for the published number of workers:
-`cputrain simulate` predicts the same (--commands prints how).
+out" is the error if the speed comes from the other runs of the family instead, preferably those of the same network
+(geometric mean, without runs that the model cannot reach at any speed). A second table has runs of which only the
+efficiency is published. Each run's plan is the planner's for the published number of workers, as in
+`cputrain simulate`; --commands prints the commands.
 """
 
 import argparse
@@ -41,8 +41,8 @@ HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedEfficiency:
-    """A published efficiency of a training on many hosts without its images/s; `start` names the run that gives the
-    processor's speed here. `comm_cores` are those of a worker."""
+    """A published efficiency of a training on many hosts without its images/s; `start` names the run that sets the
+    processor's speed. `comm_cores` is per worker."""
 
     source: str
     start: str
@@ -57,7 +57,7 @@ class PublishedEfficiency:
 
 
 def published_efficiencies() -> tuple[PublishedEfficiency, ...]:
-    """All published efficiencies without a rate."""
+    """Return all published efficiencies without a rate."""
     text = (shipped("published") / "speeds.yaml").read_text(encoding="utf-8")
     return tuple(PublishedEfficiency(**each) for each in yaml.safe_load(text)["efficiencies"])
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def table() -> list[tuple[str, ...]]:
-    """A row for each run."""
+    """Return a row for each run."""
     rows: list[tuple[str, ...]] = [HEAD]
     for runs in families().values():
         first = first_of(runs)
@@ -105,7 +105,7 @@ def table() -> list[tuple[str, ...]]:
 
 
 def efficiencies() -> list[tuple[str, ...]]:
-    """A row for each published efficiency, with the range of the prediction."""
+    """Return a row for each published efficiency, with the range of the prediction."""
     rows: list[tuple[str, ...]] = [
         ("network", "hosts", "workers", "batch", "published", "predicted", "range", "source")
     ]
@@ -128,7 +128,7 @@ def efficiencies() -> list[tuple[str, ...]]:
 
 
 def predicted_row(known: PublishedEfficiency) -> Row:
-    """The prediction of a published efficiency."""
+    """Predict a published efficiency."""
     (start,) = (run for run in published_runs() if run.name == known.start)
     run = replace(start, network=known.network, workers=known.workers, local_batch=known.local_batch)
     recipe = run_recipe(run)
@@ -144,7 +144,7 @@ def predicted_row(known: PublishedEfficiency) -> Row:
 
 
 def families() -> dict[str, list[PublishedRun]]:
-    """The runs of each family."""
+    """Return the runs of each family."""
     found: dict[str, list[PublishedRun]] = {}
     for run in published_runs():
         found.setdefault(run.family, []).append(run)
@@ -152,12 +152,12 @@ def families() -> dict[str, list[PublishedRun]]:
 
 
 def first_of(runs: list[PublishedRun]) -> PublishedRun:
-    """The run on the fewest hosts, which gives the family's speed."""
+    """Return the run on the fewest hosts, which sets the family's speed."""
     return min(runs, key=lambda run: run.hosts)
 
 
 def command_of(run: PublishedRun, start: PublishedRun) -> tuple[str, ...]:
-    """The words behind `cputrain` that predict a run from another one."""
+    """Return the arguments of `cputrain` that predict a run from another one."""
     gbit = () if run.gbit is None else ("--bandwidth", f"{run.gbit:g}")
     return (
         *(
@@ -178,13 +178,13 @@ def command_of(run: PublishedRun, start: PublishedRun) -> tuple[str, ...]:
 
 
 def others_of(run: PublishedRun, runs: list[PublishedRun]) -> list[PublishedRun]:
-    """The other runs of a family, those of the same network where there are any."""
+    """Return the other runs of a family, preferably those of the same network."""
     others = [other for other in runs if other is not run]
     return [other for other in others if other.network == run.network] or others
 
 
 def predicted_rate(run: PublishedRun, known: list[PublishedRun]) -> float:
-    """Images/s of a run where the speed of the processor is the geometric mean of what other runs say."""
+    """Return images/s of a run if the processor's speed is the geometric mean of what other runs imply."""
     found = [flops for flops in map(_core_flops, known) if flops is not None]
     flops = exp(mean(map(log, found)))
     setup = published_reference(run).setup
@@ -200,7 +200,7 @@ def _core_flops(run: PublishedRun) -> float | None:
 
 
 def error(predicted: float, run: PublishedRun) -> float:
-    """Percent of the published rate."""
+    """Return a percentage of the published rate."""
     return 100 * (predicted / run.images_per_s - 1)
 
 

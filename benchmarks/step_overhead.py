@@ -1,12 +1,12 @@
-"""A step's fixed cost: a training of one weight on 2 ranks by cputrain, and by bare DDP under the same plan.
+"""Fixed cost of a step: a training of one weight on 2 ranks with cputrain, and with bare DDP under the same plan.
 
     python -m benchmarks.step_overhead [--rounds 3] [--windows 20] [--backends gloo ccl] [--profile]
 
-The network is y = w x + b and its batch 16 points, so that a step is what the trainer adds to arithmetic: Python, the
-gradients' all-reduce and norm, looks into the store, events, the bar's text. Rounds are interleaved; a figure is the
-median over the windows of 200 steps of all rounds, without each round's first. With --profile, the functions that take
-most of rank 0's steps are printed, by cProfile, which itself doubles what Python costs. The exit status is 1 where a
-difference is above 500 us. Needs two cores.
+The network is y = w x + b and its batch 16 points, so that a step only consists of what the trainer adds to arithmetic:
+Python, all-reduce and norm of the gradients, reads of the store, events, the progress bar's text. Rounds are
+interleaved; a figure is the median over windows of 200 steps in all rounds, without each round's first window. With
+--profile, prints the most expensive functions of rank 0's steps from cProfile, which itself doubles Python's cost. The
+exit status is 1 if a difference is above 500 us. Needs two cores.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def bare(folder: Path, backend: str, windows: int) -> list[float]:
-    """Microseconds a step of bare DDP, in ranks that cputrain has bound as its own."""
+    """Return microseconds per step of bare DDP, in ranks bound as cputrain's."""
     script = [sys.executable, str(HERE / "bare_ddp.py"), "--backend", backend, "--batch", str(BATCH)]
     sizes = ["--window", str(WINDOW), "--windows", str(windows)]
     start(["-m", "cputrain", "launch", "--ppn", str(RANKS), "--output", str(folder), "--", *script, *sizes])
@@ -90,14 +90,14 @@ def training(folder: Path, backend: str, windows: int) -> list[str]:
 
 
 def ours(folder: Path, backend: str, windows: int) -> list[float]:
-    """Microseconds a step of a training: from the times of every 200th step's events."""
+    """Return microseconds per step of a training, from the times of the events of every 200th step."""
     start(["-m", "cputrain", *training(folder, backend, windows)])
     events = [event for event in read_events(folder) if event["event"] == "step" and event["step"] % WINDOW == 0]
     return [1e6 * (after["time"] - before["time"]) / WINDOW for before, after in pairwise(events)][1:]
 
 
 def show_profile(scratch: Path, backend: str, windows: int) -> None:
-    """Print where Python's time goes in rank 0's steps."""
+    """Print where Python spends its time in rank 0's steps."""
     report, folder = scratch / "profile", scratch / "run"
     script = ["-c", PROFILED, *training(folder, backend, windows)]
     launch = ["-m", "cputrain", "launch", "--ppn", str(RANKS), "--output", str(scratch / "logs"), "--", sys.executable]
@@ -106,7 +106,7 @@ def show_profile(scratch: Path, backend: str, windows: int) -> None:
 
 
 def start(arguments: list[str], env: dict[str, str] | None = None) -> None:
-    """Run this Python to its end; a failure is this benchmark's failure."""
+    """Run this Python on some arguments; a failure ends the benchmark."""
     argv = [sys.executable, *arguments]
     result = subprocess.run(argv, check=False, capture_output=True, encoding="utf-8", env={**os.environ, **(env or {})})
     if result.returncode:

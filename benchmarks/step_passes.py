@@ -1,10 +1,10 @@
-"""What a training step of ResNet-50 does besides convolutions: time by operator, and oneDNN's reorders, on one thread.
+"""Everything in a training step of ResNet-50 besides convolutions: time by operator, and oneDNN's reorders; one thread.
 
     python -m benchmarks.step_passes [--batch 16] [--side 224] [--engine native] [--bf16]
 
-The step is the trainer's: normalization of bytes, forward and backward pass, norm, optimizer, zeroing. The second table
-counts the calls of oneDNN in another step, by kind: reorders of weights are those between oneDNN's own order and
-torch's. It also says whether the stem computes its input's gradient, which nothing uses.
+The step is the trainer's: normalization of bytes, forward and backward pass, norm, optimizer, zeroing gradients. The
+second table counts oneDNN's calls in another step by kind; reorders of weights convert between oneDNN's layout and
+torch's. It also reports whether the stem computes its input's gradient, which nothing uses.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def run_steps(options: argparse.Namespace) -> None:
-    """Two steps to warm up, and one that is profiled, or whose calls of oneDNN are printed."""
+    """Run two warm-up steps, and one that is profiled or whose oneDNN calls are printed."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -83,7 +83,7 @@ def run_steps(options: argparse.Namespace) -> None:
 
 
 def show_primitives(options: argparse.Namespace) -> None:
-    """Count and time oneDNN's calls in a step of a process of its own, which prints them."""
+    """Count and time oneDNN's calls in a step of a separate process, which prints them."""
     flags = ["--batch", str(options.batch), "--side", str(options.side), "--engine", options.engine]
     argv = [sys.executable, "-m", "benchmarks.step_passes", *flags, *["--bf16"] * options.bf16, VERBOSE]
     printed = subprocess.run(

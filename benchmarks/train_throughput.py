@@ -1,12 +1,12 @@
-"""ResNet-50 training from JPEGs on disk, 224 x 224, this machine: cputrain, its peers, and the limit in one run.
+"""ResNet-50 training from JPEGs on disk, 224 x 224, on this machine: cputrain, its peers, and the limit in one run.
 
     python -m benchmarks.train_throughput [--rounds 3] [--workers 2] [--bf16] [--avx2] [--data DIR]
         [--ipex-python PYTHON]
 
-Peers run benchmarks/plain_ddp.py: as an expert writes it, as people write it, in one process, and through Intel's
-extension where a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are interleaved;
-the table shows each contender's median over rounds of its median step. Needs two cores: two workers of a thread each,
-or one worker of two threads.
+Peers run benchmarks/plain_ddp.py: as an expert writes it, as people usually write it, in one process, and through
+Intel's extension if a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are
+interleaved; the table shows each contender's median over rounds of its median step. Needs two cores: two workers with
+one thread each, or one worker with two threads.
 """
 
 import argparse
@@ -33,11 +33,11 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, help="an image folder; default: photo-sized JPEGs made on the spot")
+    parser.add_argument("--data", type=Path, help="image folder; default: generated JPEGs with the size of photos")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--workers", type=int, choices=(1, CORES), default=CORES)
-    parser.add_argument("--bf16", action="store_true", help="in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="these and the expert")
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dict[str, Callable[[int], float]]:
-    """What trains, by name: a function of the round that returns images per second."""
+    """Return the contenders by name: functions of the round that return images/s."""
     steps, bf16, workers = options.steps, ["--bf16"] * options.bf16, options.workers
     script = [str(HERE / "plain_ddp.py"), str(data)]
     quick = {"LD_PRELOAD": allocator()}
@@ -76,7 +76,7 @@ def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dic
         return measured([python, *launcher, *script, *sizes, *extra, *bf16], env)
 
     def alone(i: int) -> float:
-        """Under our plan: bound, and with an allocator that keeps its memory."""
+        """Run a script under cputrain's plan, bound, and with an allocator that keeps its memory."""
         launch = ("-m", "cputrain", "launch", "--ppn", str(workers), "--output", str(scratch / f"alone{i}"), "--")
         sizes = ("--batch", str(GLOBAL_BATCH // workers), "--steps", "3", "--threads", str(CORES // workers))
         return measured([sys.executable, *launch, sys.executable, str(HERE / "convolutions_alone.py"), *sizes, *bf16])
@@ -95,7 +95,7 @@ def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dic
 
 
 def avx2_only(scratch: Path) -> dict[str, str]:
-    """Variables by which torch and oneDNN use no AVX-512, and a compiler that uses none for the kernels."""
+    """Return variables that keep torch and oneDNN from using AVX-512, and a compiler that does so for the kernels."""
     compiler = scratch / "c++"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -march=haswell\n', encoding="utf-8")
     compiler.chmod(0o755)
@@ -104,18 +104,18 @@ def avx2_only(scratch: Path) -> dict[str, str]:
 
 
 def allocator() -> str:
-    """The allocator to preload, which a plan would take too; "" without one."""
+    """Return the allocator to preload, the same that a plan would choose; "" if there is none."""
     preload = find_runtime(target_of((sys.executable,)), os.environ).preload
     return ":".join([*filter(None, [os.environ.get("LD_PRELOAD")]), *(path for path in preload if "alloc" in path)])
 
 
 def torchrun(processes: int) -> Iterable[str]:
-    """It gives each process one thread."""
+    """Return torchrun's command, which gives each process one thread."""
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
 
 
 def show(rates: dict[str, list[float]], precision: str) -> None:
-    """Print the table: median and range of each contender, and its ratios to the expert's script and to the limit."""
+    """Print the table: median and range of each contender, relative to the expert's script and to the limit."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
     limit = medians.get(LIMIT, math.nan)
     print(f"| training ResNet-50, 224 x 224, from JPEGs, {precision} | img/s (range) | to the expert | to the limit |")
@@ -126,19 +126,19 @@ def show(rates: dict[str, list[float]], precision: str) -> None:
 
 
 def trained(data: Path, run: Path, steps: int, own: Iterable[str]) -> float:
-    """Images per second of cputrain's median step, without the first, by the times of its events."""
+    """Return images/s of cputrain's median step without the first, from the times of its events."""
     settings = (*own, f"data.path={data}", f"max_steps={steps}", f"output={run}")
     start([sys.executable, "-m", "cputrain", "train", "imagefolder", *settings])
     return GLOBAL_BATCH / median_step_s(run)
 
 
 def measured(argv: list[str], env: dict[str, str] | None = None) -> float:
-    """Images per second of a script that prints the seconds of its median step."""
+    """Return images/s of a script that prints the seconds of its median step."""
     return GLOBAL_BATCH / float(start(argv, env).split()[-1])
 
 
 def start(argv: list[str], env: dict[str, str] | None = None) -> str:
-    """Run to the end; what it printed. A failure is this benchmark's failure."""
+    """Run a command and return its output. A failure ends the benchmark."""
     result = subprocess.run(argv, check=False, capture_output=True, encoding="utf-8", env={**os.environ, **(env or {})})
     if result.returncode:
         sys.exit(f"{argv} failed:\n{result.stderr}")
@@ -146,7 +146,7 @@ def start(argv: list[str], env: dict[str, str] | None = None) -> str:
 
 
 def make_images(root: Path) -> Path:
-    """JPEGs of ImageNet's usual size with content that costs a decoder about as much as a photo."""
+    """Generate JPEGs of ImageNet's usual size that cost a decoder about as much as a photo."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 100), ("val", 4)):
         for label in range(2):
@@ -161,9 +161,9 @@ def make_images(root: Path) -> Path:
 
 
 def median_step_s(run: Path) -> float:
-    """The median seconds between the step events of a run, which has at least two.
+    """Return the median seconds between the step events of a run, which must have at least two.
 
-    Everything that the trainer does between steps is in it, which the events' own images_per_s leaves out.
+    Includes everything that the trainer does between steps, unlike the events' images_per_s.
     """
     times = [event["time"] for event in read_events(run) if event["event"] == "step"]
     return statistics.median(after - before for before, after in pairwise(times))

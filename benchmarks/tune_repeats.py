@@ -1,9 +1,9 @@
-"""Does a tuning find the same plan each time? Repeated tunings of a small training, each with another order of trials.
+"""Reproducibility of a tuning: repeated tunings of a small training, each with another order of trials.
 
     python -m benchmarks.tune_repeats [--times 5] [--recipe imagefolder] [--axes workers] [KEY=VALUE ...]
 
-Prints the winner of each, by how much, in how many trials and seconds; exit status 1 where they differ. Nothing is
-kept, and the defaults need nothing compiled.
+Prints each winner, its speedup, the number of trials and the seconds; the exit status is 1 if winners differ. Results
+are not stored, and the defaults need no compiler.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def tuned(arguments: Sequence[str], cache: str) -> dict[str, Any]:
-    """What `cputrain tune --format json` prints."""
+    """Return the output of `cputrain tune --format json`."""
     argv = [sys.executable, "-m", "cputrain", "tune", *arguments, "--format", "json"]
     env = {**os.environ, "CPUTRAIN_CACHE": cache}
     found: dict[str, Any] = json.loads(subprocess.run(argv, env=env, stdout=subprocess.PIPE, check=True).stdout)

@@ -1,9 +1,9 @@
-"""ResNet-50's 3 x 3 layers of stride 1 by Winograd's algorithm and by oneDNN: outputs and both gradients.
+"""ResNet-50's 3 x 3 layers of stride 1 with Winograd's algorithm and with oneDNN: outputs and both gradients.
 
     python -m benchmarks.winograd [--batch 32] [--rounds 9] [--threads 1] [--bf16]
 
-Both take turns, layer by layer; milliseconds of all layers of a kind, medians of the rounds. Transforming the weights
-counts, as in a training; errors are the largest difference from float64, in units of the largest value.
+Both take turns, layer by layer; milliseconds of all layers of a kind, medians over the rounds. Transforming the weights
+is included, as in a training; errors are the largest difference from float64, relative to the largest value.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from cputrain.bench import interleaved, seconds_of
 from cputrain.models import WinogradKernels, load_winograd
 
 LAYERS = ((64, 56, 3), (128, 28, 3), (256, 14, 5), (512, 7, 2))
-"""Channels, height of the images, and how many layers of the kind ResNet-50 has."""
+"""Channels, height of the images, and number of layers of this kind in ResNet-50."""
 
 
 def main() -> None:
@@ -47,13 +47,13 @@ def main() -> None:
 
 
 Passes = tuple[Callable[[], Tensor], Callable[[], Tensor]]
-"""One pass by oneDNN and by Winograd's algorithm."""
+"""One pass with oneDNN and with Winograd's algorithm."""
 
 
 def pairs(
     kernels: WinogradKernels, batch: int, channels: int, side: int, dtype: torch.dtype
 ) -> list[tuple[str, Passes, float]]:
-    """The three passes of a layer, each with the error of Winograd's."""
+    """Return the three passes of a layer, each with the error of Winograd's algorithm."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:

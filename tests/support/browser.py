@@ -1,4 +1,4 @@
-"""Pages in headless Chromium, as a reader has them."""
+"""Pages in headless Chromium, as a reader sees them."""
 
 import shutil
 import time
@@ -14,7 +14,7 @@ OPENED_MS = 60_000
 
 
 def chromium() -> str:
-    """Chromium's path; skips the test where it is absent."""
+    """Return Chromium's path; skips the test if it is not installed."""
     found = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if found is None:
         pytest.skip(reason="needs the system package chromium")
@@ -25,8 +25,8 @@ def chromium() -> str:
 def opened(
     path: Path, *, width: int = 1360, height: int = 900, scheme: str = "light", scripts: bool = True
 ) -> Iterator[tuple[Page, list[str], float]]:
-    """A page, the list of its errors and messages so far, and the seconds until it was drawn as far as the window
-    reaches; by then, the rest is too."""
+    """Open a page; yield it, the list of its errors and messages so far, and the seconds until the visible part was
+    drawn. The rest of the page is drawn by then, too."""
     messages: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])

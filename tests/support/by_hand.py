@@ -1,4 +1,4 @@
-"""Ranks of a plan, each started as a launcher on a cluster does it: as many as wanted, on however few cores."""
+"""Ranks of a plan, each started as a launcher on a cluster would: any number of ranks on any number of cores."""
 
 import json
 import os
@@ -14,14 +14,14 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def plan_of(place: Path, *arguments: str) -> dict:
-    """The plan that `cputrain plan ARGUMENTS` makes for this machine."""
+    """Return the plan that `cputrain plan ARGUMENTS` makes for this machine."""
     planned = here("plan", *arguments, "--format", "json", cwd=place)
     assert planned.returncode == 0, planned.stderr
     return json.loads(planned.stdout)
 
 
 def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """`cputrain ARGUMENTS` as all ranks of a plan, its workers bound by it."""
+    """Run `cputrain ARGUMENTS` as all ranks of a plan, with its workers bound by the plan."""
     (place / "plan.json").write_text(json.dumps(plan))
     size = str(len(plan["workers"]))
     bind = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
@@ -36,7 +36,7 @@ def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.C
 
 
 def ranks_of_code(code: str, count: int = 2) -> list[Any]:
-    """The last line that each of `count` Python processes prints, read as JSON; they are ranks on this host."""
+    """Run `count` Python processes as ranks on this host; return the last line of each, parsed as JSON."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env = {**os.environ, **world, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [

@@ -24,13 +24,13 @@ def a_callback_waits_for_the_collective_that_it_calls() -> None:
 
 
 def a_callback_waits_for_an_earlier_collective() -> None:
-    """The larger one is in flight when the callback of the small one begins to wait for it."""
+    """The larger collective is in flight when the small one's callback starts to wait for it."""
     small, large = future_of_sum(torch.ones(4)), future_of_sum(torch.ones(4 << 20))
     assert small.then(lambda _: large.wait()[0]).wait().min() == dist.get_world_size()
 
 
 def a_callback_waits_for_a_collective_that_has_ended_with_its_own() -> None:
-    """Both end for the others when the last rank comes, between two polls."""
+    """Both collectives complete on the other ranks when the last rank arrives, between two polls."""
     for _ in range(20):
         if dist.get_rank() == 1:
             time.sleep(0.01)
@@ -39,12 +39,12 @@ def a_callback_waits_for_a_collective_that_has_ended_with_its_own() -> None:
 
 
 def waited_for(first: Future[list[torch.Tensor]], second: Future[list[torch.Tensor]]) -> Future[torch.Tensor]:
-    """The result of the second one, which a callback of the first one waits for."""
+    """Return the result of the second collective, for which a callback of the first one waits."""
     return first.then(lambda _: second.wait()[0])
 
 
 def a_hook_of_ddp_waits_in_its_callback() -> None:
-    """PowerSGD approximates a gradient of rank 1 exactly, by three collectives in a row."""
+    """PowerSGD approximates a gradient of rank 1 exactly, with three consecutive collectives."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64)
     model = DistributedDataParallel(layer)
@@ -67,7 +67,7 @@ ALL = (
 
 
 def error_of_a_callback_that_waits_for_another_one_that_fails() -> str:
-    """Rank 1 joins neither; what the other ranks are told after 4 s."""
+    """Rank 1 joins neither collective; the other ranks get an error after 4 s."""
     group = dist.new_group(timeout=timedelta(seconds=4))
     if dist.get_rank() == 1:
         time.sleep(15)

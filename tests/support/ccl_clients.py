@@ -1,6 +1,6 @@
-"""A rank of what other packages make of a backend: python -m tests.support.ccl_clients CLIENT FOLDER ccl|gloo.
+"""A rank of another package's use of a backend: python -m tests.support.ccl_clients CLIENT FOLDER ccl|gloo.
 
-Each client is written as its own documentation shows it; a line that the backend needs is marked.
+Each client is written as its documentation shows; lines that the backend needs are marked.
 """
 
 import json
@@ -18,7 +18,7 @@ BACKEND = (*sys.argv, "ccl")[3]
 
 
 class Line(Dataset):
-    """Points of y = 2 x + 1, as transformers' Trainer wants them."""
+    """Points of y = 2 x + 1 as transformers' Trainer expects them."""
 
     def __len__(self) -> int:
         return 64
@@ -53,14 +53,14 @@ def train(
 
 
 def with_torchvision() -> None:
-    """The client imports torchvision, whose CUDA wheels need help beside a CPU build of torch."""
+    """Help the client to import torchvision, whose CUDA wheels do not import alone beside a CPU build of torch."""
     from cputrain.models import import_torchvision
 
     import_torchvision("models")
 
 
 def ddp(_folder: Path) -> nn.Module:
-    """As minGPT-ddp and torchvision's reference scripts: the group, then a loader with workers, then DDP."""
+    """minGPT-ddp and torchvision's reference scripts: first the group, then a loader with workers, then DDP."""
     dist.init_process_group(BACKEND)
     loader = DataLoader(Line(), batch_size=8, sampler=DistributedSampler(Line()), num_workers=2)
     model = nn.parallel.DistributedDataParallel(Model())
@@ -72,7 +72,7 @@ def accelerate(_folder: Path) -> nn.Module:
     from accelerate import Accelerator
 
     if BACKEND == "ccl":
-        dist.init_process_group("ccl")  # the line: Accelerate takes the group that is there
+        dist.init_process_group("ccl")  # the added line: Accelerate uses an existing group
     accelerator = Accelerator(cpu=True)
     model = Model()
     loader = DataLoader(Line(), batch_size=8, num_workers=2)
@@ -87,7 +87,7 @@ def trainer(folder: Path) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
     if BACKEND == "ccl":
-        dist.init_process_group("ccl")  # the line: Trainer stands on Accelerate
+        dist.init_process_group("ccl")  # the added line: Trainer uses Accelerate
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, max_steps=6, per_device_train_batch_size=8, report_to=[],
         dataloader_num_workers=2, save_strategy="no", logging_strategy="no", disable_tqdm=True,
@@ -124,8 +124,8 @@ def lightning(folder: Path) -> nn.Module:
 
 
 def deepspeed(stage: int, _folder: Path) -> nn.Module:
-    """ZeRO's stage 0 (none) to 3: the weights are those of one process that has the batches of all ranks. DeepSpeed
-    compiles an extension of its own at its first start on a host."""
+    """ZeRO's stages 0 (none) to 3: the weights equal those of one process with the batches of all ranks. DeepSpeed
+    compiles an extension at its first start on a host."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=BACKEND)
@@ -134,7 +134,7 @@ def deepspeed(stage: int, _folder: Path) -> nn.Module:
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # else to a norm of 1
+        "gradient_clipping": 0.0,  # the default clips to a norm of 1
     }
     model, whole, world = Model(), Model(), dist.get_world_size()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -146,7 +146,7 @@ def deepspeed(stage: int, _folder: Path) -> nn.Module:
         torch.stack([whole(**batch)["loss"] for batch in batches]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):  # stage 3 leaves each rank a part
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):  # in stage 3 each rank has only a part
         whole_again = Model()
         whole_again.load_state_dict({name: value.detach().clone() for name, value in model.named_parameters()})
     torch.testing.assert_close(whole_again.state_dict(), whole.state_dict())
@@ -154,7 +154,7 @@ def deepspeed(stage: int, _folder: Path) -> nn.Module:
 
 
 def tensor_parallel(_folder: Path) -> nn.Module:
-    """PyTorch's tensor parallelism: the result is that of the whole model."""
+    """PyTorch's tensor parallelism: the result equals that of the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -171,7 +171,7 @@ def tensor_parallel(_folder: Path) -> nn.Module:
 
 
 def fsdp2(folder: Path) -> nn.Module:
-    """FSDP2, its state saved and loaded by distributed checkpoint."""
+    """FSDP2, with its state saved and loaded by distributed checkpoint."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.fsdp import fully_shard
 
@@ -218,7 +218,7 @@ CLIENTS = {
 
 
 def main(name: str, folder: str, backend: str = "ccl") -> None:
-    """Run a client, and check that its group is the backend's and that its ranks end with one model."""
+    """Run a client; check that it uses the backend, and that all ranks end with the same model."""
     torch.set_num_threads(1)
     model = CLIENTS[name](Path(folder))
     assert dist.get_backend() == backend, dist.get_backend()

@@ -1,6 +1,6 @@
-"""Ranks that call different things: python -m tests.support.ccl_differ CASE:PORT ... runs each case in a process of its
-own, which a rank's interpreter forks with all modules loaded; a CASE alone runs in the interpreter. Each prints a line
-of JSON at its end."""
+"""Ranks that call different collectives: python -m tests.support.ccl_differ CASE:PORT ... runs each case in a separate
+process, forked by a rank's interpreter with all modules loaded; a single CASE runs in the interpreter. Each case prints
+a line of JSON at its end."""
 
 import ctypes
 import json
@@ -28,9 +28,9 @@ Case = Callable[[int], object]
 TIMEOUT = timedelta(seconds=60)
 AT_ONCE = 6
 BUSY_S = 20  # longer than a rank may be silent
-ABSENT_S = 15  # longer than the timeout of those who wait
+ABSENT_S = 15  # longer than the timeout of the waiting ranks
 PR_SET_PDEATHSIG = 1
-returned: list[str] = []  # the cases whose differing call has returned
+returned: list[str] = []  # cases whose differing call has returned
 
 
 def ones(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,7 +50,7 @@ def other_rows(rank: int) -> None:
 
 
 def far_ahead(call: Case) -> Case:
-    """Rank 0 gives to rank 1 what that one calls late: it is many calls ahead, as none of them waits for the other."""
+    """Rank 0 gives rank 1 the values of its late calls: it is many calls ahead, as none of them waits for the other."""
 
     def run(rank: int) -> None:
         time.sleep(3 * rank)
@@ -61,7 +61,7 @@ def far_ahead(call: Case) -> Case:
 
 
 def one_way(other: int) -> None:
-    """Rank 0 sends 4 values, where rank 1 expects 4 + `other`."""
+    """Rank 0 sends 4 values, but rank 1 expects 4 + `other`."""
     rank = dist.get_rank()
     given = [0, 0] if rank else [0, 4]
     taken = [4 + other, 0] if rank else [0, 0]
@@ -95,7 +95,7 @@ def checkpoint_thread(rank: int) -> None:
 
 
 def known_types(rank: int) -> None:
-    """All ranks have called both before, so that between hosts nothing keeps the wrong sum back."""
+    """All ranks have called both before, so that between hosts nothing delays the wrong sum."""
     types = [torch.float32, torch.int32]
     for dtype in [*types, types[rank]]:
         dist.all_reduce(ones(8, dtype))
@@ -106,7 +106,7 @@ def known_types(rank: int) -> None:
 
 
 def message_between(rank: int) -> None:
-    """Legal: rank 1 calls the first sums of their kind only after a message that rank 0 sends after its own calls."""
+    """Legal: rank 1 calls its first sums of this kind only after a message that rank 0 sends after its own calls."""
     values = [ones(5), ones(7)]
     works = [] if rank else [dist.all_reduce(each, async_op=True) for each in values]
     if rank:
@@ -120,7 +120,7 @@ def message_between(rank: int) -> None:
 
 
 def refused_type(_: int) -> None:
-    """All ranks call what oneCCL cannot reduce: the group goes on."""
+    """All ranks call something that oneCCL cannot reduce; the group continues."""
     refused = ""
     try:
         dist.all_reduce(ones(4).to(torch.float8_e4m3fn))
@@ -130,7 +130,7 @@ def refused_type(_: int) -> None:
 
 
 def refused_start(_: int) -> None:
-    """What waits for the other rank's call cannot be started any more: that alone fails."""
+    """A call that waits for the other rank's call can no longer be started; only that call fails."""
     value, refused = ones(9), ""
     work = dist.all_reduce(value, async_op=True)
     value.data = value.to(torch.float8_e4m3fn)
@@ -177,26 +177,26 @@ def differ(case: str) -> None:
     dist.barrier()
     CASES[case](dist.get_rank())
     returned.append(case)
-    dist.all_reduce(ones(3))  # where the first call did not depend on the other rank
+    dist.all_reduce(ones(3))  # reached only if the first call did not depend on the other rank
     dist.all_reduce(ones(3))
 
 
 def leaves(_: str) -> None:
-    """Rank 1 has one batch less, and ends well."""
+    """Rank 1 has one batch less, and exits normally."""
     dist.barrier()
     if dist.get_rank() != 1:
         dist.all_reduce(ones(3))
 
 
 def leaves_message(_: str) -> None:
-    """Rank 1 ends well, and rank 0 waits for a message of it."""
+    """Rank 1 exits normally while rank 0 waits for a message from it."""
     dist.barrier()
     if dist.get_rank() == 0:
         dist.recv(ones(3), 1)
 
 
 def unanswered(_: str) -> None:
-    """Rank 0 waits for a message of any rank, rank 1 for rank 2 to take one, which is in neither."""
+    """Rank 0 waits for a message from any rank, rank 1 for rank 2 to receive one; rank 2 calls neither."""
     dist.barrier()
     if dist.get_rank() == 0:
         dist.recv(ones(3))
@@ -207,7 +207,7 @@ def unanswered(_: str) -> None:
 
 
 def full_memory(_: str) -> None:
-    """The memory that ranks of a host share has nothing left when a group is made."""
+    """The shared memory of a host's ranks is full when a group is created."""
     with Path("/dev/shm/others").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
@@ -218,7 +218,7 @@ def full_memory(_: str) -> None:
 
 
 def other_group(_: str) -> None:
-    """Rank 0 waits for ranks 1 and 2: one sleeps, the other is in a collective of another group, of a higher number."""
+    """Rank 0 waits for ranks 1 and 2: one sleeps, the other is in a collective of a group with a higher number."""
     pair = dist.new_group([1, 2], timeout=TIMEOUT)
     rank = dist.get_rank()
     for _ in range(50 if rank else 0):
@@ -231,11 +231,11 @@ def other_group(_: str) -> None:
 
 
 def busy_first_rank(_: str) -> None:
-    """Rank 0's Python is kept by a call while rank 1 waits for rank 2, which is killed."""
+    """A call blocks rank 0's Python while rank 1 waits for rank 2, which is killed."""
     pair = dist.new_group([1, 2])
     dist.all_reduce(ones(3))
     if dist.get_rank() == 0:
-        signal.alarm(BUSY_S)  # which ends it, as it has no handler
+        signal.alarm(BUSY_S)  # ends the process, which has no handler
         sum(range(1 << 40))
     elif dist.get_rank() == 1:
         dist.all_reduce(ones(3), group=pair)
@@ -260,12 +260,12 @@ def run(case: str) -> None:
         said["left"] = [path.name for path in Path("/dev/shm").iterdir()]
     os.write(1, json.dumps(said).encode() + b"\n")
     if not case.startswith("leaves") or error:
-        time.sleep(2)  # mpirun would kill the other rank, which has still to say what it knows
+        time.sleep(2)  # mpirun would kill the other rank before it has reported
         os._exit(0)
 
 
 def run_in_children(cases: list[str]) -> None:
-    """Some at once, in their order on every rank: they mostly wait."""
+    """Run some cases at once, in the same order on every rank, as they mostly wait."""
     names: dict[int, str] = {}
 
     def await_one() -> None:

@@ -1,4 +1,4 @@
-"""Jobs of several ranks on this host: started as torchrun's variables describe them, awaited, read."""
+"""Jobs of several ranks on this host: start them with torchrun's variables, wait for them, read their output."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
-    """The variable of a cache in which the backend is compiled and nothing was measured."""
+    """Return the variable of a cache with the compiled backend and without measurements."""
     built = ensure_built(find_libraries(os.environ), os.environ).parent
     folder.mkdir()
     (folder / built.name).symlink_to(built)
@@ -29,7 +29,7 @@ def unmeasured_cache(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's end: its status and what it printed."""
+    """A finished rank: its exit status and its output."""
 
     status: int
     out: str
@@ -38,9 +38,9 @@ class Ended:
 
 @contextmanager
 def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive the block; what it prints goes to files."""
+    """Start a process that ends with the block; its output goes to files."""
     with ExitStack() as stack:
-        # Files, not pipes: a rank must not wait for its reader while another waits for it.
+        # Files instead of pipes: a rank must not wait for its reader while another rank waits for it.
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=err)
         stack.callback(process.wait)
@@ -51,7 +51,7 @@ def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Ranks of a program, as torchrun's variables tell them of each other; none outlives the block."""
+    """Start ranks of a program with torchrun's variables; all of them end with the block."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.
 
 
 def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
-    """Wait for a rank; one that takes longer fails with where it hangs."""
+    """Wait for a rank; fail with its stacks if it takes longer."""
     try:
         status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
 
 
 def printed(process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    """What a rank has printed so far: stdout, stderr."""
+    """Return a rank's output so far: stdout, stderr."""
     texts = []
     for file in (process.stdout, process.stderr):
         assert file is not None
@@ -82,5 +82,5 @@ def printed(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def lines_of(text: str) -> list[dict]:
-    """The JSON lines in what ranks have printed."""
+    """Return the JSON lines in the output of ranks."""
     return [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]

@@ -53,12 +53,12 @@ LAYOUTS = st.sampled_from(["plain", "transposed", "strided", "offset"])
 
 
 def say(**values: object) -> None:
-    """A line of JSON, whole whatever others print."""
+    """Print a line of JSON in one write, so that other output cannot split it."""
     os.write(1, json.dumps({"rank": rank.rank, **values}).encode() + b"\n")
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in memory that is not contiguous, or not at its storage's start."""
+    """Return the same values in memory that is not contiguous, or not at its storage's start."""
     if layout == "transposed" and values.dim() >= 2:
         return values.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "strided" and values.dim():
@@ -69,7 +69,7 @@ def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def of_rank(number: int, key: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-    """The values that rank `number` brings to an example, which every rank can make."""
+    """Return the values of rank `number` for an example, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * key + number)
     if kind.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
@@ -77,14 +77,14 @@ def of_rank(number: int, key: int, shape: tuple[int, ...], kind: torch.dtype) ->
 
 
 def near(found: torch.Tensor, exact: torch.Tensor, kind: torch.dtype, scale: torch.Tensor) -> bool:
-    """Whether a result is the float64 reference within a few roundings of its type."""
+    """Return whether a result equals the float64 reference within a few roundings of its type."""
     if not kind.is_floating_point:
         return torch.equal(found, exact.to(kind))
     return bool(((found.double() - exact).abs() <= TYPES[kind] * (scale + exact.abs()) + 1e-30).all())
 
 
 def exchange(shape: tuple[int, ...], kind: torch.dtype, layout: str, how: str, *, root: int, key: int) -> None:
-    """The collectives in which each rank has other numbers for each rank."""
+    """Check the collectives in which each rank has other values for each rank."""
     me, world = dist.get_rank(), dist.get_world_size()
     op, reference = REDUCTIONS[how]
     mixed = [of_rank(i, key + me + 1, shape, kind) for i in range(world)]
@@ -106,7 +106,7 @@ def exchange(shape: tuple[int, ...], kind: torch.dtype, layout: str, how: str, *
 
 
 def combine_bits(all_values: torch.Tensor, layout: str, root: int) -> None:
-    """The bitwise reductions of integers, [ranks, ...]."""
+    """Check the bitwise reductions of integers, [ranks, ...]."""
     me, world = dist.get_rank(), dist.get_world_size()
     for op, combine in BITWISE.items():
         exact = reduce(combine, all_values)
@@ -121,11 +121,11 @@ def combine_bits(all_values: torch.Tensor, layout: str, root: int) -> None:
 
 
 def examples(count: int) -> None:
-    """Every collective on made shapes, types and layouts, against references in float64."""
+    """Check every collective on generated shapes, types and layouts, against float64 references."""
     me, world = dist.get_rank(), dist.get_world_size()
     made = 0
 
-    @seed(0)  # every rank has to make the same examples in the same order
+    @seed(0)  # every rank must generate the same examples in the same order
     @settings(max_examples=count, database=None, deadline=None, derandomize=False, report_multiple_bugs=False)
     @given(
         shape=SHAPES,
@@ -173,11 +173,11 @@ def examples(count: int) -> None:
 
 
 def against_gloo() -> None:
-    """Sums of two ranks are gloo's, bit for bit; a huge tensor is summed whole."""
+    """Sums of two ranks equal gloo's bit for bit; a huge tensor is summed completely."""
     gloo = dist.new_group(backend="gloo")
     for kind in TYPES:
         if kind == torch.int16:
-            continue  # gloo has none
+            continue  # gloo does not support it
         for count in (1, 7, 1000, 1 << 16, 1_234_567):
             generator = torch.Generator().manual_seed(count * 31 + rank.rank)
             values = (torch.randn(count, generator=generator, dtype=torch.float64) * 3).to(kind)
@@ -197,7 +197,7 @@ def against_gloo() -> None:
 
 
 def soak(count: int) -> None:
-    """Mixed collectives, synchronous and not, in the group and in sub-groups; memory stays."""
+    """Mixed collectives, synchronous and asynchronous, in the group and in subgroups; memory does not grow."""
     groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
     generator = torch.Generator().manual_seed(0)
     begun = 0
@@ -212,7 +212,7 @@ def soak(count: int) -> None:
 
 
 def begun_collective(kind: int, size: int, group: dist.ProcessGroup) -> dist.Work:
-    """One of five collectives, not waited for."""
+    """Start one of five collectives without waiting for it."""
     values, many = torch.ones(size), torch.ones(size * group.size())
     if kind % 5 == 0:
         return dist.all_reduce(values, group=group, async_op=True)
@@ -226,12 +226,12 @@ def begun_collective(kind: int, size: int, group: dist.ProcessGroup) -> dist.Wor
 
 
 def resident_kib() -> int:
-    """This process's resident memory now."""
+    """Return this process's current resident memory."""
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize() // 1024
 
 
 def users() -> None:
-    """FSDP2, distributed checkpoints, DDP with a hook and with unused parameters, sub-groups."""
+    """FSDP2, distributed checkpoints, DDP with a hook and with unused parameters, subgroups."""
     import tempfile
 
     import torch.distributed.checkpoint as checkpoint
@@ -271,7 +271,7 @@ def users() -> None:
     exact = torch.stack([images[: i + 1].sum(0) for i in range(dist.get_world_size())]).sum(0).expand(4, 6)
     torch.testing.assert_close(hooked.module.weight.grad, exact, rtol=2e-2, atol=2e-2)
     assert max(float(kept.abs().max()) for kept in hook.residuals.values()) > 0
-    # What rounding takes from a step arrives later: over many steps of a rank alone nothing is lost.
+    # Values lost by rounding in one step arrive later: over many steps of a single rank nothing is lost.
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())][rank.rank]
     single, hook, total = DistributedDataParallel(torch.nn.Linear(6, 4), process_group=alone), Bf16AllReduceHook(), 0.0
     single.register_comm_hook(alone, hook.hook)
@@ -286,7 +286,7 @@ def users() -> None:
 
 
 def wrong(how: str) -> None:
-    """What goes wrong on rank 1, or on rank 0, while the others are in their second all-reduce."""
+    """Fail on rank 1 or rank 0 while the others are in their second all-reduce."""
     values = torch.ones(10)
     dist.all_reduce(values)
     victim = 0 if how.endswith("0") else 1
@@ -321,14 +321,14 @@ def wrong(how: str) -> None:
 
 
 def impatient_all_reduce(values: torch.Tensor) -> dist.Work:
-    """An all-reduce with a timeout of 4 s; the group's is longer, as ranks do not start at the same time."""
+    """All-reduce with a timeout of 4 s; the group's timeout is longer, as ranks do not start simultaneously."""
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=4)
     return dist.group.WORLD.allreduce([values], options)
 
 
 def recover() -> None:
-    """Catch a timeout, and take longer to put things in order than a stuck rank is given."""
+    """Catch a timeout, and take longer to clean up than a stuck rank is allowed to."""
     if rank.rank == 1:
         time.sleep(25)
         os._exit(0)
@@ -341,7 +341,7 @@ def recover() -> None:
 
 
 def leave() -> None:
-    """End without waiting for an all-reduce: one that never ends on rank 0, as rank 1 does not come."""
+    """Exit without waiting for an all-reduce, one that never completes on rank 0, as rank 1 does not join."""
     if rank.rank == 0:
         dist.all_reduce(torch.ones(1 << 20), async_op=True)
         sys.exit(3)
@@ -350,7 +350,7 @@ def leave() -> None:
 
 
 def meet() -> None:
-    """Who is here, over which transport, and where oneCCL's and our threads run."""
+    """Report the rank, its transport, and the CPUs of oneCCL's and cputrain's threads."""
     from cputrain.affinity.kernel import threads_of
 
     total = torch.tensor([1.0])
@@ -373,7 +373,7 @@ TASKS = {
 
 
 def main() -> None:
-    """Join, do the task, leave."""
+    """Join the group, run the task, leave."""
     task, *arguments = sys.argv[1:]
     dist.init_process_group("ccl", timeout=timedelta(seconds=120))
     TASKS[task](*(int(word) if word.isdigit() else word for word in arguments))

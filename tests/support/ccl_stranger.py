@@ -1,6 +1,6 @@
-"""A program that knows nothing of cputrain and uses the backend "ccl": python -m tests.support.ccl_stranger TASK...
+"""A program without any knowledge of cputrain that uses the backend "ccl": python -m tests.support.ccl_stranger TASK...
 
-Each task is a piece of somebody's training script that runs over gloo as it is.
+Each task is a part of a training script that runs unchanged over gloo.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from tests.support import ccl_callbacks
 
 
 def say(**values: object) -> None:
-    """A line of JSON, whole whatever others print."""
+    """Print a line of JSON in one write, so that other output cannot split it."""
     os.write(1, json.dumps({"rank": int(os.environ["RANK"]), **values}).encode() + b"\n")
 
 
@@ -35,7 +35,7 @@ def expect(condition: bool, what: str) -> None:
 
 
 def refused(act: Callable[[], object]) -> str:
-    """What an error says; it has to be one."""
+    """Return the message of an error; fail if there is none."""
     try:
         act()
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def a_group_is_made_while_a_collective_is_in_flight() -> None:
 
 
 def groups_of_gloo_go_on_beside() -> None:
-    """Both are in flight at once, of all ranks and of some; objects and monitored barriers are gloo's."""
+    """Two collectives in flight at once, of all ranks and of some; objects and monitored barriers use gloo."""
     rank, world = dist.get_rank(), dist.get_world_size()
     everybody, some = dist.new_group(backend="gloo"), dist.new_group([0, 1], backend="gloo")
     for _ in range(20):
@@ -91,7 +91,7 @@ def inference_tensors_are_communicated() -> None:
             average.wait()
             expect(all(bool((output == i).all()) for output in outputs), "all_gather")
             expect(bool((mean == (world - 1) / 2).all()), "average")
-    dist.all_reduce(ours, dist.ReduceOp.AVG)  # outside, as gloo allows
+    dist.all_reduce(ours, dist.ReduceOp.AVG)  # called by non-members too, as gloo allows
     expect(ours.tolist() == [1.0] * 3, "average outside")
 
 
@@ -126,12 +126,12 @@ def a_forked_child_is_refused() -> None:
     child = os.fork()
     if not child:
         said = refused(lambda: dist.all_reduce(torch.ones(1))) + refused(lambda: dist.new_group([dist.get_rank()]))
-        grandchild = os.fork()  # as workers do that start processes of their own
+        grandchild = os.fork()  # as loader workers do that start processes
         if not grandchild:
             os._exit(0)
         os.waitpid(grandchild, 0)
         os.write(writing, said.encode())
-        sys.exit(7)  # through the exit handlers, which must not end the parent's group
+        sys.exit(7)  # runs the exit handlers, which must not destroy the parent's group
     os.close(writing)
     said = os.read(reading, 1 << 16).decode()
     expect(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "the child's status")
@@ -157,7 +157,7 @@ def messages_are_matched() -> None:
             expect(values.tolist() == [float(tag)] * 3, f"tag {tag}")
     if rank > 0:
         dist.send(torch.full((2,), float(rank)), 0, tag=9)
-    # A message of another size fails its receive only; a collective between sending and receiving moves nothing.
+    # A message of another size only fails its receive; a collective between send and receive changes nothing.
     if rank == 0:
         work = dist.isend(torch.ones(10), 1)
         dist.barrier()
@@ -175,7 +175,7 @@ def messages_are_matched() -> None:
 
 
 def a_group_is_destroyed_after_receives_from_any_source() -> None:
-    """Rank 0 has asked all others for a message, and only rank 1 has sent one."""
+    """Rank 0 waits for a message from every other rank, but only rank 1 has sent one."""
     rank = dist.get_rank()
     for number in range(10):
         group = dist.new_group()
@@ -229,7 +229,7 @@ def monitored_barriers_leave_nothing_in_the_store() -> None:
 
 
 def good() -> None:
-    """What has to work, in one group."""
+    """Everything that must work, in one group."""
     for act in (
         a_group_is_made_while_a_collective_is_in_flight,
         groups_of_gloo_go_on_beside,
@@ -250,13 +250,13 @@ def good() -> None:
 
 
 def beside() -> None:
-    """For ranks that mp.spawn starts."""
+    """Entry point of ranks that mp.spawn starts."""
     groups_of_gloo_go_on_beside()
     say(passed="beside")
 
 
 def late() -> None:
-    """A rank comes to new_group after oneCCL's own patience, which the environment has made short."""
+    """A rank reaches new_group after oneCCL's timeout, which the environment has shortened."""
     if dist.get_rank() == 1:
         time.sleep(6)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
@@ -265,7 +265,7 @@ def late() -> None:
 
 
 def store_gone() -> None:
-    """The rank that serves the store dies while the other waits for it to make a group."""
+    """The rank that serves the store dies while the other waits for it to create a group."""
     if dist.get_rank() == 0:
         time.sleep(2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -273,7 +273,7 @@ def store_gone() -> None:
 
 
 def gil() -> None:
-    """A rank is in a C call that keeps the GIL for longer than heartbeats may be silent."""
+    """A rank is in a C call that holds the GIL for longer than heartbeats may be missing."""
     if dist.get_rank() == 1:
         ctypes.PyDLL(None).sleep(20)
     dist.all_reduce(torch.ones(1))
@@ -303,7 +303,7 @@ def killed() -> None:
 
 
 def killed_before() -> None:
-    """A rank is lost before it makes a group that the other waits for; what that one has printed is not."""
+    """A rank is lost before it creates a group that the other waits for; its earlier output is kept."""
     print("printed before")
     dist.barrier()
     if dist.get_rank() == 1:
@@ -312,8 +312,8 @@ def killed_before() -> None:
 
 
 def fork_while_stuck() -> None:
-    """Rank 1 is lost between its arrival at a group and oneCCL's part of making it, in which rank 0 is stuck then; rank
-    0 forks."""
+    """Rank 1 is lost between joining a group and oneCCL's part of its creation, which leaves rank 0 stuck there; rank 0
+    forks."""
     dist.barrier()
     if dist.get_rank() == 1:
         from cputrain.comm import ccl
@@ -334,7 +334,7 @@ def fork_while_stuck() -> None:
 
 
 def fork_while_beating() -> None:
-    """Children that destroy the group are forked while threads of heartbeats read all the time what it needs."""
+    """Fork children that destroy the group while heartbeat threads constantly read its state."""
     from cputrain.comm import ccl
 
     for number in range(2):
@@ -351,7 +351,7 @@ def fork_while_beating() -> None:
 
 
 def arrive_only(store: dist.Store, rank: int, size: int, _seconds: float, _name: str) -> None:
-    """What a rank says at a group's making before oneCCL has its turn."""
+    """Report the state of a rank that creates a group, before oneCCL is called."""
     store.add("feature", 0)
     store.set(f"here/{rank}", "here")
     if store.add("count", 1) == size:
@@ -360,19 +360,19 @@ def arrive_only(store: dist.Store, rank: int, size: int, _seconds: float, _name:
 
 
 def messages_are_left() -> None:
-    """Only rank 0 cannot destroy its communicators: it has asked others for a message that they never send."""
+    """Only rank 0 cannot destroy its communicators, as it waits for messages that the others never send."""
     a_group_is_destroyed_after_receives_from_any_source()
     say(passed="messages_are_left")
 
 
 def callbacks_fail() -> None:
-    """A timeout, which fails a collective whose callback waits for another one that it fails too."""
+    """A timeout fails a collective whose callback waits for another collective, which it fails too."""
     say(error=ccl_callbacks.error_of_a_callback_that_waits_for_another_one_that_fails())
     os._exit(0)
 
 
 def messages_between_some() -> None:
-    """Of which a third rank knows nothing; then rank 1 is missing from a collective, where the test says so."""
+    """A third rank knows nothing of this group; then rank 1 is missing from a collective if the test says so."""
     group = dist.new_group(timeout=timedelta(seconds=6))
     if dist.get_rank() == 0:
         dist.send(torch.ones(3), 1, group=group)
@@ -403,7 +403,7 @@ def joins_late() -> None:
 
 
 def waits() -> None:
-    """Each rank waits for the other for longer than a watchdog needs to read what the store holds."""
+    """Each rank waits for the other for longer than a watchdog needs to read the store."""
     for waiting in (0, 1):
         if dist.get_rank() != waiting:
             time.sleep(6)
@@ -412,7 +412,7 @@ def waits() -> None:
 
 
 def some() -> None:
-    """A ccl group of two ranks; the third one never makes one."""
+    """A ccl group of two ranks; the third rank never creates one."""
     group = dist.new_group([0, 1], backend="ccl")
     if dist.get_rank() < 2:
         values = torch.ones(1)
@@ -422,7 +422,7 @@ def some() -> None:
 
 
 def again() -> None:
-    """A world ends, and its store with it; a rank of a ccl group of the next world is late."""
+    """A world ends together with its store; a rank of a ccl group of the next world is late."""
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], backend="ccl"))
     dist.barrier()
     dist.destroy_process_group()
@@ -436,12 +436,12 @@ def again() -> None:
 
 
 def next_world() -> None:
-    """Group 1 of a world that has ended had ranks 0 and 1; that of the next has ranks 1 and 2, other collectives."""
+    """Group 1 of a finished world had ranks 0 and 1; the next world's has ranks 1 and 2 and other collectives."""
     for members in ([0, 1], [1, 2]):
         pair = dist.new_group(members)
         for _ in range(70 if dist.get_rank() in members else 0):
             dist.all_reduce(torch.ones(2 + members[0]), group=pair)
-        time.sleep(5)  # until heartbeats with these have been read
+        time.sleep(5)  # until these have been read by the heartbeat thread
         dist.barrier()
         if members == [0, 1]:
             dist.destroy_process_group()
@@ -451,7 +451,7 @@ def next_world() -> None:
 
 
 def soak(count: str) -> None:
-    """Collectives of sizes that never repeat; the resident memory after a fifth of them and at the end."""
+    """Collectives of sizes that never repeat; reports resident memory after a fifth of them and at the end."""
     generator = torch.Generator().manual_seed(0)
     begun = 0.0
     for i in range(int(count)):
@@ -498,13 +498,13 @@ TASKS = {
 
 
 def spawned(rank: int, world: int, port: str) -> None:
-    """A rank as scripts with torch.multiprocessing.spawn start it."""
+    """Run a rank as scripts with torch.multiprocessing.spawn do."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     main("ccl", sys.argv[2:])
 
 
 def store_of_test() -> dict[str, object]:
-    """How to meet at a store that the test serves, and that outlives the ranks; nothing without one."""
+    """Return how to join a store that the test serves and that outlives the ranks; empty without one."""
     if "STORE_PORT" not in os.environ:
         return {}
     store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]))
@@ -512,7 +512,7 @@ def store_of_test() -> dict[str, object]:
 
 
 def main(backend: str, words: list[str]) -> None:
-    """Join, do the task, leave."""
+    """Join the group, run the task, leave."""
     torch.set_num_threads(1)
     of_intel_mpi = (("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE"))
     of_open_mpi = (("RANK", "OMPI_COMM_WORLD_RANK"), ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))

@@ -1,4 +1,4 @@
-"""Checkpoints of a small network, as rank 0 of a training writes them."""
+"""Checkpoints of a small network, written as by rank 0 of a training."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from cputrain.training import CheckpointWriter, Position, TrainState, take_snaps
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Create a process group of only this process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -60,7 +60,7 @@ def written(
     store: dist.Store | None = None,
     world_size: int = 1,
 ) -> Path:
-    """A checkpoint in this folder, as rank 0 of a training writes it."""
+    """Write a checkpoint to this folder, as rank 0 of a training does."""
     writer = CheckpointWriter(
         folder=folder,
         keys=SignedKeys(store or HashStore(), "token"),
@@ -103,7 +103,7 @@ def written(
 
 
 def saved_once(folder: Path) -> Path:
-    """The one checkpoint of a training, with the rounding errors of bf16 gradients."""
+    """Return the only checkpoint of a training, with the rounding errors of bf16 gradients."""
     state = state_of(network(), bf16=True)
     train(state)
     return written(folder / "checkpoints", state, Position(step=7, best_score=50.0))

@@ -1,4 +1,4 @@
-"""Checkpoints as tests read them: tensors and manifest of a run's newest one."""
+"""Read checkpoints in tests: tensors and manifest of a run's newest checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,18 @@ from cputrain.checkpoints import EMA, MODEL, Manifest, list_checkpoints, read_ma
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint of a run's folder."""
+    """Return the newest checkpoint of a run folder."""
     return list_checkpoints(run / "checkpoints")[-1]
 
 
 def content(path: Path) -> dict[str, Any]:
-    """A checkpoint's tensors by file and name, its weights as "model" and "ema_model", its step."""
+    """Return a checkpoint's tensors by file and name, its weights as "model" and "ema_model", and its step."""
     files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
     return {"files": files, "model": files[MODEL], "ema_model": files.get(EMA, {}), "step": read_manifest(path).step}
 
 
 def differing(a: Path, b: Path) -> list[str]:
-    """What differs between two checkpoints: tensors by file, and where the training was."""
+    """Return the differences between two checkpoints: tensors by file, and the state of the training."""
     ours, theirs = content(a)["files"], content(b)["files"]
     assert ours.keys() == theirs.keys() and all(ours[name].keys() == theirs[name].keys() for name in ours)
     tensors = [(file, name) for file in ours for name in ours[file]]

@@ -1,4 +1,4 @@
-"""The command line as a user meets it, launchers by name, and honest skips."""
+"""Run commands as a user does, find launchers by name, and skip tests whose requirements are missing."""
 
 import io
 import logging
@@ -15,17 +15,17 @@ import pytest
 
 from tests.support.hangs import children_of, stacks_of
 
-HANGS_S = 300.0  # for a command that takes some seconds
+HANGS_S = 300.0  # for commands that take a few seconds
 
 
 def need(package: str, program: str) -> None:
-    """Skip the test where a system package is absent."""
+    """Skip the test if a system package is missing."""
     if not shutil.which(program):
         pytest.skip(reason=f"needs the system package {package} ({program})")
 
 
 def mpi_path(name: str) -> dict[str, str]:
-    """PATH with a launcher first: those of `make mpi`, or the system's "openmpi4"; skips where it is absent."""
+    """Return PATH with a launcher first: from `make mpi`, or the system's "openmpi4"; skips if it is missing."""
     if name == "openmpi4":
         program = shutil.which("mpirun.openmpi", path="/usr/bin")
         if program is None:
@@ -38,7 +38,7 @@ def mpi_path(name: str) -> dict[str, str]:
 
 
 def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, in a shell's bare environment. One that hangs fails with where it does."""
+    """Run the command as a user does, in the bare environment of a shell. If it hangs, fail with its stacks."""
     argv = [sys.executable, "-m", "cputrain", *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, cwd=cwd, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True) as process:
@@ -54,7 +54,7 @@ def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess
 
 @contextmanager
 def logged_to(stream: TextIO, lines: logging.Formatter) -> Iterator[None]:
-    """What our packages log is written to a stream, as the command writes it to stderr."""
+    """Write the log of cputrain's packages to a stream, as the command does to stderr."""
     logger, handler = logging.getLogger("cputrain"), logging.StreamHandler(stream)
     handler.setFormatter(lines)
     level = logger.level
@@ -68,9 +68,9 @@ def logged_to(stream: TextIO, lines: logging.Formatter) -> Iterator[None]:
 
 
 def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts no ranks in this process, which takes milliseconds where `cputrain` takes a second.
+    """Run a command that starts no ranks in this process, in milliseconds instead of a second.
 
-    Fails where the command would start again, bound, in place of this process, as `predict` does.
+    Fails if the command would replace this process by a bound one, as `predict` does.
     """
     from cputrain.cli import _PrintableFormatter, _run
 
@@ -91,7 +91,7 @@ def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
 
 
 def refused(result: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a command that refused its input with status 2; fails on anything else."""
+    """Return the only line of a command that rejected its input with status 2; fails otherwise."""
     assert result.returncode == 2, result.stderr + result.stdout
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr

@@ -1,10 +1,10 @@
-"""A stand-in for apptainer, podman and docker, for root: a new root of this system's programs and this Python alone.
+"""A stand-in for apptainer, podman and docker, for root: a new root folder with this system's programs and this Python.
 
     python tests/support/container_runtime.py RUNTIME exec|run OPTION... IMAGE CMD...
 
-Of the host's folders only those that are mounted are there, of its environment only what the runtime lets through
-(apptainer all but PATH, podman and docker what --env names); docker starts with all CPUs, as its daemon does. Options
-that the runtime does not have are refused. What it was called with is appended to $CONTAINER_LOG.
+Of the host's folders only the mounted ones are visible, of its environment only what the runtime passes on (apptainer:
+all but PATH; podman and docker: the variables of --env); docker starts with all CPUs, as its daemon does. Options that
+the runtime does not have are rejected. The arguments are appended to $CONTAINER_LOG.
 """
 
 import csv
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cputrain.affinity.topology import parse_list
 
-# As their manuals have them: with a value, and without.
+# Options from their manuals, with a value and without.
 BOTH = {"--mount", "--env"}
 VALUED = {
     "apptainer": BOTH | {"--bind", "--pwd"},
@@ -42,7 +42,7 @@ exec /usr/sbin/chroot "$root" sh -c 'cd -- "$1" && shift && exec "$@"' sh "$fold
 
 
 def parsed(runtime: str, words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Options and their values, and what follows them: image and command."""
+    """Split arguments into options with values, and the image with its command."""
     options: dict[str, list[str]] = {}
     while words and words[0].startswith("-"):
         option, equals, value = words.pop(0).partition("=")
@@ -56,7 +56,7 @@ def parsed(runtime: str, words: list[str]) -> tuple[dict[str, list[str]], list[s
 
 
 def source_of(mount: str) -> str:
-    """The folder of a --mount, whose path must be the same inside."""
+    """Return the folder of a --mount, which must have the same path inside."""
     (fields,) = csv.reader([mount])
     values = dict(field.partition("=")[::2] for field in fields)
     assert values["type"] == "bind" and values["source"] == values["destination"], mount
@@ -64,7 +64,7 @@ def source_of(mount: str) -> str:
 
 
 def main(runtime: str, verb: str, words: list[str]) -> None:
-    """Become the command, inside."""
+    """Replace this process by the command, inside the new root."""
     with Path(os.environ["CONTAINER_LOG"]).open("a", encoding="utf-8") as log:
         log.write(json.dumps([runtime, verb, *words]) + "\n")
     if verb == "ps":

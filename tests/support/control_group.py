@@ -1,4 +1,4 @@
-"""A control group that limits memory."""
+"""A control group with a memory limit."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ LIMITS = {Path("/sys/fs/cgroup"): "memory.max", Path("/sys/fs/cgroup/memory"): "
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """The folder of a new control group of so much memory; skips where none can be made."""
+    """Yield the folder of a new control group with this memory limit; skips if none can be created."""
     for root, name in LIMITS.items():
         group = root / f"cputrain-oom-{os.getpid()}"
         try:
@@ -30,5 +30,5 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
 
 
 def inside(group: Path, *argv: str) -> list[str]:
-    """Tokens that run a command in the group."""
+    """Return the command-line prefix that runs a command in the group."""
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *argv]

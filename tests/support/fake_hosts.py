@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this one: a name, an address, processes and an sshd each. Needs root."""
+"""Hosts as network namespaces of this one, each with a name, an address, processes and an sshd. Needs root."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-NETWORKS = count()  # each set of hosts has a bridge and addresses of its own
+NETWORKS = count()  # each set of hosts has its own bridge and addresses
 SSHD = """Port 22
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
@@ -38,7 +38,7 @@ SSH = """Host *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeHosts:
-    """Running hosts by name: the pid of each one's first process, and a folder with `ssh` that reaches them."""
+    """Running hosts: the pid of each one's first process by name, and a folder with the `ssh` that reaches them."""
 
     folder: Path
     network: int
@@ -52,7 +52,7 @@ class FakeHosts:
 
     @property
     def env(self) -> dict[str, str]:
-        """What makes every launcher use our ssh."""
+        """Variables that make every launcher use this ssh."""
         ssh = str(self.folder / "ssh")
         return {
             "I_MPI_HYDRA_BOOTSTRAP_EXEC": ssh,
@@ -60,23 +60,23 @@ class FakeHosts:
             "OMPI_MCA_plm_rsh_agent": ssh,
             "PRTE_MCA_plm_ssh_agent": ssh,
             "FI_PROVIDER": "tcp",
-            # The hosts share /tmp, and their process ids repeat: Open MPI's session folders would be the same.
+            # The hosts share /tmp and have equal process ids, so Open MPI's session folders would collide.
             "OMPI_MCA_orte_tmpdir_base": self.scratch,
             "PRTE_MCA_prte_tmpdir_base": self.scratch,
         }
 
     def inside(self, host: str, *argv: str) -> list[str]:
-        """Tokens that run a command on a host, in the caller's working directory."""
+        """Return the command-line prefix that runs a command on a host, in the caller's working directory."""
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
         return ["nsenter", "-t", str(self.pids[host]), *spaces, f"--wd={Path.cwd()}", "--", *argv]
 
     def address(self, host: str) -> str:
-        """A host's address in the network between them."""
+        """Return a host's address in the network between them."""
         return address(self.network, self.names.index(host) + 1)
 
     def listening(self, host: str, program: str) -> set[str]:
-        """A host's addresses at which processes of that program listen for TCP connections; not at sockets that they
-        have inherited from another program."""
+        """Return a host's addresses at which processes of a program listen for TCP connections, without sockets
+        inherited from another program."""
         argv = self.inside(host, "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes")
         lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
         owners = {line.split()[3]: re.findall(r'"([^"]+)"', line) for line in lines}
@@ -87,17 +87,17 @@ class FakeHosts:
         }
 
     def cut(self, host: str) -> None:
-        """Take a host's cable out."""
+        """Disconnect a host from the network."""
         number = self.names.index(host) + 1
         subprocess.run(["ip", "link", "set", cable(self.network, number), "down"], check=True)
 
     def slow_down(self, host: str, rate: str) -> None:
-        """Limit the speed at which a host sends, in the units of tc."""
+        """Limit the rate at which a host sends, in the units of tc."""
         shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         subprocess.run(self.inside(host, "tc", "qdisc", "add", "dev", "eth0", *shape), check=True)
 
     def processes(self, word: str) -> dict[str, list[str]]:
-        """Host -> the command lines on it that contain a word."""
+        """Return the command lines that contain a word, by host."""
         found = {}
         for host in self.names:
             argv = self.inside(host, "ps", "-ewwo", "args")
@@ -107,23 +107,23 @@ class FakeHosts:
 
 
 def address(network: int, number: int) -> str:
-    """The address of a host, counted from 1."""
+    """Return the address of a host, counted from 1."""
     return f"10.78.{network}.{number}"
 
 
 def cable(network: int, number: int) -> str:
-    """The name of a host's cable at our end; the kernel takes some time to forget those of earlier test runs."""
+    """Return the name of this end of a host's link; unique, as the kernel releases earlier test runs' names slowly."""
     return f"c{os.getpid() % 100_000}v{network}n{number}"
 
 
 def bridge(network: int) -> str:
-    """The name of the bridge between the hosts, with our pid: a killed test run leaves its own behind."""
+    """Return the name of the bridge between the hosts, with this pid, as a killed test run leaves its bridge behind."""
     return f"c{os.getpid() % 100_000}b{network}"
 
 
 @contextmanager
 def fake_hosts(folder: Path, hosts: int | tuple[str, ...]) -> Iterator[FakeHosts]:
-    """Start so many hosts, h1 to hN, or hosts of these names; end them all, by pid, and the bridge between them."""
+    """Start hosts, h1 to hN or with given names; at the end, kill them by pid and remove the bridge between them."""
     if os.geteuid() != 0:
         pytest.skip(reason="needs root (network namespaces)")
     for package, program in (("iproute2", "ip"), ("openssh-server", "/usr/sbin/sshd"), ("util-linux", "nsenter")):
@@ -143,18 +143,18 @@ def fake_hosts(folder: Path, hosts: int | tuple[str, ...]) -> Iterator[FakeHosts
             _connect(pids[name], network, number)
         for name in names:
             _wait_for_sshd(folder, pids[names[0]], name)
-        with tempfile.TemporaryDirectory(prefix="cp") as scratch:  # a short path: sockets lie in it
+        with tempfile.TemporaryDirectory(prefix="cp") as scratch:  # a short path, as it contains sockets
             yield FakeHosts(folder=folder, network=network, scratch=scratch, pids=pids)
     finally:
         for process in started:
-            process.kill()  # unshare --kill-child: the host's first process, and so all on it, ends with it
+            process.kill()  # with unshare --kill-child, the host's first process and all its others end too
         for process in started:
             process.wait()
         subprocess.run(["ip", "link", "del", bridge(network)], check=True)
 
 
 def write_ssh_files(folder: Path, names: list[str], network: int) -> None:
-    """Keys, configurations and addresses of hosts that reach each other by `folder`/ssh."""
+    """Write keys, configurations and addresses of hosts that reach each other by `folder`/ssh."""
     folder.mkdir(parents=True, exist_ok=True)
     addresses = [f"{address(network, i)} {name}" for i, name in enumerate(names, 1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
@@ -168,7 +168,7 @@ def write_ssh_files(folder: Path, names: list[str], network: int) -> None:
 
 
 def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    # A login by ssh reads root's .bashrc, which may take seconds, or wait for a lock that it shares with other hosts.
+    # A login by ssh runs root's .bashrc, which may take seconds or wait for a lock shared with other hosts.
     startup = Path.home() / ".bashrc"
     inner = (
         (f"mount --bind /dev/null {startup} && " if startup.exists() else "")
@@ -195,7 +195,7 @@ def _child(pid: int) -> int:
 
 
 def _wait_for_sshd(folder: Path, pid: int, name: str) -> None:
-    """Until the first host reaches this one by ssh."""
+    """Wait until the first host reaches this one by ssh."""
     argv = ["nsenter", "-t", str(pid), "--net", "--uts", "--mount", "--", str(folder / "ssh"), name, "true"]
     deadline = time.monotonic() + 90
     while subprocess.run(argv, capture_output=True).returncode != 0:

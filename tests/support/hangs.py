@@ -1,4 +1,4 @@
-"""What a process that does not end is doing."""
+"""Stacks of a process that does not end."""
 
 import shutil
 import subprocess
@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that this one has started."""
+    """Return the child processes of this process."""
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             children += map(int, path.read_text().split())
     return children
 
 
 def stacks_of(pid: int) -> str:
-    """What every thread of a process is doing, as a debugger tells; its command line where there is none."""
+    """Return the stack of every thread of a process from a debugger, or its command line if there is no debugger."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     gdb = shutil.which("gdb")
     if gdb is None:

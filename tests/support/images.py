@@ -1,4 +1,4 @@
-"""Images made on the spot: in every format, folders of JPEGs, MNIST's files."""
+"""Generated images: in every format, folders of JPEGs, MNIST's files."""
 
 import gzip
 import io
@@ -14,24 +14,24 @@ from cputrain.data.formats import Survey, detect
 
 
 def encoded(image: Image.Image | NDArray[np.uint8], form: str = "PNG", **options: object) -> bytes:
-    """An image, or pixels, as a file of that format."""
+    """Encode an image or pixels in a file format."""
     out = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(out, form, **options)
     return out.getvalue()
 
 
 def jpeg(seed: int, side: int = 40) -> bytes:
-    """Noise of this seed, `side` pixels high and 8 more wide."""
+    """Return noise with this seed, `side` pixels high and 8 more wide."""
     return encoded(np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8), "JPEG")
 
 
 def png(brightness: int) -> bytes:
-    """A gray image of 12 x 10 pixels."""
+    """Return a gray image of 12 x 10 pixels."""
     return encoded(np.full((10, 12, 3), brightness, dtype=np.uint8))
 
 
 def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
-    """Write files by their places below `root`."""
+    """Write files at their paths below `root`."""
     for place, data in files.items():
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_bytes(data)
@@ -39,12 +39,12 @@ def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> Survey:
-    """The counts of a data folder, as a recipe with these keys has them."""
+    """Count the images of a data folder, as seen by a recipe with these keys."""
     return detect(path, label_column).count(val_fraction)
 
 
 def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5, size: int = 40) -> Path:
-    """An image folder of JPEGs whose color depends on the class; `train` and `val` images of each class."""
+    """Write an image folder of JPEGs whose color depends on the class; `train` and `val` images per class."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for label in range(classes):
@@ -58,7 +58,7 @@ def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5,
 
 
 def write_mnist(folder: Path, *, train: int, val: int, zipped: bool) -> np.ndarray:
-    """MNIST's files, of noise that is brighter the higher its digit; returns the pixels, those of train first."""
+    """Write MNIST's files with noise that is brighter for higher digits; return the pixels, training images first."""
     folder.mkdir(exist_ok=True)
     labels = (np.arange(train + val) % 10).astype(np.uint8)
     noise = np.random.default_rng(0).integers(0, 120, (train + val, 28, 28), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Code that runs first in every Python of this environment, isolated or not: a .pth file in its site-packages."""
+"""Code that runs first in every Python of this environment, even isolated ones: a .pth file in its site-packages."""
 
 import os
 import sysconfig
@@ -11,8 +11,8 @@ FAULTS = Path(__file__).parents[1] / "faults/injected/faults.py"
 
 @contextmanager
 def injected_faults() -> Iterator[None]:
-    """Programs that start inside and have FAULT_RANK in their environment get the faults of FAULTS."""
-    # Python reads the file once for each name of the folder, as lib and lib64 are.
+    """Inject FAULTS into programs that start inside the block with FAULT_RANK in their environment."""
+    # Python reads the file once for each name of the folder, such as lib and lib64.
     line = "import os, sys; 'FAULT_RANK' in os.environ and not hasattr(sys, 'faults') and "
     line += f"(setattr(sys, 'faults', True), exec(open({str(FAULTS)!r}).read(), {{'__name__': 'faults'}}))\n"
     file = Path(sysconfig.get_path("purelib"), f"injected-faults-{os.getpid()}.pth")

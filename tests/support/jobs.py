@@ -1,4 +1,4 @@
-"""Jobs of tests as values and files, their monitors, and agents of their ranks."""
+"""Jobs for tests as values and files, their monitors, and agents of their ranks."""
 
 import os
 import subprocess
@@ -22,20 +22,20 @@ def plan_here(ppn: int) -> Plan:
 def job_of(
     folder: Path, command: tuple[str, ...], plan: Plan, hosts: tuple[str, ...] = ("localhost",), **changes: Any
 ) -> Job:
-    """A job whose files are in the folder."""
+    """Return a job whose files are in the folder."""
     groups = (HostGroup(hosts=hosts, plan=plan),)
     return Job(groups=groups, command=command, plan_path=folder / "plan.json", log_dir=folder / "logs", **changes)
 
 
 def written(job: Job, launcher: InstalledLauncher, command: tuple[str, ...]) -> LaunchCommand:
-    """What starts the command as the job's ranks; its files are written beside the plan."""
+    """Return the start of the command as the job's ranks; its files are written beside the plan."""
     made = launch_command(job, launcher, command, job.plan_path.parent)
     write_files(((job.plan_path, job_plan_json(job.groups)), *made.files))
     return made
 
 
 def agent_process(monitor: Monitor, logs: Path, *command: str, **settings: Any) -> subprocess.Popen[str]:
-    """The agent of rank 0, the only one, which reports to a monitor of the token "secret"."""
+    """Return the agent of rank 0, the only rank, which reports to a monitor with the token "secret"."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
     report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(logs))
     argv = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", *command)
@@ -43,7 +43,7 @@ def agent_process(monitor: Monitor, logs: Path, *command: str, **settings: Any) 
 
 
 def poll_until(monitor: Monitor, holds: Callable[[], object], seconds: float = 20.0) -> None:
-    """Let the monitor work until a condition holds, or so long."""
+    """Run the monitor until a condition holds, or for a time."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         monitor.poll(0.05)

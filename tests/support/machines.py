@@ -1,4 +1,4 @@
-"""Machines made on the spot, as values and as the kernel would show them."""
+"""Generated machines, as values and as the kernel's files."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from cputrain.affinity.topology import Core, Machine, NumaNode, format_list, ord
 def build_machine(
     packages: int, nodes: int, cores: int, smt: int, numbering: str = "block", memory_bytes: int = 64 << 30
 ) -> Machine:
-    """packages x nodes x cores x smt PUs, numbered as Linux does on one vendor's hosts or another's.
+    """Return a machine of packages x nodes x cores x smt PUs, numbered as Linux does on hosts of different vendors.
 
-    block: first threads of all cores, then second ones; adjacent: a core's threads side by side; interleaved: first
-    threads in turn over the packages.
+    block: the first threads of all cores, then the second ones; adjacent: the threads of a core have consecutive
+    numbers; interleaved: first threads alternate over the packages.
     """
     total = packages * nodes * cores
     made = []
@@ -33,7 +33,7 @@ def build_machine(
 
 
 def write_sysfs(machine: Machine, root: Path, *, masks: bool = False, online_file: bool = True) -> None:
-    """Write a machine as the kernel would show it under root; `masks` leaves out the list forms."""
+    """Write a machine as the kernel's files under `root`; `masks` omits the list formats."""
 
     def put(path: str, text: str) -> None:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def write_sysfs(machine: Machine, root: Path, *, masks: bool = False, online_fil
         for pu in core.pus:
             topology = f"{cpu}/cpu{pu}/topology"
             put(f"{topology}/physical_package_id", str(core.package))
-            put(f"{topology}/core_id", str(number % 3))  # repeats on purpose: it must not be used
+            put(f"{topology}/core_id", str(number % 3))  # repeats on purpose, as it must not be used
             if core.die is not None:
                 put(f"{topology}/die_id", str(core.die))
             if any(other.speed < 1 for other in machine.cores):

@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: their blocks, commands, links and inline code."""
+"""README.md and the pages of docs/: their code blocks, commands, links and inline code."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ OPERATORS = ";&|<>\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block: `tag` is what stands behind the fence."""
+    """A fenced block; `tag` is the text after the fence."""
 
     page: Path
     line: int
@@ -28,12 +28,12 @@ class Block:
 
 
 def name_of(page: Path) -> str:
-    """A page by its path in the checkout."""
+    """Read a page by its path in the checkout."""
     return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page."""
+    """Return all fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(page=page, line=text.count("\n", 0, found.start()) + 1, tag=found[1], text=found[2])
@@ -42,12 +42,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
 def scripts(page: Path) -> Iterator[str]:
-    """The shell text of all blocks: that of ```sh blocks, and the commands behind the $ of transcripts."""
+    """Return the shell text of all blocks: ```sh blocks, and the commands after the $ of transcripts."""
     for block in blocks(page):
         if block.tag.split()[:1] == ["sh"]:
             yield block.text
@@ -56,12 +56,12 @@ def scripts(page: Path) -> Iterator[str]:
 
 
 def inline(page: Path) -> list[str]:
-    """Inline code of a page, each on one line."""
+    """Return the inline code of a page, each on one line."""
     return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose(page))]
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """Every call of cputrain in a script, as the words behind `cputrain`: also those behind mpirun or another `--`."""
+    """Return every call of cputrain in a script as the words after `cputrain`, also after mpirun or another `--`."""
     lexer = shlex.shlex(COMMENT.sub("", script.replace("\\\n", " ")), posix=True, punctuation_chars=OPERATORS)
     lexer.whitespace_split, lexer.whitespace, lexer.commenters = True, " \t", ""
     words: list[str] = []

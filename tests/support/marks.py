@@ -1,4 +1,4 @@
-"""Whether a test starts processes, found in its code: so that no file of tests has to say it."""
+"""Detect in a test's code whether it starts processes, so that test files need no marks."""
 
 import multiprocessing
 import subprocess
@@ -12,7 +12,7 @@ STARTERS = (subprocess, multiprocessing)
 
 
 def starts_processes(test: pytest.Function) -> bool:
-    """Whether the test, a fixture of it or a helper of either (a function under tests/) uses subprocess."""
+    """Return whether the test, its fixtures or their helpers (functions under tests/) use subprocess."""
     fixtures = test._fixtureinfo.name2fixturedefs.values()
     found = [test.function, *(definition.func for definitions in fixtures for definition in definitions)]
     seen: set[int] = set()
@@ -29,7 +29,7 @@ def starts_processes(test: pytest.Function) -> bool:
 
 
 def _plain(value: Any) -> FunctionType | None:
-    """The function behind a helper's decorators; None for what is not a function of the tests."""
+    """Return the function inside a helper's decorators; None if it is not a function of the tests."""
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
@@ -38,7 +38,7 @@ def _plain(value: Any) -> FunctionType | None:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The global names that a function's code uses, those of functions inside it included."""
+    """Return the global names that a function's code uses, including functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""What the texts of a plan tell, computed again from the plan's values alone."""
+"""Facts in the texts of a plan, computed again from only the plan's values."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ CORE_IMAGES_S = 50 / 24.3  # AVX2, ResNet-50: GFLOP/s over GFLOP per image
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the texts tell of a plan and of one of its workers, computed from the plan's values alone."""
+    """Facts that the texts state about a plan and one of its workers, computed from only the plan's values."""
 
     plan: Plan
     worker: WorkerPlan
@@ -24,19 +24,19 @@ class Facts:
 
     @property
     def usable(self) -> list[Core]:
-        """Cores that no process of another plan has, before the quota."""
+        """Cores that no process of another plan uses, before the quota."""
         occupied = {*self.plan.request.occupied}
         busy = {pu for core in self.plan.machine.cores if occupied & {*core.pus} for pu in core.pus}
         return [core for core in self.plan.machine.allowed_cores if not busy & {*core.pus}]
 
     @property
     def kept(self) -> list[Core]:
-        """Those of them that the quota feeds: the ones that the plan did not put beyond it."""
+        """Those cores for which the CPU quota suffices, without the ones that the plan put beyond it."""
         beyond = {pu for item in self.plan.unused if item.why == "beyond the CPU quota" for pu in item.pus}
         return [core for core in self.usable if not beyond >= {*core.pus}]
 
     def cores(self, worker: WorkerPlan) -> list[Core]:
-        """The worker's own cores: those of the type that computes."""
+        """The worker's cores of the type that computes."""
         speed = next(core.speed for core in self.usable if worker.compute_pus[0] in core.pus)
         return [core for core in self.usable if {*core.pus} & {*worker.pus} and core.speed == speed]
 
@@ -46,7 +46,7 @@ class Facts:
 
     @property
     def comm_siblings(self) -> int:
-        """Second threads of compute cores that communicate."""
+        """Second hardware threads of compute cores that are used for communication."""
         computing = {pu for core in self.usable if {*core.pus} & {*self.worker.compute_pus} for pu in core.pus}
         return len(computing & {*self.worker.comm_pus})
 
@@ -64,7 +64,7 @@ class Facts:
 
     @property
     def need(self) -> str:
-        """GiB of the worker's batch."""
+        """GiB of memory for the worker's batch."""
         return f"{footprint(RESNET50, self.worker.local_batch or 0).total / GIB:.1f}"
 
     @property
@@ -77,7 +77,7 @@ class Facts:
 
     @property
     def groups(self) -> Counter[tuple[int | None, float]]:
-        """Computing cores by NUMA node and type."""
+        """Number of computing cores by NUMA node and type."""
         return Counter((core.numa_node, core.speed) for worker in self.plan.workers for core in self.cores(worker))
 
     @property
@@ -104,7 +104,7 @@ class Facts:
 
     @property
     def batch(self) -> int:
-        """Images in a worker's pass that the rules reckon with, on average."""
+        """Mean number of images in a worker's pass, as the rules assume it."""
         return sum(self.images) // self.ranks or USUAL_BATCH
 
     @property
@@ -118,16 +118,16 @@ class Facts:
 
     @property
     def link(self) -> float:
-        """Bytes/s of a worker's part of the link."""
+        """Bytes/s of a worker's share of the link."""
         return self.plan.request.link_gbit * 1e9 / 8 / self.ranks
 
     def near(self, worker: WorkerPlan) -> list[NumaNode]:
-        """Memory next to the worker: of its own nodes, and HBM beside them."""
+        """Memory close to the worker: its nodes and the HBM beside them."""
         own = {core.numa_node for core in self.cores(worker)}
         return [node for node in self.plan.machine.numa_nodes if own & {*node.near} and node.kind in ("dram", "hbm")]
 
     def part(self, node: NumaNode) -> float:
-        """Bytes of a node that each of the workers next to it may use, or each worker where none is."""
+        """Bytes of a node for each of the workers next to it, or for every worker if there are none."""
         return node.memory_bytes * 0.95 / (sum(node in self.near(w) for w in self.plan.workers) or self.ranks)
 
     @property
@@ -142,7 +142,7 @@ class Facts:
 
     @property
     def room(self) -> float:
-        """Bytes that the worker may use under its policy."""
+        """Bytes that the worker may use under its memory policy."""
         bound = [node for node in self.plan.machine.numa_nodes if node.id in self.worker.memory_nodes]
         room = sum(map(self.part, bound)) if bound else self.near_dram
         if self.worker.memory_policy == "preferred":
@@ -152,12 +152,12 @@ class Facts:
 
 
 def reason_of(plan: Plan, what: str) -> Reason:
-    """The first reason for a decision."""
+    """Return the first reason for a decision."""
     return next(reason for reason in plan.reasons if reason.what == what)
 
 
 def every(plan: Plan) -> list[Facts]:
-    """The facts as each worker sees them."""
+    """Return the facts from each worker's view."""
     return [Facts(plan=plan, worker=worker) for worker in plan.workers]
 
 

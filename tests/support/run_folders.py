@@ -1,4 +1,4 @@
-"""Run folders as a training writes them, made from formulas: for pages, tables and the live view."""
+"""Run folders as a training writes them, generated from formulas, for tests of pages, tables and the live view."""
 
 import json
 import math
@@ -18,8 +18,8 @@ RECIPE = "name: demo\nmodel: {name: resnet50}\ndata: {path: images}\nbatch: {loc
 
 
 def write_run(folder: Path, *, ranks: int = 4, epochs: int = 6, steps: int = 40, seed: int = 1, **more: Any) -> Path:
-    """A run of so many steps in each epoch. `events` in `more` are appended, `recipe` replaces RECIPE, `end=False`
-    leaves it under way, `usage=False` without samples of resource use."""
+    """Write a run with a number of steps per epoch. `more` events are appended, `recipe` replaces RECIPE, `end=False`
+    leaves it unfinished, `usage=False` omits samples of resource use."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_machine(named_machine(MACHINE), Request(ppn=ranks)) if ranks <= 8 else None
     if plan is not None:
@@ -50,7 +50,7 @@ def write_run(folder: Path, *, ranks: int = 4, epochs: int = 6, steps: int = 40,
 
 
 def events(ranks: int, epochs: int, steps: int, seed: int, pus: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """The events of a run without faults."""
+    """Return the events of a run without faults."""
     noise = random.Random(seed)
     now, total = BEGUN, epochs * steps
     bindings = [
@@ -95,7 +95,7 @@ def events(ranks: int, epochs: int, steps: int, seed: int, pus: list[list[int]])
 def evaluated(
     now: float, step: int, epoch: int, steps: int, loss: float, part: float, speed: float, noise: random.Random
 ) -> dict[str, Any]:
-    """An epoch's event."""
+    """Return an epoch's event."""
     top1 = 76 * (1 - math.exp(-4 * part)) + noise.gauss(0, 1)
     values = {
         "train_loss": loss,
@@ -115,7 +115,7 @@ def evaluated(
 
 
 def layers(part: float, noise: random.Random) -> list[dict[str, Any]]:
-    """Norms of a step."""
+    """Return the norms of a step."""
     return [
         {
             "layer": name,
@@ -129,7 +129,7 @@ def layers(part: float, noise: random.Random) -> list[dict[str, Any]]:
 
 
 def write_usage(folder: Path, ranks: int, seconds: float, seed: int) -> None:
-    """Samples of CPU, memory and network."""
+    """Write samples of CPU, memory and network."""
     noise = random.Random(seed)
     every = max(seconds / 60, 0.1)
     times = [BEGUN + every * (i + 1) for i in range(60)]

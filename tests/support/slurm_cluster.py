@@ -1,4 +1,4 @@
-"""A real Slurm on this host: one controller, two daemons that are a host each, and 256 hosts that are only names."""
+"""A real Slurm on this host: one controller, two daemons that each act as a host, and 256 hosts that are only names."""
 
 import os
 import shutil
@@ -44,13 +44,13 @@ PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
 """
 READY_S = 120.0
-# For this process alone the hosts' names resolve to this host.
+# Makes the hosts' names resolve to this host, only in this process.
 KNOWING = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm:
-    """A running cluster; `env` makes Slurm's commands talk to it, `hosts` is its /etc/hosts."""
+    """A running cluster; `env` connects Slurm's commands to it, `hosts` is its /etc/hosts."""
 
     env: dict[str, str]
     hosts: Path
@@ -61,12 +61,12 @@ class Slurm:
         return subprocess.run(command, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=120)
 
     def state(self, job: str, cwd: Path) -> str:
-        """A job's state, as scontrol names it."""
+        """Return a job's state, as scontrol names it."""
         shown = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
         return next((word.partition("=")[2] for word in shown.split() if word.startswith("JobState=")), "GONE")
 
     def finish(self, script: str, cwd: Path, limit_s: float = 180.0) -> str:
-        """Submit a script and wait for its end; the state that it then is in."""
+        """Submit a script, wait for its end, and return its final state."""
         submitted = self.run("sbatch", "--parsable", cwd=cwd, text=script)
         assert submitted.returncode == 0, submitted.stderr
         deadline = time.monotonic() + limit_s
@@ -83,7 +83,7 @@ class Slurm:
 
 @contextmanager
 def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
-    """Start a controller and two daemons with so many cores each; end them by pid."""
+    """Start a controller and two daemons with `cores` cores each; end them by pid."""
     if os.geteuid() != 0:
         pytest.skip(reason="needs root (slurmd)")
     for program in ("slurmctld", "slurmd", "sbatch"):
@@ -107,7 +107,7 @@ def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
             assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-3000:]
             time.sleep(0.2)
         yield slurm
-        slurm.run("scancel", "--full", "--user", "root", cwd=folder)  # what a failed test has left running
+        slurm.run("scancel", "--full", "--user", "root", cwd=folder)  # ends jobs that a failed test has left
         deadline = time.monotonic() + 10
         while slurm.run("squeue", "-h", cwd=folder).stdout.strip() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -123,7 +123,7 @@ def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many TCP ports in a row that are free now."""
+    """Return the first of `count` consecutive TCP ports that are free now."""
     for first in range(26_000 + os.getpid() % 1000 * 4, 32_000, count):
         sockets = []
         try:

@@ -1,9 +1,9 @@
-"""One rank of PyTorch's own distributed test cases, all in one process group.
+"""One rank of PyTorch's distributed test cases, all in one process group.
 
     BACKEND=ccl python -m tests.support.torch_cases RESULTS [CASE...]
 
-appends a JSON line for each case to RESULTS: its name, "pass", "skip" or "fail", and its message. TEMP_DIR is a new
-folder that all ranks share.
+Appends a JSON line per case to RESULTS: its name, "pass", "skip" or "fail", and its message. TEMP_DIR is a new folder
+that all ranks share.
 """
 
 import json
@@ -38,15 +38,15 @@ from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
 
 class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
-    """PyTorch's cases, called one by one in this process instead of one process a case."""
+    """PyTorch's cases, called one by one in this process instead of one process per case."""
 
 
-# Cases that are written out for a list of backends by name; "mpi" is the one on it that has no code of its own.
+# Cases that list backends by name; "mpi" is a listed one without special code.
 BY_NAME = ("test_accumulate_gradients_no_sync",)
 
 
 def run(name: str, file_name: str) -> tuple[str, str]:
-    """The outcome of one case on this rank, and its message."""
+    """Return the outcome of one case on this rank, and its message."""
     case = Cases(name)
     distributed_test.BACKEND = "mpi" if name.startswith(BY_NAME) else os.environ["BACKEND"]
     case.rank, case.file_name = rank.rank, file_name
@@ -57,13 +57,13 @@ def run(name: str, file_name: str) -> tuple[str, str]:
     except SystemExit as end:
         why = next((skip.message for skip in TEST_SKIPS.values() if skip.exit_code == end.code), None)
         return ("fail", f"exit {end.code}") if why is None else ("skip", why)
-    except Exception:  # noqa: BLE001  whatever a case raises is its outcome
+    except Exception:  # noqa: BLE001  any exception of a case is its outcome
         return "fail", traceback.format_exc()
     return "pass", ""
 
 
 def main() -> None:
-    """Run the cases, or those named."""
+    """Run all cases, or the named ones."""
     results = Path(sys.argv[1])
     names = sys.argv[2:] or sorted(name for name in dir(Cases) if name.startswith("test_"))
     torch.set_num_threads(1)

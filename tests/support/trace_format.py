@@ -1,4 +1,4 @@
-"""The rules of Chrome's trace event format that ui.perfetto.dev needs, for files with complete and async events."""
+"""Rules of Chrome's trace event format that ui.perfetto.dev requires, for files with complete and async events."""
 
 from itertools import groupby
 from typing import Any
@@ -24,7 +24,7 @@ def check_trace(events: list[dict[str, Any]], ranks: int) -> None:
 
 
 def _check_nesting(track: list[dict[str, Any]]) -> None:
-    """Slices of a track lie in one another or apart: viewers draw no others."""
+    """Fail if slices of a track overlap without nesting, which viewers cannot draw."""
     open_until: list[float] = []
     for each in track:
         assert each["dur"] >= 0

@@ -1,8 +1,8 @@
-"""Several trainings one after another in the same ranks, which start once: python -m tests.support.trainings JSON.
+"""Several consecutive trainings in the same ranks, which start once: python -m tests.support.trainings JSON.
 
-JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, 0 for
-none. Among the settings, --resume resumes, and --signal=N sends rank 0 the preemption signal when step N is logged, so
-that the step after it is the last. `trained` starts this with `cputrain launch`.
+JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, or 0.
+Among the settings, --resume resumes, and --signal=N sends rank 0 the preemption signal when step N is logged, so that
+the next step is the last. `trained` starts this with `cputrain launch`.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ from cputrain.recipe import load_recipe
 from tests.support.commands import cputrain
 
 PPN = min(2, len(this_machine().allowed_cores))
-LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # a hundredth of resnet18's parameters and time
+LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # 1 % of resnet18's parameters and time
 RESNET18 = ("model.name=resnet18", "model.zero_gamma=last_of_block", "data.crop=32")
 SMALL = (
     "data.path=images",
@@ -38,7 +38,7 @@ SMALL = (
 
 
 def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | None = None) -> None:
-    """Wait until a run has such an event; its process, where given, must not end before."""
+    """Wait until a run has such an event; its process, if given, must not end before."""
     events = run / "events.jsonl"
     deadline = time.monotonic() + 300
     while not (events.is_file() and f'"{event}"' in events.read_text(encoding="utf-8")):
@@ -47,7 +47,7 @@ def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | None = 
 
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
-    """Train (recipe, setting, ...) each in turn, by `ppn` ranks of a thread each in the folder `place`."""
+    """Train each (recipe, setting, ...) in turn, with `ppn` ranks of one thread in the folder `place`."""
     specs = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
     ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(specs))
     many = ("--oversubscribe",) if ppn > PPN else ()
@@ -69,12 +69,12 @@ def main(trainings: list[dict[str, Any]]) -> None:
         poison(training["poison"])
         send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
         run_rank(rank, lambda: train_rank(context, recipe, options))  # noqa: B023  called at once
-        faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
+        faulthandler.cancel_dump_traceback_later()  # normally a rank ends with its group, but this one continues
         print(f"trained {recipe.name}", flush=True)
 
 
 def send_signal(step: int) -> None:
-    """Send this process the preemption signal when that step is logged; 0: never."""
+    """Send this process the preemption signal when a step is logged; 0: never."""
     from cputrain.mpi.supervise import PREEMPTION_SIGNAL
     from cputrain.training import TrainingLog
 
@@ -91,7 +91,7 @@ PLAIN_STEP: list[Any] = []
 
 
 def poison(step: int) -> None:
-    """Make networks return NaN on rank 1 in that forward pass of a training, if any, after their relu."""
+    """Make networks return NaN on rank 1 in a given forward pass of a training, after their relu."""
     import torch
     from torch import nn
 
