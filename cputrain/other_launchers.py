@@ -168,7 +168,7 @@ def split_words(text: str) -> tuple[str, ...]:
     try:
         words = shlex.split(_marked(text.replace("\\\n", " ")))
     except ValueError as error:
-        raise InputError(f"{text[:60]!r} is not a command line: {error}: close the quotes") from None
+        raise InputError(f"{text[:60]!r} is not a command line ({error}); close the quotes") from None
     return tuple(words[1:] if words[:1] == ["$"] else words)
 
 
@@ -288,7 +288,7 @@ def _number(value: str) -> int | None:
     if value in LEFT_OPEN:
         return None
     if not DIGITS.fullmatch(value):
-        raise ValueError("is not a number of at most 6 digits: correct it")
+        raise ValueError("is not a number of at most 6 digits; correct it")
     return int(value)
 
 
@@ -299,7 +299,7 @@ def _cores(value: str) -> int | None:
 def _nodes(value: str) -> int | None:
     match = HOSTS_OR_RANGE.fullmatch(value)
     if match is None:
-        raise ValueError("is not a number of hosts: give N, MIN:MAX or MIN-MAX")
+        raise ValueError("is not a number of hosts; write N, MIN:MAX or MIN-MAX")
     return int(match[1]) or None
 
 
@@ -319,7 +319,7 @@ def _list(value: str) -> str | None:
 def _one_of(names: dict[str, str | None]) -> Callable[[str], str | None]:
     def of_names(value: str) -> str | None:
         if value not in names:
-            raise ValueError(f"is unknown: give {', '.join(names)}")
+            raise ValueError(f"is unknown; choose one of {', '.join(names)}")
         return names[value]
 
     return of_names
@@ -412,7 +412,7 @@ def read(
     Raises InputError for an unknown launcher or option.
     """
     if len(words) > MOST_WORDS:
-        raise InputError(f"the command line has more than {MOST_WORDS:,} words: give one command")
+        raise InputError(f"the command line has more than {MOST_WORDS:,} words; pass one command")
     start = next((i for i, word in enumerate(words) if word != "env" and not ASSIGNMENT.match(word)), len(words))
     variables = tuple(word for word in words[:start] if word != "env")
     candidates, program, rest = _called(tuple(words[start:]))
@@ -459,8 +459,8 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
         if plain[:1] in (("numactl",), ("taskset",)):
             raise InputError(f"{shown}: put {plain[0]} before cputrain launch, whose plan uses only the allowed CPUs")
         if plain[:1] and plain[0] in PREFIXES:
-            raise InputError(f"{shown}: import what follows {plain[0]}, and put {plain[0]} before cputrain launch")
-        raise InputError(f"{shown}: give a command line of {known} or python -m torch.backends.xeon.run_cpu")
+            raise InputError(f"{shown}; import what follows {plain[0]}, and put {plain[0]} before cputrain launch")
+        raise InputError(f"{shown}; pass a command line of {known} or python -m torch.backends.xeon.run_cpu")
     length = next(len(call) for call in found[0].called if plain[: len(call)] == call)
     return found, called[0], called[length:]
 
@@ -714,7 +714,7 @@ def _with_slots(options: LaunchSpec) -> LaunchSpec:
     has_slots = each != {1} or ":" in options.hosts
     if has_slots and len(each) > 1:
         raise InputError(
-            f"hosts {options.hosts[:60]!r} have different numbers of slots: give one --host-group for each"
+            f"hosts {options.hosts[:60]!r} have different numbers of slots; pass one --host-group for each number"
         )
     if has_slots and options.ppn is None and (options.ranks is None or options.ranks == sum(slots.values())):
         options = replace(options, ppn=each.pop(), ranks=None)

@@ -297,18 +297,18 @@ def test_the_mpirun_of_a_line_is_asked_what_it_is_also_in_a_job_of_slurm(
 def test_a_placement_that_is_not_by_host_is_named_with_what_to_give(placement: str, threads: str | None) -> None:
     found = ours(f"mpirun --map-by {placement} ./a")
     ((option, why),) = found.without
-    assert option == f"--map-by {placement}" and "give --ppn, N times their number on a host" in why
+    assert option == f"--map-by {placement}" and "set --ppn to N times their number on a host" in why
     assert found.line == f"cputrain launch {f'--threads {threads} ' if threads else ''}-- ./a"
 
 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("--hint=nomultithread", "one hardware thread of each core computes, on all cores"),
+        ("--hint=nomultithread", "all cores compute, with one hardware thread each"),
         ("--export=NONE", "the ranks inherit the environment"),
         ("--export=A,B=c", "the ranks inherit the environment"),
         ("--export=ALL,B='c,d'", "the ranks inherit the environment"),
-        ("-pdebug", "cputrain job slurm -- CMD writes a job script, with --partition, --time and the rest"),
+        ("-pdebug", "cputrain job slurm -- CMD writes a job script with --partition, --time and the like"),
     ],
 )
 def test_an_option_of_srun_without_counterpart_has_a_true_reason(option: str, why: str) -> None:
@@ -352,7 +352,7 @@ def test_the_page_of_options_has_every_remark() -> None:
         ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
         ("mpirun -np", "-np needs a value"),
         ("mpirun -np 2 --map-by node --frobnicate ./a", "mpirun of Open MPI has no option --frobnicate"),
-        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here: import that command line alone"),
+        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here; import only that command line"),
         ("mpirun -n 2 env A=b python3 -u -m torch.distributed.run x.py", "starts torchrun here"),
         ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: shell variables are not expanded here"),
         ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: shell variables are not expanded here"),

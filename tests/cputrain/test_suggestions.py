@@ -38,7 +38,7 @@ from tests.support.images import write_images
         ("launch --gpus 4 x.py", "did you mean --ppn?"),
         (
             "launch --bind-to core x.py",
-            "Open MPI has it; here: the plan binds the ranks: cputrain plan shows how; --bind",
+            "Open MPI has it; here: the plan binds the ranks; see cputrain plan; --bind",
         ),
         ("launch --bind-to core x.py", "--bind launcher leaves binding to the launcher, and --ppn 1 gives one rank"),
         ("launch --map-by socket x.py", "mpirun of Open MPI has it; here: --ppn N, --threads N."),
@@ -78,7 +78,7 @@ from tests.support.images import write_images
         ("job kubernetes linear-regression", "Missing option '--image': give the container image, as in --image "),
         ("plan --machine zzz", "machine 'zzz' is not in the catalog: cputrain machines lists all of them; or give a"),
         ("launch --standalone x.py", "torchrun has it; here: one host is the default. See cputrain launch --help"),
-        ("launch --rdzv-backend c10d x.py", "torchrun has it; here: launch is called once, for all hosts."),
+        ("launch --rdzv-backend c10d x.py", "torchrun has it; here: launch is called once for all hosts."),
         ("launch --memory-allocator jemalloc x.py", "ipexrun has it; here: --allocator."),
         ("launch -np 4 --hosts n1,n2 x.py", "-np or --np is the total number of ranks in other launchers"),
         ("launch --instance 0 x.py", "--instance selects some of several copies"),
