@@ -1,7 +1,7 @@
-"""Predict a training on hosts that are not here: the time of a step, its efficiency, the time to train.
+"""Predict a training on hosts that are not available: time of a step, efficiency, time to train.
 
-assumptions.py has every constant with its source, step.py the layers of networks, the simulated host and one step
-(compute, all-reduce, how they overlap), predict.py predicts a job on one and on many hosts, output.py shows it.
+assumptions.py loads every constant with its source. step.py has the layers of networks, the simulated host and one
+step: compute, all-reduce and their overlap. predict.py predicts a job on one and on many hosts, output.py formats it.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,4 +1,4 @@
-"""What predictions start from, read from configs/published: links, assumed constants, published runs."""
+"""Inputs of predictions, read from configs/published: links, assumed constants, published runs."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +14,8 @@ US = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A host's link: bytes/s that messages reach, the latency of one; `taper` is how much less bandwidth a host has to
-    hosts on other leaf switches, `leaf_hosts` how many share one."""
+    """A host's network link: bytes/s that messages reach, latency of one message. `taper` is the factor by which the
+    bandwidth to hosts on other leaf switches is lower, `leaf_hosts` the number of hosts on one leaf switch."""
 
     name: str
     nominal_gbit: float
@@ -29,7 +29,7 @@ class Link:
 
 @cache
 def _read(name: str) -> dict[str, Any]:
-    """A file of configs/published: assumptions.yaml or speeds.yaml."""
+    """Read a file of configs/published: assumptions.yaml or speeds.yaml."""
     return dict(read_yaml(shipped("published") / name))
 
 
@@ -39,12 +39,12 @@ LINKED = tuple(_LINKS)
 
 
 def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
-    """The link of a fabric, with another speed in Gbit/s or latency in microseconds where they are given.
+    """Return the link of a fabric; `gbit` (Gbit/s) and `latency_us` (microseconds) replace its usual values.
 
-    Raises InputError for a fabric that does not connect hosts.
+    Raises InputError if the fabric does not connect hosts.
     """
     if fabric not in _LINKS:
-        raise InputError(f"--fabric {fabric} does not connect hosts: name one of {', '.join(LINKED)}")
+        raise InputError(f"--fabric {fabric} does not connect hosts; choose one of {', '.join(LINKED)}")
     kind, nominal = _LINKS[fabric], gbit or FABRICS[fabric].link_gbit
     low, usual, high = kind["latency_us"]
     if latency_us is not None:
@@ -63,7 +63,7 @@ def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What a prediction assumes beyond machine, network and fabric: configs/published/assumptions.yaml has each."""
+    """Constants that a prediction assumes besides machine, network and fabric: configs/published/assumptions.yaml."""
 
     host_variation: float
     step_variation: float
@@ -86,7 +86,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """A value, the range that it may lie in, and where it is from."""
+    """A value with its range and its source."""
 
     name: str
     value: float
@@ -97,11 +97,11 @@ class Assumption:
 
 ASSUMPTIONS = tuple(Assumption(name=name, **each) for name, each in _read("assumptions.yaml")["constants"].items())
 MEASURED = {"core_move_bytes_per_s": f"{ALL_REDUCE} ccl", "gloo_move_bytes_per_s": f"{ALL_REDUCE} gloo"}
-"""The assumptions that `cputrain bench comm` measures, and the names of its rates."""
+"""Assumptions that `cputrain bench comm` measures, and the names of the measured rates."""
 
 
 def constants_of(assumptions: tuple[Assumption, ...]) -> Constants:
-    """The values of assumptions."""
+    """Return the assumptions' values."""
     return Constants(**{assumption.name: assumption.value for assumption in assumptions})
 
 
@@ -109,7 +109,7 @@ CONSTANTS = constants_of(ASSUMPTIONS)
 
 
 def measured_assumptions(measured: Measured) -> tuple[Assumption, ...]:
-    """The assumptions, those that were measured on the machine with the measured value and range."""
+    """Return the assumptions, replacing value and range by the machine's measurements if there are any."""
     found = []
     for assumption in ASSUMPTIONS:
         rate = measured.rate(MEASURED.get(assumption.name, ""))
@@ -121,18 +121,19 @@ def measured_assumptions(measured: Measured) -> tuple[Assumption, ...]:
     return tuple(found)
 
 
-# FLOP/s of all cores for each byte/s of memory, where the memory is not known, by precision: those of a Xeon 8160 and
-# of an 8480+ in training.
+# FLOP/s of all cores per byte/s of memory, by precision, if the memory bandwidth is unknown: the ratios of a Xeon 8160
+# and of an 8480+ in training.
 FLOP_PER_BYTE = {"float32": 12.0, "bf16": 25.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """A published training of a network, on `hosts` of a machine of the catalog with `workers` each.
+    """A published training of a network, on `hosts` machines of the catalog with `workers` each.
 
-    `images_per_s` are those of all hosts; `derived`: images x epochs / time, else the source prints them. `family`
-    names what runs have in common: processor, framework, fabric. `gbit` is the link's speed where it is not the
-    fabric's usual one. `processor` is how the machine's model names it. `name` is for `simulate --from`.
+    `images_per_s` is the total of all hosts; if `derived`, it was computed as images x epochs / time, otherwise the
+    source states it. `family` names a group of runs with the same processor, framework and fabric. `gbit` is the link's
+    speed if it is not the fabric's usual one. `processor` is part of the machine's model name. `name` is for
+    `simulate --from`.
     """
 
     name: str
@@ -156,23 +157,23 @@ class PublishedRun:
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """All published runs, family by family."""
+    """Return all published runs, family by family."""
     families = _read("speeds.yaml")["families"]
     found = ({**family, **run} for family in families for run in family["runs"])
     return tuple(PublishedRun(**{key: run[key] for key in run if key != "runs"}) for run in found)
 
 
 def runs_on(model: str, precision: str) -> tuple[PublishedRun, ...]:
-    """The published runs of a processor in a precision, those on the fewest hosts first."""
+    """Return the published runs of a processor in a precision, fewest hosts first."""
     known = [run for run in published_runs() if run.processor in model and run.precision == precision]
     return tuple(sorted(known, key=lambda run: run.hosts))
 
 
-def starting_run(model: str, precision: str) -> PublishedRun | None:
-    """The published run that predictions for a processor start from: the one on the fewest hosts."""
+def reference_run(model: str, precision: str) -> PublishedRun | None:
+    """Return the published run from which predictions for a processor start: the one on the fewest hosts."""
     return next(iter(runs_on(model, precision)), None)
 
 
 def machines_with_rates(precision: str) -> tuple[str, ...]:
-    """The machines of the catalog that have a published rate to start from, by name."""
+    """Return the names of the catalog's machines for which a training rate is published."""
     return tuple(sorted({run.machine for run in published_runs() if run.precision == precision}))

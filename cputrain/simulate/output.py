@@ -1,4 +1,4 @@
-"""Predictions as text, JSON and pictures, and that of a planned job in one line."""
+"""Predictions as text, JSON and charts, and the one-line prediction of a planned job."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
-from cputrain.simulate.assumptions import LINKED, link_of, published_runs, starting_run
+from cputrain.simulate.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.simulate.predict import (
     Candidate,
     Row,
@@ -35,7 +35,7 @@ MINUTE, HOUR = 60, 3600
 
 
 def rough_duration(seconds: float) -> str:
-    """Seconds of an estimate as "35 s", "12.4 min", "3.2 h" or "4.1 days"."""
+    """Format seconds of an estimate as "35 s", "12.4 min", "3.2 h" or "4.1 days"."""
     if seconds < 2 * MINUTE:
         return f"{seconds:.0f} s"
     if seconds < 3 * HOUR:
@@ -59,13 +59,13 @@ COLUMNS = (
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """The table of a prediction, with node-hours, and with energy where watts are known."""
+    """Format the table of a prediction, with node-hours, and with energy if watts are known."""
     table = Rows(COLUMNS, rows)
     return (table if any(row.energy_kwh is not None for row in rows) else table.without("kWh")).text()
 
 
 def candidates_text(candidates: Sequence[Candidate]) -> str:
-    """The plans of a search, the recipe's own first and the best last; the last columns compare them with both."""
+    """Format the plans of a search, the recipe's first and the best last; two columns compare with these two."""
     first, best = candidates[0].time_to_train_s, candidates[-1].time_to_train_s
     columns = (
         Column("plan", "name"),
@@ -86,7 +86,7 @@ SETUP = ("workers", "threads", "comm_cores", "loader_cores", "local_batch", "glo
 
 
 def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
-    """{"plans": [...], "assumptions": [...]}: the plans of a search, the recipe's own first and the best last."""
+    """Return {"plans": [...], "assumptions": [...]}: the plans of a search, the recipe's first and the best last."""
     setups = tuple(Column(name, f"setup.{name}") for name in SETUP)
     speeds = tuple(Column(name, name) for name in ("images_per_s", "time_to_train_s"))
     plans = Rows((Column("name", "name"), *setups, *speeds), candidates).json()
@@ -94,9 +94,9 @@ def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
 
 
 def rows_json(scenario: Scenario, rows: Sequence[Row]) -> str:
-    """{"rows": [...], "points": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds.
+    """Return {"rows": [...], "points": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds.
 
-    A point has what curves are drawn of, and calls exposed communication "exposed_comm_s".
+    A point has the values that charts show, with exposed communication as "exposed_comm_s".
     """
     points = Rows(tuple(Column(name, name.replace("exposed_comm_s", "exposed_s")) for name in POINT), rows).json()
     values = {"rows": list(map(asdict, rows)), "points": points, "assumptions": assumption_values(scenario)}
@@ -104,13 +104,13 @@ def rows_json(scenario: Scenario, rows: Sequence[Row]) -> str:
 
 
 def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
-    """The rate, the link and every constant: name, value, range, source."""
+    """Return the rate, the link and every constant with name, value, range and source."""
     reference, link = scenario.reference, scenario.link
     setup = reference.setup
     layers = scenario_setup(scenario, 1).layers
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
-    rest = f"of {len(layers)}; the time of others follows from their operations and bytes and the images/s"
+    rest = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"
     fabric = f"{link.name}: {link.source}"
 
     def known(name: str, value: float, source: str, bounds: tuple[float, ...] = ()) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def assumptions_text(scenario: Scenario) -> str:
-    """Every assumption with its range and source."""
+    """Format every assumption with its range and source."""
     lines = []
     for item in assumption_values(scenario):
         span = f" ({item['low']:.4g} to {item['high']:.4g})" if "low" in item else ""
@@ -141,7 +141,7 @@ MS = 1e3
 
 
 def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
-    """Images/s over hosts with its range, the ideal line, and published runs of this processor and network."""
+    """Draw images/s over hosts with its range, the ideal line, and published runs of this processor and network."""
     nodes = [row.nodes for row in rows]
     published = [
         run
@@ -171,7 +171,7 @@ def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
 
 
 def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
-    """A step of the slowest worker: computing above, all-reduces below, each layer and each bucket a bar."""
+    """Draw a step of the slowest worker: compute above, all-reduces below, one bar per layer and per bucket."""
     made, axes = subplots(figsize=(11, 2.8))
 
     def bars(row: float, color: str, label: str, *spans: tuple[float, float], line: float | None = None) -> None:
@@ -199,25 +199,25 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     return figure_svg(made)
 
 
-WORTHWHILE = 0.5  # of a host: what one more should add at least
+WORTHWHILE = 0.5  # fraction of a host's own speed that one more host should add
 
 
 def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping[str, str]) -> list[str]:
-    """Images/s, efficiency and time to train of a job of several equal hosts, and a warning where one more host would
-    add less than half of its own speed; or why there is no prediction, and what to do."""
+    """Predict images/s, efficiency and time to train of a job of several equal hosts, and warn if one more host would
+    add less than half of its own speed. Without a prediction, return the reason and what to do."""
     fabric, hosts = network_of(options).name, plan.request.nodes
     if hosts == 1 or fabric not in LINKED:
         return []
     if layer_sizes(recipe) is None:
-        return [f"no prediction: the layers of {recipe.model.name} are not known to `cputrain simulate`"]
+        return [f"no prediction: `cputrain simulate` does not know the layers of {recipe.model.name}"]
     records = read_records(plan.machine, env)
     measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]
-    if measured is None and starting_run(plan.machine.model, recipe.precision) is None:
+    if measured is None and reference_run(plan.machine.model, recipe.precision) is None:
         unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
-        return [*notes, f"no prediction: {unknown}: run `cputrain bench model precision={recipe.precision}` there"]
+        return [*notes, f"no prediction: {unknown}; run `cputrain bench model precision={recipe.precision}` there"]
     try:
         reference = reference_of(plan.machine, recipe, measured=measured, rates=plan.measured)
-    except InputError as error:  # another network's rate that does not compare
+    except InputError as error:  # for example, only a rate of a network of very different size is known
         return [*notes, f"no prediction: {error}"]
     scenario = Scenario(
         recipe=recipe,
@@ -229,7 +229,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping
     )
     try:
         check_global_batch(scenario, (hosts,))
-    except InputError as error:  # a training may share it out unequally, a prediction is of equal workers
+    except InputError as error:  # a training may divide it unequally, but a prediction assumes equal workers
         return [*notes, f"no prediction: {error}"]
     (row,) = rows_of(scenario, (hosts,))
     model = model_of(scenario)
@@ -237,7 +237,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping
     lines = [*notes, _line(row, recipe.epochs)]
     if more - row.images_per_s < WORTHWHILE * single:
         gained = max(0.0, (more - row.images_per_s) / single)
-        lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed: see `cputrain simulate`")
+        lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed; see `cputrain simulate`")
     return lines
 
 

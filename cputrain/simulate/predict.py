@@ -1,4 +1,4 @@
-"""Predict a training on one host, from what is measured or published, and on up to thousands; and search for a plan."""
+"""Predict a training on one host, from measured or published rates, and on up to thousands; and search for a plan."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ from cputrain.simulate.assumptions import (
     link_of,
     machines_with_rates,
     measured_assumptions,
+    reference_run,
     runs_on,
-    starting_run,
 )
 from cputrain.simulate.step import (
     ALGORITHMS,
@@ -50,28 +50,28 @@ from cputrain.simulate.step import (
     Setup,
     Speed,
     Step,
-    as_measured,
     layers_of,
+    reuse_slowness,
     seconds_at,
+    set_slowness,
     setup_of,
-    slow_as,
     step_of,
     work_of,
 )
 
-SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
+SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
 PRECISE, TRIES = 1e-6, 100
-MOST_TIMES = 10  # that a network may be larger or smaller than that whose rate it is predicted from
-NO_LINK = link_of("opa")  # of a single host, which uses none
-RATE_RANGE = 0.03  # a published rate may be off by as much: rounded times, evaluations in them
+MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
+NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link
+RATE_RANGE = 0.03  # assumed error of a published rate: rounded times, evaluations included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where the speed of a machine is from: images/s of all hosts of a setup, and who says so.
+    """The rate that sets a machine's speed: images/s of all hosts of a setup, and the source.
 
-    `host_bytes_per_s` is the memory's speed, None where it is not known; `spread` the lowest and highest images/s that
-    were measured.
+    `host_bytes_per_s` is the memory bandwidth, None if unknown; `spread` the lowest and highest images/s that were
+    measured.
     """
 
     setup: Setup
@@ -83,17 +83,17 @@ class Reference:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """What the images/s may be: as measured, else as a published rate may be off."""
+        """Range of the images/s: the measured range, or the assumed error of a published rate if that is wider."""
         low, high = (1 - RATE_RANGE) * self.images_per_s, (1 + RATE_RANGE) * self.images_per_s
         return (low, high) if self.spread is None else (min(low, self.spread[0]), max(high, self.spread[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A recipe on a machine, between whose hosts there is a link.
+    """A recipe on a machine, with the link between hosts.
 
-    `algorithm` None: the fabric's usual one. `request`: what is requested of the planner, None: what the recipe does.
-    `measured`: what the machine was measured to do.
+    `algorithm` None means the fabric's usual algorithm, `request` None the recipe's own request to the planner;
+    `measured` has the machine's measured rates.
     """
 
     recipe: Recipe
@@ -106,7 +106,7 @@ class Scenario:
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What the prediction assumes, or the machine was measured to do."""
+        """The prediction's assumptions, replaced by measurements of the machine if there are any."""
         return measured_assumptions(self.measured)
 
 
@@ -120,13 +120,13 @@ def planned_setup(
     request: Request | None = None,
     measured: Measured = NOTHING_MEASURED,
 ) -> Setup:
-    """The setup of a recipe under the plan that `cputrain plan` makes. Raises InputError where it does not fit."""
+    """Return a recipe's setup under the plan of `cputrain plan`. Raises InputError if it does not fit the machine."""
     requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit)
     return setup_of(recipe, plan_machine(machine, requested, Runtime(), measured), link, algorithm)
 
 
 def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
-    """The setup of a scenario on `hosts` hosts."""
+    """Return the setup of a scenario on `hosts` hosts."""
     setup = planned_setup(
         scenario.recipe,
         scenario.machine,
@@ -136,18 +136,18 @@ def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
         request=scenario.request,
         measured=scenario.measured,
     )
-    return replace(setup, layers=slow_as(setup.layers, scenario.reference.setup.layers))
+    return replace(setup, layers=reuse_slowness(setup.layers, scenario.reference.setup.layers))
 
 
 def published_reference(run: PublishedRun) -> Reference:
-    """A published run as the rate of its machine."""
+    """Turn a published run into the reference of its machine."""
     machine = named_machine(run.machine)
     setup = planned_setup(run_recipe(run), machine, run.hosts, link_of(run.fabric, gbit=run.gbit))
     return reference_at(setup, machine, run.images_per_s, run.source)
 
 
 def measured_reference(training: MeasuredTraining, machine: Machine, rates: Measured) -> Reference:
-    """A measured rate as that of its machine; generated images needed no decoding."""
+    """Turn a measured rate into the reference of its machine; it was measured with generated images, not decoded."""
     rate = training.rate
     recipe = run_recipe(rate, DataSection(crop=rate.crop, path=SYNTHETIC))
     setup = replace(
@@ -159,7 +159,7 @@ def measured_reference(training: MeasuredTraining, machine: Machine, rates: Meas
     )
     plain = reference_at(setup, machine, rate.images_per_s, training.source, rates)
     speed = speed_at(core_flops_of(plain, CONSTANTS), machine=plain)
-    layers = as_measured(setup.layers, work_of(setup, speed, CONSTANTS), rate.layers)
+    layers = set_slowness(setup.layers, work_of(setup, speed, CONSTANTS), rate.layers)
     return replace(plain, setup=replace(setup, layers=layers), spread=(rate.low, rate.high))
 
 
@@ -170,14 +170,14 @@ def reference_of(
     measured: MeasuredTraining | None = None,
     rates: Measured = NOTHING_MEASURED,
 ) -> Reference:
-    """Where the machine's speed is from: `rate`, images/s of one host with this recipe; `measured` with the recipe's
-    network; a published run; `measured` with another network of a size that compares.
+    """Return the reference of a machine, from the first available of: `rate`, images/s of one host with this recipe;
+    `measured` if it has the recipe's network; a published run; `measured` with a network of comparable size.
 
-    Raises InputError for a machine without any of them.
+    Raises InputError if there is none.
     """
     if rate is not None:
         return reference_at(planned_setup(recipe, machine, 1), machine, rate, "given with --rate", rates)
-    run = starting_run(machine.model, recipe.precision)
+    run = reference_run(machine.model, recipe.precision)
     if measured is not None and (measured.rate.network == recipe.model.name or run is None):
         reference = measured_reference(measured, machine, rates)
         if comparable(reference.setup.layers, layers_of(recipe)):
@@ -185,15 +185,15 @@ def reference_of(
     if run is None:
         known = first_named(machines_with_rates(recipe.precision))
         raise InputError(
-            f"no training rate of {machine.name} ({machine.model}) is known in {recipe.precision}: run `cputrain bench "
-            f"model precision={recipe.precision}` there, or give its images/s with --rate"
-            + (f"; known are those of {known}" if known else "")
+            f"no training rate of {machine.name} ({machine.model}) is known in {recipe.precision}; run `cputrain bench "
+            f"model precision={recipe.precision}` there, or pass its images/s with --rate"
+            + (f" (known rates: {known})" if known else "")
         )
     return published_reference(run)
 
 
 def comparable(layers: tuple[Layer, ...], others: tuple[Layer, ...]) -> bool:
-    """Whether the operations of an image differ by less than MOST_TIMES."""
+    """Return whether the networks' operations per image differ by a factor of less than MOST_TIMES."""
     flop, other = (sum(sum(layer.flop) for layer in each) for each in (layers, others))
     return max(flop, other) < MOST_TIMES * min(flop, other)
 
@@ -201,7 +201,7 @@ def comparable(layers: tuple[Layer, ...], others: tuple[Layer, ...]) -> bool:
 def reference_at(
     setup: Setup, machine: Machine, rate: float, source: str, measured: Measured = NOTHING_MEASURED
 ) -> Reference:
-    """A setup's images/s on a machine as the rate of that machine."""
+    """Turn a setup's images/s on a machine into the reference of that machine."""
     return Reference(
         setup=setup,
         images_per_s=rate,
@@ -212,7 +212,7 @@ def reference_at(
 
 
 def host_bytes_per_s(machine: Machine, measured: Measured = NOTHING_MEASURED) -> float | None:
-    """The speed of a host's memory: measured, or that of its processor; None where it is not known."""
+    """Return the bandwidth of a host's memory, measured or from its processor; None if unknown."""
     rate, usual = measured.rate(MEMORY), processor_facts(machine.model).memory_bytes_per_s
     if rate is not None:
         return rate.value
@@ -220,7 +220,7 @@ def host_bytes_per_s(machine: Machine, measured: Measured = NOTHING_MEASURED) ->
 
 
 def run_recipe(run: PublishedRun | Measurement, data: DataSection | None = None) -> Recipe:
-    """The recipe of a run, as far as it decides the speed; its data are by default ImageNet's training images."""
+    """Return a recipe with the settings of a run that affect the speed; the data default to ImageNet's training set."""
     return Recipe(
         model=ModelSection(name=run.network),
         data=data or DataSection(crop=run.crop, train_images=1_281_167),
@@ -239,7 +239,7 @@ def speed_at(
     precision: str = "float32",
     constants: Constants = CONSTANTS,
 ) -> Speed:
-    """The speed of a host whose cores compute so many FLOP/s in this precision."""
+    """Return the speed of a host whose cores compute `core_flops` FLOP/s in this precision."""
     if isinstance(machine, Reference):
         cores, memory, precision = machine.cores, machine.host_bytes_per_s, machine.setup.precision
     else:
@@ -249,28 +249,28 @@ def speed_at(
 
 
 def core_flops_of(reference: Reference, constants: Constants) -> float:
-    """FLOP/s of a core at which the reference's setup reaches its images/s, by the regula falsi (Illinois).
+    """Solve for the FLOP/s of a core at which the reference's setup reaches its images/s (regula falsi, Illinois).
 
-    Raises InputError where no speed of the cores does, because memory or communication alone take longer.
+    Raises InputError if no core speed reaches it, because memory or communication alone take longer.
     """
-    wanted = reference.setup.global_batch / reference.images_per_s
+    target = reference.setup.global_batch / reference.images_per_s
     seconds = seconds_at(reference.setup, constants)
 
     def excess(seconds_per_flop: float) -> float:
-        """Seconds of a step beyond those wanted: nearly linear."""
-        return seconds(speed_at(1 / seconds_per_flop, machine=reference, constants=constants)) - wanted
+        """Return the seconds by which a step exceeds the target, nearly linear in the argument."""
+        return seconds(speed_at(1 / seconds_per_flop, machine=reference, constants=constants)) - target
 
     low, high = 1 / FASTEST, 1 / SLOWEST
     below, above = excess(low), excess(high)
     if not below <= 0 <= above:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
-            f"{reference.setup.ranks} workers: check the rate"
+            f"{reference.setup.ranks} workers; check the rate"
         )
     for _ in range(TRIES):
         middle = (low * above - high * below) / (above - below)
         found = excess(middle)
-        if abs(found) <= PRECISE * wanted:
+        if abs(found) <= PRECISE * target:
             return 1 / middle
         if found > 0:
             high, above, below = middle, found, below / 2
@@ -285,10 +285,10 @@ RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<worker
 def started_from(
     text: str, machine: Machine, recipe: Recipe, link: Link, rates: Measured = NOTHING_MEASURED
 ) -> Reference:
-    """The reference of --from: the name of a published run of the machine's processor in the recipe's precision, or
+    """Parse --from to a reference: the name of a published run of the machine's processor in the recipe's precision, or
     "IMG/S@HOSTSxWORKERSxBATCH", a run of the recipe's network on such machines over the link.
 
-    Raises InputError where the text is neither, or the run does not fit the machine.
+    Raises InputError if the text is neither, or the run does not fit the machine.
     """
     found = RATED.fullmatch(text)
     if found is None:
@@ -296,15 +296,15 @@ def started_from(
         for run in runs:
             if run.name == text:
                 return published_reference(run)
-        known = (
-            f"known on {machine.name} in {recipe.precision}: {', '.join(run.name for run in runs)}; " if runs else ""
-        )
+        names = ", ".join(run.name for run in runs)
+        known = f"choose one of {names} (runs on {machine.name} in {recipe.precision}), or " if runs else ""
         raise InputError(
-            f"--from {text}: {known}or give a rate with hosts, workers per host and local batch, as in 6303@64x2x32"
+            f"--from {text} names no known run; {known}pass a rate with hosts, workers per host and local batch, as in "
+            "6303@64x2x32"
         )
     rate, (hosts, workers, batch) = float(found["rate"]), (int(found[key]) for key in ("hosts", "workers", "batch"))
     if not (rate and hosts and workers and batch):
-        raise InputError(f"--from {text}: rate, hosts, workers and local batch are above 0")
+        raise InputError(f"--from {text}: rate, hosts, workers and local batch must be above 0")
     ran = recipe.model_copy(
         update={
             "batch": BatchSection(local=batch),
@@ -321,11 +321,11 @@ SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A scenario on `nodes` hosts with `workers` ranks together.
+    """A scenario on `nodes` hosts with `workers` ranks in total.
 
-    `low` and `high` bound images/s; `efficiency` is relative to as many single hosts, under their own plan or under
-    this one, whichever is faster there. `time_to_train_s`, `node_hours` and `energy_kwh` are None where images or watts
-    are not known.
+    `low` and `high` bound images/s. `efficiency` is relative to the same number of single hosts, under their own plan
+    or under this one, whichever is faster. `time_to_train_s`, `node_hours` and `energy_kwh` are None if the number of
+    images or the watts are unknown.
     """
 
     nodes: int
@@ -352,16 +352,16 @@ class Model:
     speed: Speed
 
     def step(self, setup: Setup) -> Step:
-        """The step of a setup of this scenario."""
+        """Simulate the step of a setup of this scenario."""
         return step_of(setup, self.speed, self.constants)
 
     def images_per_s(self, setup: Setup) -> float:
-        """Images/s of all hosts."""
+        """Return images/s of all hosts."""
         return setup.global_batch / seconds_at(setup, self.constants)(self.speed)
 
 
 def model_of(scenario: Scenario, constants: Constants | None = None) -> Model:
-    """The scenario's machine, as fast as its reference says under these assumptions; None: the scenario's own."""
+    """Fit the machine's speed to the scenario's reference under these assumptions; None: the scenario's own."""
     constants = constants or constants_of(scenario.assumptions)
     flops = core_flops_of(scenario.reference, constants)
     return Model(
@@ -378,7 +378,7 @@ def model_of(scenario: Scenario, constants: Constants | None = None) -> Model:
 
 
 def rows_of(scenario: Scenario, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
-    """A row for each number of hosts, with the range of its images/s. Raises InputError where one does not fit."""
+    """Predict a row for each number of hosts, with the range of images/s. Raises InputError if one does not fit."""
     model, setups = model_of(scenario), [scenario_setup(scenario, count) for count in nodes]
     single = model.images_per_s(scenario_setup(scenario, 1))
     rates = [model.images_per_s(setup) for setup in setups]
@@ -412,12 +412,13 @@ def _row(
 
 
 def _deviations(scenario: Scenario, setups: list[Setup], rates: list[float]) -> list[tuple[float, float]]:
-    """How far images/s may fall and rise: each assumption at both ends of its range, alone, and the squares added."""
+    """Return how far images/s may fall and rise: vary each assumption alone to both ends of its range, and add the
+    changes in quadrature."""
     falls, rises = [0.0] * len(rates), [0.0] * len(rates)
     for changed, constants in _alternatives(scenario):
         try:
             other = model_of(changed, constants)
-        except InputError:  # the reference's rate is out of reach with this value: it cannot be the true one
+        except InputError:  # with this value the reference's rate is out of reach, so it cannot be the true value
             continue
         for i, setup in enumerate(setups):
             linked = replace(setup, link=changed.link) if setup.link is not None else setup
@@ -442,7 +443,7 @@ def _alternatives(scenario: Scenario) -> list[tuple[Scenario, Constants]]:
 
 
 def _unused(scenario: Scenario) -> set[str]:
-    """The assumptions that the scenario's images/s do not depend on."""
+    """Return the names of the assumptions that do not affect the scenario's images/s."""
     phi = set() if is_phi(scenario.machine) else {"phi_core_slowness"}
     tcp = set() if scenario.link.name == "ethernet" else {"tcp_move_bytes_per_s"}
     gloo = set() if scenario.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s", "gloo_bf16_slowness"}
@@ -450,7 +451,7 @@ def _unused(scenario: Scenario) -> set[str]:
 
 
 def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:
-    """Seconds from the first step to the last checkpoint; None where the number of training images is unknown."""
+    """Return the seconds from the first step to the last checkpoint; None if the number of images is unknown."""
     recipe, images = model.scenario.recipe, training_images(model.scenario.recipe)
     if images is None:
         return None
@@ -462,7 +463,7 @@ def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:
 
 
 def training_images(recipe: Recipe) -> int | None:
-    """Training images as far as the recipe knows them without its data."""
+    """Return the number of training images if the recipe states it without its data."""
     if recipe.data.images_per_epoch or recipe.data.train_images:
         return recipe.data.train_images or recipe.data.images_per_epoch
     if recipe.data.generated:
@@ -471,7 +472,7 @@ def training_images(recipe: Recipe) -> int | None:
 
 
 def _evaluations_s(model: Model, setup: Setup, sizes: TrainingSizes, epochs: float) -> float:
-    """Evaluations of as large a share of images as ImageNet's validation images are."""
+    """Return the seconds of all evaluations; each uses the same fraction of images as ImageNet's validation set."""
     if model.scenario.recipe.data.generated:
         return 0.0
     work = work_of(setup, model.speed, model.constants)
@@ -482,7 +483,7 @@ def _evaluations_s(model: Model, setup: Setup, sizes: TrainingSizes, epochs: flo
 
 
 def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int, step_s: float) -> float:
-    """What steps wait for while checkpoints are copied, and the end while the last one is written."""
+    """Return the seconds that steps wait while checkpoints are copied, and that the end waits for the last write."""
     recipe = model.scenario.recipe
     weights = sum(BYTES * sum(layer.weights) for layer in setup.layers)
     size = weights * (1 + state_copies(recipe.optim))
@@ -491,8 +492,8 @@ def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int,
 
 
 def checkpoints_saved(recipe: Recipe, steps: int, steps_per_epoch: int, step_s: float) -> int:
-    """How many checkpoints a training of so many steps saves: at ends of epochs, of which those with an evaluation
-    count too, at its own end, and within epochs, where the minutes are counted from the one before."""
+    """Return the number of checkpoints that a training of `steps` steps saves: at the end of epochs (also those with an
+    evaluation), at its own end, and within epochs, where minutes count from the previous checkpoint."""
     section, epochs = recipe.checkpoint, ceil(steps / steps_per_epoch)
     every = [each for each in (section.every_epochs, recipe.evaluate.every_epochs) if each is not None]
     saving = {epoch for each in every for epoch in range(each, epochs + 1, each)} | {epochs}
@@ -507,7 +508,7 @@ def checkpoints_saved(recipe: Recipe, steps: int, steps_per_epoch: int, step_s: 
 
 
 def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
-    """Raise InputError where the workers do not divide a fixed global batch, with the nearest numbers that do."""
+    """Raise InputError if the workers do not divide a fixed global batch, naming the nearest host counts that do."""
     batch = scenario.recipe.batch.global_
     if batch is None:
         return
@@ -518,9 +519,9 @@ def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
         fitting = [n for n in range(1, batch // workers + 1) if batch % (n * workers) == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - count))[:2])
         if not near:
-            raise InputError(f"batch.global={batch} does not divide among {workers} workers per host: set plan.ppn")
+            raise InputError(f"batch.global={batch} does not divide among {workers} workers per host; set plan.ppn")
         raise InputError(
-            f"batch.global={batch} does not divide among {count} hosts of {workers} workers: the nearest numbers of "
+            f"batch.global={batch} does not divide among {count} hosts of {workers} workers; the nearest numbers of "
             f"hosts are {either([str(n) for n in near])}"
         )
 
@@ -530,7 +531,7 @@ BATCHES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan for a scenario: what it is called, its setup and its time to train in seconds."""
+    """A plan for a scenario: its name, setup, images/s and time to train in seconds."""
 
     name: str
     setup: Setup
@@ -539,9 +540,9 @@ class Candidate:
 
 
 def best_plan(scenario: Scenario, hosts: int, most_images: int | None) -> tuple[Candidate, ...]:
-    """The recipe as it is, the published profiles with its batch, and the best plan found, in this order.
+    """Return the recipe as it is, the published profiles with its batch, and the best plan found, in this order.
 
-    The best plan's global batch is `most_images` at most; None: the recipe's own. Raises InputError where the time to
+    The best plan's global batch is at most `most_images`; None: the recipe's own. Raises InputError if the time to
     train is unknown.
     """
     model = model_of(scenario)
@@ -559,14 +560,14 @@ def best_plan(scenario: Scenario, hosts: int, most_images: int | None) -> tuple[
     ]
     if not found:
         raise InputError(
-            f"--batch-limit {limit:,} leaves less than an image for each worker of {hosts} hosts: raise it"
+            f"--batch-limit {limit:,} leaves less than one image to each worker of {hosts} hosts; raise it"
         )
     allowed = [each for each in (own, *others) if each.setup.global_batch <= limit]
     return (own, *others, replace(min((*allowed, *found), key=lambda each: each.time_to_train_s), name="best"))
 
 
 def _candidates(scenario: Scenario, hosts: int, limit: int) -> Iterator[tuple[Scenario, Setup]]:
-    """Every number of workers, comm cores and local batch that fits the host and the limit."""
+    """Yield every combination of workers, comm cores and local batch that fits the host and the limit."""
     cores, packages = len(scenario.machine.allowed_cores), len(scenario.machine.packages)
     counts = sorted({count for count in (1, 2, 4, 8, 16, packages, 2 * packages, 4 * packages) if count <= cores})
     own = scenario.recipe.batch.local
@@ -582,7 +583,7 @@ def _candidates(scenario: Scenario, hosts: int, limit: int) -> Iterator[tuple[Sc
 
 
 def _with_plan(scenario: Scenario, batch: int | None = None, **plan: object) -> Scenario:
-    """The scenario with these keys of its plan and this local batch; without one, fixed global batches stay so."""
+    """Return the scenario with these plan keys and this local batch; without one, a fixed global batch stays fixed."""
     recipe = scenario.recipe
     changes: dict[str, object] = {"plan": recipe.plan.model_copy(update={"profile": "auto", **plan})}
     if batch is not None:
@@ -591,7 +592,7 @@ def _with_plan(scenario: Scenario, batch: int | None = None, **plan: object) -> 
 
 
 def _fitting(scenario: Scenario, hosts: int) -> Setup | None:
-    """The scenario's setup; None where the host refuses it."""
+    """Return the scenario's setup; None if it does not fit the host."""
     try:
         return scenario_setup(scenario, hosts)
     except InputError:
@@ -602,5 +603,5 @@ def _timed(model: Model, scenario: Scenario, setup: Setup, name: str) -> Candida
     step = model.step(setup)
     seconds = time_to_train(replace(model, scenario=scenario), setup, step.step_s)
     if seconds is None:
-        raise InputError("--best needs the number of training images: set data.train_images=N")
+        raise InputError("--best needs the number of training images; set data.train_images=N")
     return Candidate(name=name, setup=setup, images_per_s=setup.global_batch / step.step_s, time_to_train_s=seconds)

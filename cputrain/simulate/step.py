@@ -1,11 +1,11 @@
-"""Layers of a network, the simulated host, and one step: computing, messages, all-reduce, and how they overlap.
+"""Layers of a network, the simulated host, and one step: compute, messages, all-reduce, and their overlap.
 
-A layer takes as long as its operations at the cores' rate or its bytes at the memory's, whichever is longer (Williams,
-Waterman and Patterson 2009, Roofline); where layers were measured, as many times that as there.
+A layer takes the longer of its operations at the cores' rate and its bytes at the memory's rate (Williams, Waterman and
+Patterson 2009, Roofline). Layers that were measured are scaled by their measured slowness.
 
-Each algorithm is a list of exchanges; an exchange costs latency + bytes x max(1 / core, workers at once / link). The
-counts are those of Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective Communication Operations in MPICH)
-and, for the ring, of Patarasuk and Yuan 2009.
+Each algorithm is a list of exchanges; an exchange costs latency + bytes x max(1 / core, concurrent workers / link). The
+numbers of messages are from Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective Communication Operations in
+MPICH) and, for the ring, from Patarasuk and Yuan 2009.
 """
 
 import math
@@ -34,19 +34,19 @@ from cputrain.recipe.schema import OWN_NETWORKS, Recipe
 from cputrain.simulate.assumptions import Constants, Link
 
 BYTES = 4  # float32
-# Times that a layer's tensor is read or written, forward and backward. Batch-norm reads its input for the statistics
-# and again to normalize; its backward pass reads input and gradient twice. An elementwise function is in place; a sum
-# adds two tensors. Convolutions and products read their input and write their output, and twice so backward.
+# Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
+# to normalize; its backward pass reads input and gradient twice. Elementwise functions run in place; a sum adds two
+# tensors. Convolutions and products read their input and write their output, and do so twice in the backward pass.
 PASSES = {"norm": (3, 5), "act": (2, 3), "add": (3, 3), "copy": (2, 2), "pool": (1, 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer: values of each weight tensor, in the order of registration; the rest is per image.
+    """A layer: the number of values of each weight tensor, in the order of registration; other values are per image.
 
-    `flop` are those of the forward and of the backward pass, `moved_bytes` the float32 activations read and written.
-    `reordered`: oneDNN copies the weights into another layout in each pass. `slowness`: how much longer the passes take
-    than the model says, as far as they were measured.
+    `flop` has the forward and the backward pass, `moved_bytes` the float32 activations read and written in each.
+    `reordered`: oneDNN copies the weights to another layout in each pass. `slowness` is the factor from the modeled to
+    the measured time of each pass, 1 if it was not measured.
     """
 
     name: str
@@ -58,24 +58,24 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights in float32, and of their gradients."""
+        """Bytes of its weights in float32, which is also the size of their gradients."""
         return BYTES * sum(self.weights)
 
 
 def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
-    """The layers of a recipe's network. Raises InputError for a network that was not traced."""
+    """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
     sizes = layer_sizes(recipe, classes)
     if sizes is None:
         known = either(OWN_NETWORKS)
         raise InputError(
-            f"model.name={recipe.model.name}: its layers are not known to simulate: set model.name to {known}, or to "
+            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
             "another classifier of torchvision"
         )
     return tuple(_layer(size, first=number == 0) for number, size in enumerate(sizes))
 
 
 def _layer(size: LayerSize, *, first: bool) -> Layer:
-    """A traced layer with the bytes that it moves; the first one has no gradient of its input."""
+    """Return a traced layer with the bytes that it moves; the first layer computes no gradient of its input."""
     if size.flop[0]:
         forward = backward = float(BYTES * (size.inputs + size.outputs))
         moved = forward, backward if first else 2 * backward
@@ -98,9 +98,9 @@ Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
-    """Seconds of a worker's layer in one step, forward and backward; it has so many values in its weights.
+    """Seconds of one layer of a worker in one step, forward and backward; `weights` is the number of its weights.
 
-    The layers without weights that follow it in the forward pass count with it.
+    Includes the layers without weights that follow it in the forward pass.
     """
 
     weights: int
@@ -110,9 +110,9 @@ class LayerSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Images/s of one host in training (median, lowest and highest step), and the plan that it was measured with.
+    """Training rate of one host (images/s: median, slowest and fastest step) and the plan that it was measured with.
 
-    `layers` are those with weights in the order of the forward pass; empty where they were not timed.
+    `layers` are the layers with weights, in the order of the forward pass; empty if they were not timed.
     """
 
     network: str
@@ -133,20 +133,20 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTraining:
-    """A training rate and where it is from."""
+    """A training rate and its source."""
 
     rate: Measurement
     source: str
 
 
 def training_record(machine: Machine, measured: Measurement, *, command: str) -> Record:
-    """The record of a training rate."""
+    """Create the record of a training rate."""
     name = f"{measured.network} at {measured.crop}, {measured.precision}"
     return new_record(machine, TRAINING, name, asdict(measured), command=command)
 
 
 def find(records: Records, recipe: Recipe) -> MeasuredTraining | None:
-    """The training rate to predict a recipe from: in its precision, of its own network and image size before others."""
+    """Return the best rate to predict a recipe from: same precision, preferably the same network and image size."""
     found = [(_rate_of(record), record) for record in records.of(TRAINING)]
     fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == recipe.precision]
     if not fitting:
@@ -158,16 +158,16 @@ def find(records: Records, recipe: Recipe) -> MeasuredTraining | None:
 
 
 def unreadable(records: Records) -> list[str]:
-    """A line about each training rate that is not used because it has other fields than this version's."""
+    """Return a line for each training rate that is ignored because its fields differ from this version's."""
     others = [record for record in records.of(TRAINING) if _rate_of(record) is None]
     return [
-        f"what `{record.command}` measured on {record.date} is not used (it has other fields than now): run it again"
+        f"the measurement of `{record.command}` on {record.date} is ignored (its fields have changed); run it again"
         for record in others
     ]
 
 
 def _rate_of(record: Record) -> Measurement | None:
-    """The rate in a record; None where it has other fields."""
+    """Parse the rate in a record; None if its fields differ from this version's."""
     if record.values.keys() != {field.name for field in fields(Measurement)}:
         return None
     try:
@@ -176,8 +176,8 @@ def _rate_of(record: Record) -> Measurement | None:
         return None
 
 
-DEFAULT_BUCKETS = 0.0  # DDP's own: the first of 1 MiB, then 25 MiB
-USUAL_CLOCK_RANGE = 0.33  # 2.1 to 2.8 GHz
+DEFAULT_BUCKETS = 0.0  # DDP's defaults: 1 MiB for the first bucket, then 25 MiB
+USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 # Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
 # LARS and LAMB read weights and gradients once more, for their norms.
 PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
@@ -185,12 +185,12 @@ PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A training on `hosts` x `workers` ranks. Cores are those of one worker; `local_batch` are images of a backward
-    pass, of which a step makes `accumulation`.
+    """A training on `hosts` x `workers` ranks. Cores are per worker; `local_batch` is the number of images per backward
+    pass, `accumulation` the number of backward passes per step.
 
-    `move_bytes_per_s` replaces the assumed speed at which a worker's cores move messages, where it is known. `link` is
-    None on one host. `clock_range` is how much faster than their base clock all cores run at most: hosts differ by a
-    part of it. `bucket_mib` is None for the size that the trainer finds by itself.
+    `move_bytes_per_s` replaces the assumed speed at which a worker's cores move messages, if known. `link` is None on
+    one host. `clock_range` is the largest relative increase of the all-core clock over the base clock, of which hosts
+    reach different fractions. `bucket_mib` is None if the trainer chooses the size.
     """
 
     layers: tuple[Layer, ...]
@@ -215,12 +215,12 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """Workers of all hosts."""
+        """Number of workers on all hosts."""
         return self.hosts * self.workers
 
     @property
     def global_batch(self) -> int:
-        """Images of a step."""
+        """Images per step."""
         return self.ranks * self.local_batch * self.accumulation
 
     @property
@@ -231,14 +231,14 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a host computes: FLOP/s of a core in convolutions and matrix products, and bytes/s of all its memory."""
+    """Speed of a host: FLOP/s of a core in convolutions and matrix products, and bytes/s of all its memory."""
 
     core_flops: float
     host_bytes_per_s: float
 
 
 def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
-    """A recipe's training under a plan, on as many hosts as the plan was made for."""
+    """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
     hosts, workers = plan.request.nodes, len(plan.workers)
     rates = core_rates(plan.machine, workload_of(recipe), plan.measured)
     clock_range = processor_facts(plan.machine.model).clock_range
@@ -246,7 +246,7 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
         layers=layers_of(recipe),
         hosts=hosts,
         workers=workers,
-        # the worker with the fewest threads decides: every step waits for it
+        # the worker with the fewest threads, as every step waits for it
         threads=min(worker.intra_op for worker in plan.workers),
         comm_cores=min(len(_cores(plan, worker.comm_pus)) for worker in plan.workers),
         loader_cores=min(len(_cores(plan, worker.loader_pus)) for worker in plan.workers),
@@ -266,30 +266,30 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
 
 
 def optimizer_passes(name: str) -> int:
-    """Passes over the weights in an update."""
+    """Return the number of passes over the weights in an optimizer step."""
     return PLAIN_PASSES + PASSES_PER_COPY * COPIES[name] + (NORM_READS if name in ("lars", "lamb") else 0)
 
 
 def usual_algorithm(link: Link | None, backend: str) -> str:
-    """The algorithm that the fabric's settings choose for oneCCL; gloo has a ring only."""
+    """Return the algorithm that the fabric's settings choose for oneCCL; gloo only has a ring."""
     if link is None or backend == "gloo":
         return "ring"
     return next((value for name, value, _ in FABRICS[link.name].settings if name == "CCL_ALLREDUCE"), "ring")
 
 
 def _cores(plan: Plan, pus: tuple[int, ...]) -> set[int]:
-    """The cores of these PUs, by the first PU of each."""
+    """Return the cores of these PUs, each as its first PU."""
     return {core.pus[0] for core in plan.machine.cores if not set(core.pus).isdisjoint(pus)}
 
 
-HALF = 0.5  # bytes of bfloat16 in those of float32
-# Reads and writes of a bucket, of float32 size. DDP copies each gradient into it. By comm.compression, in the backward
-# pass and when the sum of all ranks is there: with bf16 the rounding errors are added, the gradients rounded, widened
-# and subtracted for the new errors; the sum is widened again.
+HALF = 0.5  # size of bfloat16 relative to float32
+# Reads and writes of a bucket, in float32 sizes. DDP copies each gradient into the bucket. By comm.compression, in the
+# backward pass and when the sum of all ranks is ready: bf16 adds the rounding errors, rounds the gradients, widens and
+# subtracts them for the new errors; the sum is widened again.
 BUCKET_COPY_PASSES = 2
 ROUNDING_PASSES = {"none": (0.0, 0.0), "bf16": (9.0, 1.5)}
-# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass, and in the backward
-# pass before and, for their gradients, after.
+# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass; in the backward pass
+# before it, and after it for their gradients.
 REORDERING_PASSES = (2, 4)
 
 
@@ -297,9 +297,9 @@ REORDERING_PASSES = (2, 4)
 class Work:
     """Seconds of a worker that computes at the mean speed: each layer's passes, in the order of the forward pass.
 
-    `decoding_s` is what decoding takes from the computing threads in each backward pass, where it has no core of its
-    own; `loading_s` what the loader cores need for a step, at which they hold up everything else.
-    `memory_bytes_per_s` is the worker's share of the memory's speed.
+    `decoding_s` is the computing threads' time for decoding in each backward pass, if there are no loader cores;
+    `loading_s` the loader cores' time per step, which is a lower bound of the step. `memory_bytes_per_s` is the
+    worker's share of the memory bandwidth.
     """
 
     forward_s: tuple[float, ...]
@@ -311,7 +311,7 @@ class Work:
 
 
 def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
-    """The computation of a worker's step."""
+    """Return the computation of a worker's step."""
     serial = constants.serial_fraction
     flops = speed.core_flops / ((1 - serial) / setup.threads + serial)
     memory = speed.host_bytes_per_s / setup.workers
@@ -344,18 +344,18 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
 
 
 def weight_tensors(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
-    """(layer's index, bytes) of every gradient in the order in which the backward pass finishes them."""
+    """Return (layer index, bytes) of every gradient, in the order in which the backward pass finishes them."""
     return [(i, BYTES * size) for i in reversed(range(len(layers))) for size in reversed(layers[i].weights)]
 
 
 NOT_MEASURED = (1.0, 1.0)
 
 
-def as_measured(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerSeconds]) -> tuple[Layer, ...]:
-    """The layers with the slowness that gives them their measured shares of the time that the model says, `work`.
+def set_slowness(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerSeconds]) -> tuple[Layer, ...]:
+    """Set each layer's slowness so that layers have their measured shares of the total time of the model, `work`.
 
-    The steps in which layers are timed take longer than others: their times count relative to one another. Layers
-    without weights share the slowness of the layer before them. The same layers where those measured are others.
+    Steps are slower while layers are timed, so only the ratios of the measured times count. Layers without weights get
+    the slowness of the layer before them. Returns the layers unchanged if the measured network is a different one.
     """
     weighted = [i for i, layer in enumerate(layers) if layer.weights]
     if [sum(layers[i].weights) for i in weighted] != [each.weights for each in measured]:
@@ -372,8 +372,8 @@ def as_measured(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerS
     return tuple(found)
 
 
-def slow_as(layers: tuple[Layer, ...], measured: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The measured layers where they are these ones, else these."""
+def reuse_slowness(layers: tuple[Layer, ...], measured: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Return the measured layers if they are the same layers, otherwise the layers unchanged."""
     plain = tuple(replace(layer, slowness=NOT_MEASURED) for layer in measured)
     return measured if plain == layers else layers
 
@@ -384,10 +384,10 @@ HOST, LEAF, TOP = "host", "leaf", "top"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """`count` messages in a row, each of `size` bytes that a worker sends while it receives as many.
+    """`count` consecutive messages of `size` bytes, each of which a worker sends while it receives an equal one.
 
     `level` is the widest level that they cross: a host, a leaf switch or the top of the network; `at_once` the number
-    of a host's workers that send over its link at the same time.
+    of a host's workers that send over its link concurrently.
     """
 
     count: float
@@ -398,8 +398,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What messages go through: the link (None on one host), a message's latency inside a host, and the bytes/s that
-    the cores of one worker move, sums included: inside a host, and between hosts where that is less."""
+    """The path of messages: the link (None on one host), a message's latency inside a host, and the bytes/s at which
+    the cores of one worker move and add: inside a host, and between hosts if that is less."""
 
     link: Link | None
     host_latency_s: float
@@ -409,18 +409,18 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of an all-reduce, and those of them in which a core of the worker is busy."""
+    """Seconds of an all-reduce, and the seconds in which a core of the worker is busy with it."""
 
     seconds: float
     core_s: float
 
 
 def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hosts: int) -> tuple[Exchange, ...]:
-    """The exchanges of an all-reduce of `size` bytes over hosts x workers ranks, numbered host by host."""
+    """Return the exchanges of an all-reduce of `size` bytes over hosts x workers ranks, numbered host by host."""
     ranks = hosts * workers
     if ranks == 1:
         return ()
-    if algorithm == "ring":  # one message leaves each host at a time, to its neighbor
+    if algorithm == "ring":  # one message at a time leaves each host, to its neighbor
         return (Exchange(count=2 * (ranks - 1), size=size / ranks, level=HOST if hosts == 1 else LEAF),)
     if algorithm == "two-level":
         inside = Exchange(count=2 * (workers - 1), size=size / workers, level=HOST)
@@ -430,7 +430,7 @@ def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hos
         return ((inside,) if workers > 1 else ()) + across
 
     def crossed(distance: int) -> str:
-        """The level between ranks this far apart; hosts of one leaf switch have consecutive numbers."""
+        """Return the level between ranks at this distance; hosts of a leaf switch have consecutive numbers."""
         return HOST if distance < workers else LEAF if distance < workers * leaf_hosts else TOP
 
     return _pairwise(size, ranks, crossed, workers, halved=algorithm == "rabenseifner")
@@ -439,10 +439,10 @@ def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hos
 def _pairwise(
     size: float, ranks: int, crossed: Callable[[int], str], workers: int, *, halved: bool
 ) -> tuple[Exchange, ...]:
-    """Exchanges with the rank at a distance of 1, then 2, 4, ...: of all values (recursive doubling), or with `halved`
-    of half of them, a quarter, ..., and back (Rabenseifner's algorithm).
+    """Return exchanges with the ranks at a distance of 1, 2, 4, ...: of all values (recursive doubling), or with
+    `halved` of a half, a quarter, ... of them, and back (Rabenseifner's algorithm).
 
-    Ranks beyond a power of two give their values to another rank first and get the sums last.
+    Ranks beyond a power of two first send their values to another rank and receive the sums last.
     """
     powers = ranks.bit_length() - 1
     steps = [(1 << k, 2, size / (2 << k)) if halved else (1 << k, 1, size) for k in range(powers)]
@@ -456,7 +456,7 @@ def _pairwise(
 
 
 def cost(found: tuple[Exchange, ...], path: Path) -> Cost:
-    """Seconds of these exchanges over a path; a core moves one part of a message while the link carries another."""
+    """Return the seconds of exchanges over a path; a core moves one part of a message while the link moves another."""
     seconds = core_s = 0.0
     for exchange in found:
         inside = exchange.level == HOST or path.link is None
@@ -473,12 +473,12 @@ def cost(found: tuple[Exchange, ...], path: Path) -> Cost:
     return Cost(seconds=seconds, core_s=core_s)
 
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB  # torch's DDP without bucket_cap_mb
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB  # defaults of torch's DDP without bucket_cap_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A bucket: the index of the layer whose gradients complete it, its float32 bytes, and its all-reduce."""
+    """A bucket: index of the layer whose gradients complete it, float32 bytes, and cost of its all-reduce."""
 
     layer: int
     size: int
@@ -486,7 +486,7 @@ class Message:
 
 
 def messages_of(setup: Setup, constants: Constants) -> tuple[Message, ...]:
-    """The buckets of a step, in the order in which they are sent; none for a single worker."""
+    """Return the buckets of a step in the order in which they are sent; empty for a single worker."""
     if setup.ranks == 1:
         return ()
     path = _path(setup, constants)
@@ -497,7 +497,7 @@ def messages_of(setup: Setup, constants: Constants) -> tuple[Message, ...]:
 
 
 def _all_reduce(setup: Setup, size: float, path: Path) -> Cost:
-    """The all-reduce of a bucket of `size` bytes of float32 gradients."""
+    """Return the cost of the all-reduce of a bucket with `size` bytes of float32 gradients."""
     sent = size * (HALF if setup.compression == "bf16" else 1.0)
     leaf_hosts = setup.hosts if setup.link is None else setup.link.leaf_hosts
     found = exchanges(setup.algorithm, sent, hosts=setup.hosts, workers=setup.workers, leaf_hosts=leaf_hosts)
@@ -505,7 +505,8 @@ def _all_reduce(setup: Setup, size: float, path: Path) -> Cost:
 
 
 def bucket_limits(setup: Setup, constants: Constants) -> tuple[int, int]:
-    """Bytes of the first bucket and of the others, as the trainer sets them: the recipe's, or by alpha and beta."""
+    """Return the bytes of the first bucket and of the others as the trainer sets them: the recipe's size, or computed
+    from alpha and beta."""
     if setup.bucket_mib == DEFAULT_BUCKETS:
         return FIRST_BUCKET_BYTES, BUCKET_BYTES
     if setup.bucket_mib is not None:
@@ -518,9 +519,9 @@ def bucket_limits(setup: Setup, constants: Constants) -> tuple[int, int]:
 
 
 def assigned_buckets(setup: Setup, constants: Constants) -> list[tuple[int, int]]:
-    """(index of the layer that completes it, bytes) of each bucket, in the order in which they are sent.
+    """Return (index of the layer that completes it, bytes) of each bucket, in the order in which they are sent.
 
-    A bucket takes gradients as the backward pass finishes them and is full once it has reached its limit.
+    Gradients are added to a bucket as the backward pass finishes them, until the bucket reaches its limit.
     """
     first, other = bucket_limits(setup, constants)
     found: list[tuple[int, int]] = []
@@ -555,14 +556,14 @@ def _path(setup: Setup, constants: Constants) -> Path:
     )
 
 
-LARGEST, STEPS = 10.0, 2000  # of the numerical integration, in standard deviations
+LARGEST, STEPS = 10.0, 2000  # upper limit of the numerical integration in standard deviations, and its steps
 
 
 @lru_cache(maxsize=256)
 def expected_maximum(draws: int) -> float:
-    """The mean of the largest of `draws` independent standard normal values: 0 for 1, 1.03 for 4, 3.04 for 512.
+    """Return the expected maximum of `draws` independent standard normal values: 0 for 1, 1.03 for 4, 3.04 for 512.
 
-    The integral of 1 - F(x)^n over positive x minus that of F(x)^n over negative x, by the midpoint rule.
+    The integral of 1 - F(x)^n over positive x minus the integral of F(x)^n over negative x, by the midpoint rule.
     """
     width = LARGEST / STEPS
     total = 0.0
@@ -574,11 +575,11 @@ def expected_maximum(draws: int) -> float:
 
 
 def slowest(hosts: int, workers: int, *, lasting: float, passing: float) -> float:
-    """The step of the slowest worker of `hosts` with `workers` each, relative to that of the median one.
+    """Return the step time of the slowest worker of `hosts` with `workers` each, relative to the median worker.
 
-    A host is slower or faster than others in every step, a worker in this one; both are lognormal, `lasting` and
-    `passing` the standard deviations of the logarithms. Exact for one host and for one worker on each; between, the
-    slowest worker of a host is taken to vary as much as any.
+    A host is slower or faster in every step, a worker only in this one. Both factors are lognormal; `lasting` and
+    `passing` are the standard deviations of their logarithms. Exact for one host and for one worker per host; in
+    between, the slowest worker of a host is assumed to vary as much as any worker.
     """
     across = math.sqrt(lasting**2 + passing**2)
     return math.exp(across * expected_maximum(hosts) + passing * expected_maximum(workers))
@@ -586,7 +587,7 @@ def slowest(hosts: int, workers: int, *, lasting: float, passing: float) -> floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A gradient bucket: bytes, when it is ready, and when its all-reduce starts and ends, in seconds of the step."""
+    """A gradient bucket: bytes, and when it is ready, when its all-reduce starts and ends, in seconds of the step."""
 
     size: int
     ready_s: float
@@ -598,8 +599,8 @@ class Bucket:
 class Step:
     """A step of the slowest worker, in seconds from its start. The last backward pass ends at `backward_end_s`.
 
-    `exposed_s`: communication after it, or that stopped it; `straggler_s`: how much longer the step is than that of a
-    worker at the mean speed; `layer_ends_s` the ends of each layer's backward pass, last layer first.
+    `exposed_s`: communication after the backward pass or that delayed it; `straggler_s`: how much longer the step is
+    than the step of a worker at the mean speed; `layer_ends_s`: ends of each layer's backward pass, last layer first.
     """
 
     forward_end_s: float
@@ -613,14 +614,14 @@ class Step:
 
 
 def step_of(setup: Setup, speed: Speed, constants: Constants) -> Step:
-    """The step of a setup; every all-reduce waits for the slowest of all workers."""
+    """Simulate the step of a setup; every all-reduce waits for the slowest worker."""
     work, messages = work_of(setup, speed, constants), messages_of(setup, constants)
     slow = _step(setup, work, messages, _slowness(setup, constants))
     return replace(slow, straggler_s=slow.step_s - _step(setup, work, messages, 1.0).step_s)
 
 
 def seconds_at(setup: Setup, constants: Constants) -> Callable[[Speed], float]:
-    """Seconds of a setup's step as a function of the host's speed."""
+    """Return a function from the host's speed to the seconds of a setup's step."""
     messages, slowness = messages_of(setup, constants), _slowness(setup, constants)
     return lambda speed: _step(setup, work_of(setup, speed, constants), messages, slowness).step_s
 
@@ -631,7 +632,7 @@ def _slowness(setup: Setup, constants: Constants) -> float:
 
 
 def _step(setup: Setup, work: Work, messages: tuple[Message, ...], slowness: float) -> Step:
-    """One step where computing takes `slowness` times as long."""
+    """Simulate one step in which computing takes `slowness` times as long."""
     forward = slowness * (sum(work.forward_s) + work.decoding_s)
     start = (setup.accumulation - 1) * (forward + slowness * sum(work.backward_s)) + forward
     clock, debt, free, stopped = start, 0.0, 0.0, 0.0

@@ -368,9 +368,9 @@ def test_other_lists_are_refused(text: str) -> None:
     [
         (
             ("--machine", "genoa-9654-2s-nps1"),
-            "no training rate of genoa-9654-2s-nps1 .*cputrain bench model.*known are .*skx-8160-2s",
+            "no training rate of genoa-9654-2s-nps1 .*cputrain bench model.*known rates: .*skx-8160-2s",
         ),
-        (("precision=bf16",), "is known in bf16: .*known are those of cpx-8376h-8s, spr-8480plus-2s"),
+        (("precision=bf16",), "is known in bf16; .*known rates: cpx-8376h-8s, spr-8480plus-2s"),
         (("--nodes", "5", "batch.global=24576"), "the nearest numbers of hosts are 4 or 6"),
         (("--local-batch", "8", "batch.local=8"), "--local-batch and batch.local=VALUE set the same key"),
         (("--batch-limit", "64"), "--batch-limit needs --best"),
@@ -378,10 +378,10 @@ def test_other_lists_are_refused(text: str) -> None:
         (("--best", "--watts", "400"), "remove --watts"),
         (("--rate", "1e12"), "out of reach"),
         (("--rate", "80", "--from", "tf-8160-1"), "--rate and --from both give"),
-        (("--from", "you-7250-16"), "known on skx-8160-2s in float32: tf-8160-1, .*or give a rate with hosts"),
-        (("--from", "80@0x2x32"), "are above 0"),
+        (("--from", "you-7250-16"), "choose one of tf-8160-1, .* on skx-8160-2s in float32.*or pass a rate with hosts"),
+        (("--from", "80@0x2x32"), "must be above 0"),
         (("--from", "80@1x2"), "as in 6303@64x2x32"),
-        (("model.name=torchvision:vgg99",), "its layers are not known"),
+        (("model.name=torchvision:vgg99",), "does not know the layers of model.name=torchvision:vgg99"),
         (("--bandwidth", "nan"), "'--bandwidth': nan is not a finite number"),
         (("--bandwidth", "inf"), "'--bandwidth': inf is not a finite number"),
         (("--latency-us", "nan"), "'--latency-us': nan is not a finite number"),
@@ -416,8 +416,8 @@ def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixt
     for options, line in (
         (("--fabric", "ethernet", "--link-gbit", "1"), "warning: one more host would add "),
         (("batch.global=8190",), "no prediction: batch.global=8190 does not divide among 256 hosts of "),
-        (("model.name=torchvision:vgg99",), "no prediction: the layers of torchvision:vgg99 are not known to"),
-        (("--machine", "genoa-9654-2s-nps1"), "genoa-9654-2s-nps1 is known in float32: run `cputrain bench"),
+        (("model.name=torchvision:vgg99",), "no prediction: `cputrain simulate` does not know the layers of "),
+        (("--machine", "genoa-9654-2s-nps1"), "genoa-9654-2s-nps1 is known in float32; run `cputrain bench"),
     ):
         assert main([*planned, *options]) == 0
         assert line in capsys.readouterr().out

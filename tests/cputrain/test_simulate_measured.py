@@ -87,7 +87,7 @@ def test_a_measurement_with_other_fields_is_not_used(measured: Measurement, tmp_
         records = read_records(machine, env)
         assert find(records, RECIPE) is None
         (line,) = unreadable(records)
-        assert line.startswith(f"what `{COMMAND}` measured on 20") and line.endswith("than now): run it again")
+        assert line.startswith(f"the measurement of `{COMMAND}` on 20") and line.endswith("; run it again")
 
 
 def test_predictions_start_from_the_measured_rate(
