@@ -1,4 +1,4 @@
-"""A run's folder as one HTML page, and live in a terminal: curves, resource use of workers and hosts."""
+"""A run's folder as an HTML page and as a live terminal screen: curves, resource use of workers and hosts."""
 
 from cputrain.affinity.lazy import front
 

@@ -1,4 +1,4 @@
-"""Charts, heat maps and their tables: what pages draw, and those of one run."""
+"""Charts, heat maps and their tables: the types that pages draw, and the charts of one run."""
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,34 +12,34 @@ from cputrain.mpi.usage import HostUse, WorkerUse
 from cputrain.report.run import LOOPBACK, Run, Usage, busy, interfaces_of, mb_per_s, running_time, unit_of
 
 Table = Mapping[str, np.ndarray]
-"""Columns of the same length, float64; NaN where there is no value. Those named in AXES never decrease."""
+"""Columns of equal length, float64; NaN for missing values. Columns named in AXES never decrease."""
 
 AXES = ("step", "epoch", "time")
-MOST_ROWS = 160_000  # of all runs on a page: 50 bytes a row, and a browser draws them at once
-FEWEST_ROWS = 400  # of a run, however many there are
+MOST_ROWS = 160_000  # of all runs on a page: at 50 bytes per row, a browser draws them at once
+FEWEST_ROWS = 400  # per run, however many runs there are
 
 
 def column(values: Iterable[Any]) -> np.ndarray:
-    """Numbers as a column; None is NaN."""
+    """Return numbers as a column, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def table_of(
     events: Sequence[Mapping[str, Any]], names: Sequence[str], times: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """The fields of events as columns, with their times in seconds since the run's first event."""
+    """Return the fields of events as columns, with times in seconds since the run's first event."""
     columns = {name: column(event.get(name) for event in events) for name in ("step", "epoch", *names)}
     return {**columns, "time": column(times)}
 
 
 def rows_per_run(runs: int) -> int:
-    """The most rows of one run's table on a page with so many runs."""
+    """Return the largest number of rows of one run's table on a page with `runs` runs."""
     return max(MOST_ROWS // max(runs, 1), FEWEST_ROWS)
 
 
 def thin(table: Table, most: int) -> Table:
-    """At most about `most` rows: of equal stretches of rows those with the lowest and the highest value of each column,
-    and the first and the last row."""
+    """Thin a table to about `most` rows: from equal intervals, keep the rows with the lowest and the highest value of
+    each column, and the first and the last row."""
     rows = len(next(iter(table.values()), ()))
     values = [each for name, each in table.items() if name not in AXES]
     if rows <= most or not values:
@@ -63,18 +63,18 @@ def thin(table: Table, most: int) -> Table:
 
 
 def packed(values: np.ndarray) -> str:
-    """Numbers as the base64 of little-endian float32, a quarter of the bytes of their digits."""
+    """Encode numbers as base64 of little-endian float32, a quarter of the size of their digits."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 LINE, FAINT, LOW, HIGH, LIMIT = "line", "faint", "low", "high", "limit"
-"""Kinds of lines: faint are single steps behind their means, low and high a range, a limit is dashed."""
+"""Kinds of lines: faint for single steps behind their means, low and high for a range, limit is dashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A curve: column `y` of a table over one of AXES. `run` is the number of its run on a page of several; what
-    varies from step to step `smooths` as the reader asks."""
+    """A curve: column `y` of a table over one of AXES. `run` is the number of its run on a page with several; `smooths`
+    if the reader can smooth it."""
 
     label: str
     table: str
@@ -86,7 +86,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines with a common unit. `words` says in text what they show; `axes` are the x axes to choose from."""
+    """Lines with a common unit. `words` describes them as text; `axes` are the x axes to choose from."""
 
     id: str
     title: str
@@ -99,8 +99,8 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heat:
-    """Values by row and column, one table (rows, columns) for each measure; `at` are the columns, steps or what
-    `across` says."""
+    """A heat map: one array (rows, columns) per measure; `at` labels the columns with steps, or with the quantity named
+    by `across`."""
 
     id: str
     title: str
@@ -116,7 +116,7 @@ class Heat:
 def charts_data(
     charts: Sequence[Chart], tables: Mapping[str, Table], heats: Sequence[Heat], most_rows: int
 ) -> dict[str, object]:
-    """The page's data, ready for JSON, with the tables thinned to `most_rows` rows each."""
+    """Return the page's data for JSON, with the tables thinned to `most_rows` rows each."""
     thinned = {name: thin(table, most_rows) for name, table in tables.items()}
     return {
         "charts": [asdict(chart) for chart in charts],
@@ -132,7 +132,7 @@ def charts_data(
 
 
 def words_of(label: str, table: Table, y: str, at: str = "step") -> str:
-    """A curve in words: how many values, the first, the last, the lowest and the highest; "" without any."""
+    """Describe a curve: number of values, first, last, lowest and highest; "" without values."""
     known = ~np.isnan(table[y])
     values, places = table[y][known], table[at][known]
     if not len(values):
@@ -147,7 +147,7 @@ def words_of(label: str, table: Table, y: str, at: str = "step") -> str:
 
 
 def drawn(charts: Iterable[Chart], tables: Mapping[str, Table]) -> tuple[Chart, ...]:
-    """The charts that have values, each with its lines that have some, and their words."""
+    """Return the charts that have values, each with its non-empty lines, and a description."""
     found = []
     for chart in charts:
         lines = tuple(line for line in chart.lines if not np.isnan(tables[line.table][line.y]).all())
@@ -164,9 +164,9 @@ EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", 
 
 
 def training_tables(run: Run) -> dict[str, Table]:
-    """The steps and the epochs, and the seconds of rank 0's steps by what they were spent on."""
+    """Return the steps, the epochs, and the parts of rank 0's steps in seconds."""
     steps, at = run.with_times("step")
-    # a run that stops within an epoch and resumes writes two events of it: the last one counts
+    # a run that stops within an epoch and resumes writes two events for it, of which the last one counts
     epochs = {event["epoch"]: (event, at) for event, at in zip(*run.with_times("epoch"), strict=True)}.values()
     table = table_of(steps, STEP_FIELDS, at)
     waits = {name: table_of(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
@@ -182,7 +182,7 @@ def training_tables(run: Run) -> dict[str, Table]:
 
 
 def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
-    """The charts of a training, without those that have no values."""
+    """Return the charts of a training, without empty ones."""
     per_s = f"{unit_of(run.start)}/s"
 
     def step(y: str) -> Line:
@@ -211,15 +211,15 @@ def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     return drawn(made, tables)
 
 
-MOST_LINES = 8  # with more, their mean and range
-GRID = 400  # points of that mean
+MOST_LINES = 8  # if there are more, their mean and range are drawn
+GRID = 400  # points of the mean
 TIME = ("time",)
 
-Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, when each value begins, when it ends, values
+Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, start and end of each value's interval, values
 
 
 def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
-    """Busy CPUs and memory of each worker, network of each host, over the running time; and their tables."""
+    """Return charts of each worker's busy CPUs and memory and each host's network over the running time; and tables."""
     clock = running_time(usage)
     tables: dict[str, Table] = {}
 
@@ -265,13 +265,13 @@ def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
 
 
 def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
-    """The busiest interface to other hosts; on a single host also the loopback, which its ranks communicate over."""
+    """Return the busiest interface to other hosts; on a single host also the loopback, which its ranks use."""
     names = interfaces_of(records)
     return [name for name in names if name != LOOPBACK][:1] + ([LOOPBACK] if alone and LOOPBACK in names else [])
 
 
 def _lines(name: str, what: str, curves: Sequence[Curve], tables: dict[str, Table]) -> list[Line]:
-    """A line for each curve, level from each value's begin to its end; of many curves their mean and range."""
+    """Return a step-shaped line for each curve, or the mean and range of many curves."""
     if len(curves) <= MOST_LINES:
         for i, (_, starts, ends, values) in enumerate(curves):
             tables[f"{name}-{i}"] = {"time": np.stack((starts, ends), axis=1).ravel(), "y": values.repeat(2)}
@@ -285,27 +285,27 @@ def _lines(name: str, what: str, curves: Sequence[Curve], tables: dict[str, Tabl
 
 
 def _level(table: str, label: str, value: float, lines: Sequence[Line], tables: dict[str, Table]) -> Line:
-    """A constant, from the first to the last time of these lines."""
+    """Return a constant line over the time range of these lines."""
     ends = [tables[line.table]["time"][index] for line in lines for index in (0, -1)]
     tables[table] = {"time": np.array([min(ends), max(ends)]), "y": np.full(2, value)}
     return Line(label=label, table=table, y="y", kind=LIMIT)
 
 
 def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
-    """A curve's value at each point of the grid; NaN where it has none."""
+    """Return a curve's value at each point of the grid; NaN outside of its range."""
     _, starts, ends, values = curve
     found = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
     known = (grid >= starts[0]) & (grid <= ends[-1])
     return np.where(known, values[found], np.nan)
 
 
-MOST_COLUMNS, MOST_HEAT_ROWS = 400, 512  # of a heat map; with more, the largest value of each group is shown
+MOST_COLUMNS, MOST_HEAT_ROWS = 400, 512  # of a heat map; if there are more, the maximum of each group is shown
 MOST_BARS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """Mean seconds of a step on one rank, by what they were spent on."""
+    """Mean seconds of a step on one rank, by part."""
 
     rank: int
     compute_s: float
@@ -314,7 +314,7 @@ class RankSeconds:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute_s + self.comm_s + self.data_s
 
     @property
@@ -325,8 +325,8 @@ class RankSeconds:
 
 
 def rank_times(run: Run) -> tuple[RankSeconds, ...]:
-    """Each rank's mean step over the last start's records, without its first, in which caches are cold; of a run
-    without such records rank 0's mean over its steps."""
+    """Return each rank's mean step from the records since the last start, without the first record, when caches are
+    cold. Without such records, return rank 0's mean over its steps."""
     records, steps, images = _of_last_start(run), run.of("step"), run.start.get("global_batch")
     if records:
         used = records[1:] or records
@@ -347,18 +347,18 @@ def rank_times(run: Run) -> tuple[RankSeconds, ...]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-    """Whole steps, communication waits and data waits, each by record (rows) and rank (columns)."""
+    """Return whole steps, communication waits and data waits, each by record (rows) and rank (columns)."""
     return [np.array([record[name] for record in records]) for name in ("seconds", "comm_wait_s", "data_wait_s")]
 
 
 def mean_shares(times: Sequence[RankSeconds]) -> list[tuple[str, float]]:
-    """The parts of a step and their mean percent over the ranks; [] without any."""
+    """Return the parts of a step with their mean percentage over the ranks; [] without ranks."""
     means = np.mean([each.percents for each in times], axis=0).tolist() if times else ()
     return list(zip((COMPUTE, COMM, DATA), means, strict=False))
 
 
 def _of_last_start(run: Run) -> list[dict[str, Any]]:
-    """The records since the number of ranks changed last."""
+    """Return the records since the number of ranks last changed."""
     records = run.of("ranks")
     count = len(records[-1]["seconds"]) if records else 0
     first = next((i + 1 for i in reversed(range(len(records))) if len(records[i]["seconds"]) != count), 0)
@@ -366,7 +366,7 @@ def _of_last_start(run: Run) -> list[dict[str, Any]]:
 
 
 def shown_bars(times: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
-    """All ranks, or of many those that compute longest and shortest: they make the others wait, or wait for them."""
+    """Return all ranks; if there are many, those that compute longest (others wait) and shortest (they wait)."""
     if len(times) <= MOST_BARS:
         return tuple(times)
     by_compute = sorted(times, key=lambda each: -each.compute_s)
@@ -374,7 +374,7 @@ def shown_bars(times: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
 
 
 def time_heat(run: Run) -> Heat | None:
-    """The seconds of a step by rank (rows) over the steps (columns); None without records of the ranks."""
+    """Return the seconds of a step by rank (rows) and step (columns); None without per-rank records."""
     records = _of_last_start(run)
     if not records or not records[0]["seconds"]:
         return None
@@ -392,25 +392,25 @@ def time_heat(run: Run) -> Heat | None:
         at=tuple(records[c[-1]]["step"] for c in columns),
         measures={name: _largest(values, groups, columns) for name, values in measures.items()},
         words=(
-            f"{ranks} ranks over {len(records)} records, the last at step {records[-1]['step']:,}; rank {slowest} "
-            f"computes longest, {compute[slowest].mean():.4g} s a step on average (all: {compute.mean():.4g} s)"
+            f"{ranks} ranks over {len(records)} records, the last one at step {records[-1]['step']:,}; rank {slowest} "
+            f"computes longest, {compute[slowest].mean():.4g} s per step on average (all: {compute.mean():.4g} s)"
         ),
     )
 
 
 def _groups(count: int, most: int) -> list[np.ndarray]:
-    """The numbers up to `count` in at most so many groups of equal size."""
+    """Split the numbers below `count` into at most `most` groups of equal size."""
     return np.array_split(np.arange(count), min(count, most))
 
 
 def _largest(values: np.ndarray, rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The largest value of each group of rows and columns."""
+    """Return the maximum of each group of rows and columns."""
     by_row = np.stack([values[group].max(axis=0) for group in rows])
     return np.stack([by_row[:, group].max(axis=1) for group in columns], axis=1)
 
 
 def trust_heat(run: Run) -> Heat | None:
-    """The trust ratios, or without LARS the ratios of weight and gradient norms, of each layer over the steps; None
+    """Return each layer's trust ratio over the steps, or without LARS the ratio of weight and gradient norms; None
     without records of them."""
     records = run.of("ratios")
     layers = [layer["layer"] for layer in records[-1]["layers"]] if records else []

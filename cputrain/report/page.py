@@ -1,4 +1,4 @@
-"""Pages, each one HTML file: that of a run, and that of an evaluation (confusion, images that were misjudged)."""
+"""HTML pages, each in one file: the report of a run, and of an evaluation (confusion matrix, misclassified images)."""
 
 import base64
 import hashlib
@@ -59,20 +59,20 @@ PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets:
-    """The style and the program of every page; `script_hash` is the only script that the browser may run."""
+    """Style and script of every page; `script_hash` names the only script that the browser may run."""
 
     style: str
     script: str
 
     @property
     def script_hash(self) -> str:
-        """The program's hash as a Content-Security-Policy has it."""
+        """The script's hash in the form of a Content-Security-Policy."""
         return f"sha256-{base64.b64encode(hashlib.sha256(self.script.encode()).digest()).decode()}"
 
 
 @cache
 def read_assets() -> Assets:
-    """The package's own files and uPlot, as one style and one script."""
+    """Read the package's files and uPlot as one style and one script."""
     root = files("cputrain.report")
     program = "".join(root.joinpath("assets", name).read_text(encoding="utf-8") for name in PROGRAM)
     uplot = root.joinpath("vendor", "uplot")
@@ -85,12 +85,12 @@ def read_assets() -> Assets:
 
 
 def render(template: str, *, title: str, data: Mapping[str, object], **values: Any) -> str:
-    """A page. Texts in `values` are escaped by the template, those in `data` so that they cannot end its element."""
+    """Render a page. The template escapes texts in `values`; `data` is escaped so that it cannot close its element."""
     environment = Environment(
         loader=PackageLoader("cputrain.report"),
         undefined=StrictUndefined,
         autoescape=True,
-        finalize=lambda value: printable_lines(value) if type(value) is str else value,  # Markup is our own
+        finalize=lambda value: printable_lines(value) if type(value) is str else value,  # Markup is trusted
         trim_blocks=False,
     )
     return environment.get_template(template).render(
@@ -108,10 +108,10 @@ MOST_PICTURES = 8
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the report of a training, finished or not, or of the resource use of a launched command, to `out` or the
-    folder's report.html.
+    """Write the report of a training, finished or not, or of a launched command's resource use, to `out` or to
+    report.html in the folder.
 
-    Raises InputError where the folder contains neither.
+    Raises InputError if the folder contains neither.
     """
     path = out or folder / REPORT
     write_text(path, report_html(read_run(folder)))
@@ -119,7 +119,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def report_html(run: Run) -> str:
-    """The page about a run."""
+    """Return the HTML page of a run."""
     tables: dict[str, Table] = training_tables(run) if run.events else {}
     curves = training_charts(run, tables) if tables else ()
     heats = tuple(heat for heat in (time_heat(run), trust_heat(run)) if heat is not None)
@@ -162,7 +162,7 @@ def report_html(run: Run) -> str:
 
 
 def _epochs(run: Run) -> dict[str, Any]:
-    """The table of epochs; of very many, evenly spaced ones."""
+    """Return the table of epochs; if there are many, evenly spaced ones."""
     last = list({event["epoch"]: event for event in run.of("epoch")}.values())
     places = np.unique(np.linspace(0, len(last) - 1, min(len(last), MOST_EPOCHS)).round().astype(int))
     shown = [last[i] for i in places]
@@ -182,7 +182,7 @@ def _epochs(run: Run) -> dict[str, Any]:
 
 
 def _bindings(run: Run) -> dict[str, Any]:
-    """The table of bindings, and whether they are as planned."""
+    """Return the table of bindings, and whether they are as planned."""
     bindings = run.start.get("bindings", [])
     misplaced = [each for each in bindings if each["pus"] != each["planned_pus"]]
     ranks = ", ".join(str(each["rank"]) for each in misplaced[:8]) + (", ..." if len(misplaced) > 8 else "")
@@ -197,20 +197,20 @@ def _bindings(run: Run) -> dict[str, Any]:
     return {
         "bindings": Rows(columns, bindings).cells,
         "misplaced": misplaced,
-        "bound": f"Not where planned: rank {ranks}"
+        "bound": f"Not bound as planned: rank {ranks}"
         if misplaced
-        else f"The kernel has put {counted(len(bindings), 'rank')} where the plan wants them.",
+        else f"The kernel reports {counted(len(bindings), 'rank')} bound as planned.",
     }
 
 
-MOST_CLASSES = 200  # in the confusion matrix: with more, those of the lowest accuracy
+MOST_CLASSES = 200  # in the confusion matrix; if there are more, the classes with the lowest accuracy
 NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """For each image, shape (n,): its number, label and predicted class; its loss, and the shares of probability (0 to
-    1) that the network gives its label and the predicted class."""
+    """Predictions, one entry of shape (n,) per image: number, label, predicted class, loss, and the probabilities (0 to
+    1) that the network gives the label and the predicted class."""
 
     image: np.ndarray
     label: np.ndarray
@@ -222,7 +222,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassAccuracy:
-    """A class's images and the percent of them that are predicted right; None without images."""
+    """A class's number of images and the percentage predicted correctly; None without images."""
 
     name: str
     images: int
@@ -230,8 +230,8 @@ class ClassAccuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confused:
-    """How many images of a class are predicted as another."""
+class ConfusedPair:
+    """The number of images of one class that are predicted as another class."""
 
     label: str
     predicted: str
@@ -239,7 +239,7 @@ class Confused:
 
 
 def class_accuracies(predicted: Predicted, classes: tuple[str, ...]) -> tuple[ClassAccuracy, ...]:
-    """The accuracy of every class, in the order of the classes."""
+    """Return the accuracy of every class, in the order of the classes."""
     images = np.bincount(predicted.label, minlength=len(classes))
     right = np.bincount(predicted.label[predicted.label == predicted.predicted], minlength=len(classes))
     return tuple(
@@ -248,14 +248,14 @@ def class_accuracies(predicted: Predicted, classes: tuple[str, ...]) -> tuple[Cl
     )
 
 
-def confused_classes(predicted: Predicted, classes: tuple[str, ...]) -> tuple[Confused, ...]:
-    """The pairs of classes that are confused, the most frequent first."""
+def confused_classes(predicted: Predicted, classes: tuple[str, ...]) -> tuple[ConfusedPair, ...]:
+    """Return the confused pairs of classes, the most frequent first."""
     wrong = predicted.label != predicted.predicted
     pairs = predicted.label[wrong] * len(classes) + predicted.predicted[wrong]
     found, counts = np.unique(pairs, return_counts=True)
     order = np.lexsort((found, -counts))
     return tuple(
-        Confused(
+        ConfusedPair(
             label=classes[int(found[i]) // len(classes)],
             predicted=classes[int(found[i]) % len(classes)],
             images=int(counts[i]),
@@ -265,13 +265,13 @@ def confused_classes(predicted: Predicted, classes: tuple[str, ...]) -> tuple[Co
 
 
 def most_wrong(predicted: Predicted, count: int) -> np.ndarray:
-    """The rows of the wrongly predicted images of the highest losses, the highest first."""
+    """Return the rows of the misclassified images with the highest losses, the highest first."""
     wrong = np.flatnonzero(predicted.label != predicted.predicted)
     return wrong[np.argsort(-predicted.loss[wrong], kind="stable")][:count]
 
 
 def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
-    """The confusion matrix: labels as rows, predictions as columns, in percent of the row's images and in images."""
+    """Return the confusion matrix: labels as rows, predictions as columns, in percent of the row and as counts."""
     accuracies = class_accuracies(predicted, classes)
     by_accuracy = sorted(range(len(classes)), key=lambda i: (accuracies[i].top1 is None, accuracies[i].top1))
     shown = np.array(sorted(by_accuracy[:MOST_CLASSES]))
@@ -283,7 +283,7 @@ def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
     np.add.at(images, (rows[inside], columns[inside]), 1)
     of_row = np.array([max(accuracies[i].images, 1) for i in shown])[:, None]
     names = tuple(classes[i] for i in shown)
-    of = "" if len(shown) == len(classes) else f" of the {len(shown)} classes of the lowest accuracy"
+    of = "" if len(shown) == len(classes) else f" of the {len(shown)} classes with the lowest accuracy"
     return Heat(
         id="confusion",
         title=f"Confusion matrix{of}",
@@ -297,7 +297,7 @@ def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
 
 
 def confusion_text(predicted: Predicted, classes: tuple[str, ...]) -> str:
-    """The hardest classes and the most frequent confusions, in a sentence each."""
+    """Describe the classes with the lowest accuracy and the most frequent confusions in one sentence each."""
     known = [each for each in class_accuracies(predicted, classes) if each.top1 is not None]
     hardest = sorted(known, key=lambda each: each.top1 or 0.0)[:NAMED]
     lines = "Hardest: " + ", ".join(f"{each.name} {each.top1:.2f} %" for each in hardest)
@@ -311,7 +311,7 @@ MOST_CONFUSED = 100  # pairs of classes
 CLASS_COLUMNS = (Column("class", "name"), Column("images", "images", ","), Column("top-1 %", "top1", ".2f"))
 CONFUSED_COLUMNS = (Column("label", "label"), Column("predicted", "predicted"), Column("images", "images", ","))
 Thumbnail = Callable[[int], np.ndarray]
-"""The number of an image -> its pixels, (side, side, 3) uint8."""
+"""Function from the number of an image to its pixels, (side, side, 3) uint8."""
 
 
 def write_eval_page(
@@ -324,8 +324,8 @@ def write_eval_page(
     name_of: Callable[[int], str],
     thumbnail: Thumbnail,
 ) -> Path:
-    """Write the page to `out`, and beside it each image's prediction as CSV. `rows` are figures of the evaluation;
-    `name_of` tells where an image is stored."""
+    """Write the page to `out`, and each image's prediction beside it as CSV. `rows` are figures of the evaluation;
+    `name_of` returns where an image is stored."""
     classes = tuple(map(shown, classes))
     heat = confusion_heat(predicted, classes)
     confused = confused_classes(predicted, classes)[:MOST_CONFUSED]

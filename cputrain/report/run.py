@@ -1,4 +1,4 @@
-"""A run as it is read for pages: events, usage, summary, history."""
+"""A run's folder as read for pages: events, resource use, summary, history."""
 
 import json
 import shlex
@@ -27,12 +27,12 @@ from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
 
 LOOPBACK = "lo"
 MB = 1e6
-PAUSE_S = 2.0  # a longer time without records is the pause between a run's end and its resumption
+PAUSE_S = 2.0  # a longer gap without records is the pause between the end of a run and its resumption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A run's records, oldest first, by rank and by host; and the planned worker of each rank."""
+    """Resource use of a run: records by rank and by host, oldest first; and each rank's planned worker."""
 
     workers: dict[int, list[WorkerUse]]
     hosts: dict[str, list[HostUse]]
@@ -40,7 +40,7 @@ class Usage:
 
 
 def read_usage(run: Path) -> Usage | None:
-    """The records in a run's folder; None where nothing was sampled."""
+    """Read the records in a run's folder; None if nothing was sampled."""
     folder = run / FOLDER
     workers = {
         int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
@@ -57,10 +57,10 @@ def read_usage(run: Path) -> Usage | None:
 
 
 def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
-    """The planned worker of each rank, without hosts that ran another number of ranks than planned."""
+    """Return each rank's planned worker, omitting hosts that ran a different number of ranks than planned."""
     try:
         data = read_json(path)
-    except InputError:  # absent, or damaged
+    except InputError:  # missing or damaged
         return {}
     found: dict[int, WorkerPlan] = {}
     for host in sorted(set(host_of.values())):
@@ -69,35 +69,35 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
             plan = plan_of_host(data, host)
             workers = plan_from_dict(plan).workers
         except InputError:
-            continue  # a host that is not in the plan, as after a requeue
+            continue  # the host is not in the plan, for example after a requeue
         if len(workers) == len(ranks):
             found |= dict(zip(ranks, workers, strict=True))
     return found
 
 
 def busy(record: WorkerUse | HostUse) -> float:
-    """CPUs that were busy on average: CPU seconds per second."""
+    """Return the mean number of busy CPUs: CPU seconds per second."""
     return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
 
 
 def mean_of(records: Sequence[Use], value: Callable[[Use], float]) -> float:
-    """A rate's mean over time."""
+    """Return the mean of a rate over time."""
     return sum(value(r) * r.seconds for r in records) / max(sum(r.seconds for r in records), 1e-9)
 
 
 def mb_per_s(name: str, direction: int) -> Callable[[HostUse], float]:
-    """A record's MB/s of an interface, received (0) or sent (1)."""
+    """Return a function for a record's MB/s on an interface, received (0) or sent (1)."""
     return lambda r: r.network.get(name, (0, 0))[direction] / MB / r.seconds if r.seconds > 0 else 0.0
 
 
 def interfaces_of(records: Sequence[HostUse]) -> list[str]:
-    """A host's interfaces with traffic, the busiest first, the loopback last."""
+    """Return a host's interfaces with traffic, the busiest first, the loopback last."""
     by_name = total(*(record.network for record in records))
     return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
 
 
 def worker_table(usage: Usage) -> Rows:
-    """A row for each rank."""
+    """Return a row for each rank."""
 
     def planned(of: Callable[[WorkerPlan], float | None]) -> Callable[[int], float | None]:
         return lambda rank: of(usage.planned[rank]) if rank in usage.planned else None
@@ -116,7 +116,7 @@ def worker_table(usage: Usage) -> Rows:
 
 
 def host_table(usage: Usage) -> Rows:
-    """A row for each host."""
+    """Return a row for each host."""
     columns = (
         Column("host", lambda host: host),
         Column("CPUs busy, mean", lambda host: mean_of(usage.hosts[host], busy), ".2f"),
@@ -131,7 +131,7 @@ def host_table(usage: Usage) -> Rows:
 
 
 def network_table(usage: Usage) -> Rows:
-    """A row for each host and interface."""
+    """Return a row for each host and interface."""
 
     def mean_and_peak(what: str, direction: int) -> tuple[Column, Column]:
         return (
@@ -149,7 +149,7 @@ def network_table(usage: Usage) -> Rows:
 
 
 def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
-    """A function from unix times to seconds of running time, without the pauses before resumptions."""
+    """Return a function from Unix times to seconds of running time, excluding pauses before resumptions."""
     every: list[Sequence[WorkerUse | HostUse]] = [*usage.workers.values(), *usage.hosts.values()]
     spans: list[tuple[float, float]] = []
     for start, end in sorted((r.time - r.seconds, r.time) for records in every for r in records):
@@ -164,14 +164,14 @@ def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
 
 
 DONE, STOPPED, RUNNING, INTERRUPTED, NOT_STARTED = "done", "stopped", "running", "interrupted", "not started"
-LAST_EVENTS = 100  # whose silences count
-PATIENCE_S, PATIENCE = 120.0, 10.0  # without a sign of life, and in units of the longest silence before
+LAST_EVENTS = 100  # whose intervals count
+PATIENCE_S, PATIENCE = 120.0, 10.0  # silence that is normal, and as a multiple of the longest interval so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's folder. `by_name` has the events of each name with the seconds of running since the first event;
-    `problems` are lines about what could not be read. Without events, only resource use is known."""
+    """A run's folder. `by_name` has the events of each name with their seconds of running time since the first event;
+    `problems` are messages about unreadable files. Without events, only resource use is known."""
 
     folder: Path
     log: Log
@@ -191,30 +191,30 @@ class Run:
 
     @property
     def trained(self) -> bool:
-        """Whether it is a training, and not a launched command."""
+        """Whether it is a training rather than a launched command."""
         return bool(self.recipe_text or self.events)
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last start's event; {} before it."""
+        """The event of the last start; {} if there is none."""
         return next((event for event in reversed(self.log.written) if event["event"] == "start"), {})
 
     @property
     def end(self) -> dict[str, Any] | None:
-        """The event of the end; None where the run has not ended, or has been started again."""
+        """The end event; None if the run has not ended, or was started again."""
         last = next((e for e in reversed(self.log.written) if e["event"] in ("start", "end")), None)
         return last if last is not None and last["event"] == "end" else None
 
     def of(self, name: str) -> list[dict[str, Any]]:
-        """The events of this name."""
+        """Return the events of this name."""
         return self.with_times(name)[0]
 
     def with_times(self, name: str) -> tuple[list[dict[str, Any]], list[float]]:
-        """The events of this name, and their times."""
+        """Return the events of this name and their times."""
         return self.by_name.get(name, ([], []))
 
     def status(self, now: float | None = None) -> str:
-        """How the run stands at a Unix time, without one now: the sampled use of resources is a sign of life too."""
+        """Return the run's status at a Unix time (None: now); recent samples of resource use also show that it runs."""
         if self.end is not None:
             return DONE if self.end["status"] == DONE else STOPPED
         signs = [event["time"] for event in self.log.written[-1:]]
@@ -230,15 +230,15 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises InputError where it has neither a recipe, events nor samples of resource use."""
+    """Read a run's folder. Raises InputError if it has neither a recipe, events nor samples of resource use."""
     if not contains_run(folder):
         raise InputError(
-            f"{folder} contains no run ({RECIPE}, {FILE} or {USAGE}/): give the output folder of a run or a sweep"
+            f"{folder} contains no run ({RECIPE}, {FILE} or {USAGE}/); name the output folder of a run or a sweep"
         )
     problems: list[str] = []
     log, usage, text = read_log(folder), read_usage(folder), _text(folder / RECIPE)
     if log.damaged:
-        problems.append(f"{counted(log.damaged, 'damaged line')} of {FILE}, left out")
+        problems.append(f"{counted(log.damaged, 'damaged line')} of {FILE} omitted")
     events = log.events
     since = {id(event): at for event, at in zip(log.written, elapsed(log.written), strict=True)}
     by_name: dict[str, tuple[list[dict[str, Any]], list[float]]] = {}
@@ -261,7 +261,7 @@ def read_run(folder: Path) -> Run:
 
 
 def contains_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: a training's, which may have just begun, or a launched command's."""
+    """Return whether a folder belongs to a training, which may have just started, or to a launched command."""
     return any((folder / name).exists() for name in (RECIPE, FILE, USAGE))
 
 
@@ -273,7 +273,7 @@ def _recipe(path: Path, problems: list[str]) -> Recipe | None:
     try:
         return load_recipe(str(path))
     except InputError as error:
-        problems.append(f"{RECIPE} is damaged or of another version, shown as it is: {error}")
+        problems.append(f"{RECIPE} is damaged or of another version and shown unchanged: {error}")
         return None
 
 
@@ -283,13 +283,13 @@ def _environment(path: Path, problems: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        problems.append(f"{ENVIRONMENT} is damaged, left out")
+        problems.append(f"{ENVIRONMENT} is damaged and omitted")
         return {}
     return found
 
 
 def _plans(path: Path, problems: list[str]) -> tuple[tuple[str, Plan], ...]:
-    """The plan of each group of hosts, with their names ("" where all hosts have the same)."""
+    """Return the plan of each group of hosts with the hosts' names ("" if all hosts have the same plan)."""
     if not path.is_file():
         return ()
     try:
@@ -299,23 +299,23 @@ def _plans(path: Path, problems: list[str]) -> tuple[tuple[str, Plan], ...]:
             return (("", plan_from_dict(data)),)
         return tuple((", ".join(map(str, group["hosts"])), plan_from_dict(group["plan"])) for group in groups)
     except (InputError, KeyError, TypeError) as error:
-        problems.append(f"{PLAN} is damaged or of another version, left out: {error}")
+        problems.append(f"{PLAN} is damaged or of another version and omitted: {error}")
         return ()
 
 
 def unit_of(start: Mapping[str, Any]) -> str:
-    """The word for samples of a run's data, by its start event."""
+    """Return the word for samples of the run's data, from its start event."""
     data = start.get("data")
     return str(data) if data in ("points", "samples") else "images"
 
 
-Facts = list[tuple[str, str]]
-"""What is known, and its value."""
+NamedValues = list[tuple[str, str]]
+"""(name, value) pairs."""
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
 def duration(seconds: float) -> str:
-    """ "0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"."""
+    """Format seconds: "0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"."""
     if seconds < MINUTE_S:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     whole = round(seconds)
@@ -327,12 +327,12 @@ def duration(seconds: float) -> str:
 
 
 def date(time: float) -> str:
-    """A Unix time as "2026-11-22 18:24 UTC"."""
+    """Format a Unix time as "2026-11-22 18:24 UTC"."""
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def best_of(run: Run) -> tuple[str, str, dict[str, Any]] | None:
-    """The best evaluation: what is measured, its value, and its epoch's event; None without any."""
+    """Return the best evaluation: measure, value and the epoch's event; None if there is none."""
     epochs = run.of("epoch")
     if scored := [event for event in epochs if event["val_top1"] is not None]:
         best = max(scored, key=lambda event: event["val_top1"])
@@ -344,17 +344,17 @@ def best_of(run: Run) -> tuple[str, str, dict[str, Any]] | None:
 
 
 def status_text(run: Run, status: str) -> str:
-    """A sentence about how the run stands, and what can be done."""
+    """Describe the run's status in a sentence, with the command that continues it."""
     last, total = _last_step(run), run.start.get("last_step")
     at = f"step {last:,}" + (f" of {total:,}" if total else "")
     seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
     resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
     return {
         DONE: f"all {counted(last, 'step')} done",
-        STOPPED: f"stopped after {at}: {resume} continues",
+        STOPPED: f"stopped after {at}; continue with {resume}",
         RUNNING: f"running, at {at}{seen}",
-        INTERRUPTED: f"interrupted after {at}{seen}: {resume} continues",
-        NOT_STARTED: "no event has been written yet",
+        INTERRUPTED: f"interrupted after {at}{seen}; continue with {resume}",
+        NOT_STARTED: "no event yet",
     }[status]
 
 
@@ -363,9 +363,9 @@ def _last_step(run: Run) -> int:
     return int(next(steps, (run.end or {}).get("steps", 0)))
 
 
-def figures(run: Run) -> Facts:
-    """The figures at the top of the page: what, value."""
-    rows: Facts = []
+def figures(run: Run) -> NamedValues:
+    """Return the figures at the top of the page as (name, value)."""
+    rows: NamedValues = []
     end, best = run.end or {}, best_of(run)
     if best is not None:
         rows.append((f"best {best[0]}, epoch {best[2]['epoch']:g}", best[1]))
@@ -391,8 +391,8 @@ def figures(run: Run) -> Facts:
     return rows
 
 
-def particulars(run: Run) -> Facts:
-    """What the run ran on and with: one row for each thing that is known."""
+def particulars(run: Run) -> NamedValues:
+    """Return hardware, software and data of the run, one row for each known item."""
     start, environment, spent = run.start, run.environment, run.log.spent
     written = run.log.written
     hosts = sorted({binding["host"] for binding in start.get("bindings", ())})
@@ -446,8 +446,8 @@ MOST_WARNINGS, MOST_IMAGES = 200, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
-    """A warning that was given `times` times, at the steps from `first` to `last`, and the images that it names."""
+class WarningSummary:
+    """A warning: its text, how often and in which range of steps it occurred, and the images that it names."""
 
     what: str
     times: int
@@ -457,8 +457,8 @@ class Warned:
     more_images: int
 
 
-def warnings_of(run: Run) -> tuple[Warned, ...]:
-    """The warnings, equal ones together, in the order of the first."""
+def warnings_of(run: Run) -> tuple[WarningSummary, ...]:
+    """Return the warnings, identical ones merged, in the order of their first occurrence."""
     by_text: dict[str, list[Mapping[str, Any]]] = {}
     for event in run.of("warning"):
         by_text.setdefault(event["what"], []).append(event)
@@ -467,7 +467,7 @@ def warnings_of(run: Run) -> tuple[Warned, ...]:
         steps = [event.get("step", 0) for event in events]
         images = tuple(dict.fromkeys(image for event in events for image in event.get("images", ())))
         found.append(
-            Warned(
+            WarningSummary(
                 what=what,
                 times=len(events),
                 first=min(steps),
@@ -480,7 +480,7 @@ def warnings_of(run: Run) -> tuple[Warned, ...]:
 
 
 def faults_of(run: Run) -> tuple[str, ...]:
-    """A line about each start after the first: how the one before ended, the pause, and the steps done again."""
+    """Describe each restart: how the previous start ended, the pause, and the repeated steps."""
     lines: list[str] = []
     done, last, ended = 0, None, False
     for event in run.log.written:
@@ -490,7 +490,7 @@ def faults_of(run: Run) -> tuple[str, ...]:
             lines.append(f"{how} after step {done:,}, started again {pause} later ({date(event['time'])})")
         if event["event"] == "step":
             if event["step"] <= done and lines:
-                lines[-1] += f"; {counted(done - event['step'] + 1, 'step')} done again"
+                lines[-1] += f"; {counted(done - event['step'] + 1, 'step')} repeated"
             done = event["step"]
         last, ended = event, event["event"] == "end"
     return tuple(lines)

@@ -1,4 +1,4 @@
-"""The live screen of a run in a terminal."""
+"""Live terminal screen of a run."""
 
 import os
 import select
@@ -26,13 +26,13 @@ from cputrain.report.charts import column, thin
 from cputrain.report.run import date, duration, unit_of
 from cputrain.runs.events import read_event, seconds_between
 
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of U+2800, by row and column
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of U+2800, by row and column
 BLANK = 0x2800
 
 
 def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Lines of text with the points, which may go back after a restart: each character has 2 x 4 places; the highest
-    and the lowest value stand at the left."""
+    """Draw points as lines of braille text, 2 x 4 dots per character, with the highest and lowest value at the left; x
+    may go back after a restart."""
     if not points:
         return []
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -55,7 +55,7 @@ def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int
 
 
 def _between(before: tuple[int, int] | None, place: tuple[int, int]) -> list[tuple[int, int]]:
-    """The places of a straight line from one point to the next, without its begin."""
+    """Return the places on a straight line from one point to the next, without its start."""
     if before is None:
         return [place]
     (a, b), (c, d) = before, place
@@ -64,22 +64,22 @@ def _between(before: tuple[int, int] | None, place: tuple[int, int]) -> list[tup
 
 
 LAST_RECORDS, LAST_WARNINGS = 60, 5
-RECENT_S = 60.0  # of the speed that the time left is computed from
+RECENT_S = 60.0  # window of the speed from which the remaining time is estimated
 
-MOST_POINTS = 20_000  # of a curve; beyond, a quarter is kept, with the lowest and highest
+MOST_POINTS = 20_000  # of a curve; longer ones are thinned to a quarter, keeping the extremes
 
 Curve = list[tuple[float, float]]
 
 
 def thinned(curve: Curve) -> Curve:
-    """A quarter of the points of a long curve."""
+    """Thin a long curve to a quarter of its points."""
     table = thin({"step": column(x for x, _ in curve), "y": column(y for _, y in curve)}, MOST_POINTS // 4)
     return list(zip(table["step"].tolist(), table["y"].tolist(), strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
 class WatchState:
-    """A run's state: the last events of each kind, and the curves so far as (step, value)."""
+    """State of a run: the latest events of each kind, and the curves so far as (step, value)."""
 
     start: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class WatchState:
     warnings: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=LAST_WARNINGS))
 
     def add(self, events: Iterable[dict[str, Any]]) -> None:
-        """Take in further events."""
+        """Add new events."""
         for event in events:
             self.last_time = event["time"]
             match event["event"]:
@@ -117,7 +117,7 @@ class WatchState:
     def _add_step(self, event: dict[str, Any]) -> None:
         step = event["step"]
         for curve in (self.losses, self.speeds, self.scores):
-            while curve and curve[-1][0] >= step:  # a resumed run does these steps again
+            while curve and curve[-1][0] >= step:  # a resumed run repeats these steps
                 curve.pop()
         self.step = event
         for curve in (self.losses, self.speeds):
@@ -137,14 +137,13 @@ class WatchState:
 
     @property
     def part(self) -> float | None:
-        """The share of the steps that is done; None where the log does not say how many there are."""
+        """Fraction of the steps that are done; None if the log does not contain their number."""
         total = self.start.get("last_step")
         return min(self.step.get("step", 0) / total, 1.0) if total else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the speed of the last minute, evaluations in between included; None where that
-        is not known yet."""
+        """Seconds until the last step at the speed of the last minute, including evaluations; None if not known yet."""
         total = self.start.get("last_step")
         if not total or len(self.recent) < 2:
             return None
@@ -162,9 +161,9 @@ class EventTail:
         self.damaged = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The new events, none where there is no file yet; and whether they begin a file that replaces another.
+        """Return the new events, none if there is no file yet; and whether they are from a file that replaced another.
 
-        Raises InputError where the file cannot be read.
+        Raises InputError if the file cannot be read.
         """
         try:
             with self._path.open("rb") as file:
@@ -178,7 +177,7 @@ class EventTail:
         except FileNotFoundError:
             return [], False
         except OSError as error:
-            raise InputError(f"cannot read {self._path}: {error.strerror}: give the folder of a training") from None
+            raise InputError(f"cannot read {self._path}: {error.strerror}; name the folder of a training") from None
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         events = [read_event(line) for line in whole.splitlines()]
@@ -188,10 +187,10 @@ class EventTail:
 
 @contextmanager
 def keys_pressed() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits for some seconds at most and returns the keys that were pressed, "" without any.
+    """Yield a function that waits up to the given seconds and returns the keys that were pressed, "" if none.
 
-    They are read as they are pressed and not shown. Where stdin is no terminal, or belongs to another program (a job in
-    the background), the function only waits. The terminal is as before at the end.
+    Keys are read immediately and not echoed. If stdin is no terminal, or belongs to another program (a background job),
+    the function only waits. The terminal is restored at the end.
     """
     number = sys.stdin.fileno() if sys.stdin.isatty() else None
     if number is None or os.tcgetpgrp(number) != os.getpgrp():
@@ -203,7 +202,7 @@ def keys_pressed() -> Iterator[Callable[[float], str]]:
         ready, _, _ = select.select([number], [], [], seconds)
         return os.read(number, 100).decode(errors="replace") if ready else ""
 
-    tty.setcbreak(number, termios.TCSANOW)  # Ctrl-C is a signal still
+    tty.setcbreak(number, termios.TCSANOW)  # Ctrl-C still sends a signal
     try:
         yield pressed
     finally:
@@ -216,14 +215,14 @@ def _only_wait(seconds: float) -> str:
 
 
 MOST_RANKS, MOST_BINDINGS = 16, 8
-CURVE_HEIGHT, HALF = 7, 100  # lines; columns from which on two curves stand side by side
+CURVE_HEIGHT, HALF = 7, 100  # lines; width from which on two curves are side by side
 LEVELS = "·░▒▓█"
 HEAT = ("#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
 SILENT_S = 60.0
 
 
 def screen(name: str, state: WatchState, *, width: int, damaged: int = 0, now: float | None = None) -> RenderableType:
-    """The screen of a run with this name, `width` columns wide, at a Unix time (without one now)."""
+    """Return the screen of a run called `name`, `width` columns wide, at a Unix time (None: now)."""
     parts: list[RenderableType] = [_head(name, state, time.time() if now is None else now, width)]
     if state.part is not None:
         done = round(width * state.part)
@@ -237,12 +236,12 @@ def screen(name: str, state: WatchState, *, width: int, damaged: int = 0, now: f
         lines = (Text(f"step {each.get('step', 0):,}: {plain(each['what'])}") for each in state.warnings)
         parts.append(Panel(Group(*lines), title="last warnings", title_align="left", border_style="yellow"))
     if damaged:
-        parts.append(Text(f"{counted(damaged, 'damaged line')} of the log, left out", style="yellow"))
+        parts.append(Text(f"{counted(damaged, 'damaged line')} of the log omitted", style="yellow"))
     return Group(*parts)
 
 
 def plain(text: str) -> str:
-    """Text without characters that a terminal would obey."""
+    """Replace characters that a terminal would interpret."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -267,7 +266,7 @@ def _head(name: str, state: WatchState, now: float, width: int) -> Text:
 
 
 def _packed(facts: list[str], width: int) -> list[str]:
-    """The facts in lines of this width, none of them broken."""
+    """Wrap the facts into lines of this width, breaking only between them."""
     lines = [facts[0]]
     for fact in facts[1:]:
         line = f"{lines[-1]}  {fact}"
@@ -279,7 +278,7 @@ def _status(state: WatchState, now: float) -> str:
     if state.end is not None:
         return f"{plain(state.end['status'])}, {duration(state.end['time_to_train_s'])} to train"
     if state.last_time is None:
-        return "no event yet: the ranks are starting"
+        return "no event yet, the ranks are starting"
     if not state.step:
         return "before the first step"
     silent = now - state.last_time
@@ -305,7 +304,7 @@ def _curves(state: WatchState, width: int) -> list[RenderableType]:
 
 
 def _heat(state: WatchState, width: int) -> RenderableType:
-    """Each rank's seconds of computing in the last records, brighter where more; of many ranks the slowest."""
+    """Draw each rank's compute time in the last records, brighter for more; of many ranks only the slowest."""
     records = list(state.ranks)[-max(width - 52, 10) :]
     computing = [
         [

@@ -60,7 +60,7 @@ def test_the_matrix_counts_every_image_and_shows_the_hardest_of_very_many_classe
     guesses = np.where(labels >= 900, 0, labels)
     heat = confusion_heat(predictions(labels.tolist(), guesses.tolist()), tuple(map(str, range(1000))))
     assert len(heat.rows) == MOST_CLASSES and set(map(str, range(900, 1000))) <= set(heat.rows)
-    assert "of the lowest accuracy" in heat.title
+    assert "with the lowest accuracy" in heat.title
 
 
 def test_the_page_shows_the_most_wrong_images_and_escapes_their_names(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_page_names_what_ran_where_and_how_well(run: Path) -> None:
         *("loss", "accuracy", "rate", "throughput", "parts", "cpu", "memory", "network")
     ]
     assert [heat["id"] for heat in data["heats"]] == ["ranks", "trust"]
-    assert "put 4 ranks where the plan wants them" in html
+    assert "reports 4 ranks bound as planned." in html
 
 
 def test_the_page_loads_nothing_and_runs_its_own_program_only(run: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_differs_from_the_defaults_comes_before_the_folded_recipe(run: Path
     html = write_report(run).read_text()
     settings = html[html.index("<h2>Settings</h2>") :]
     assert "<td>log_norms_every_steps</td>" in settings and "<td>schedule.peak_rate</td>" not in settings
-    assert settings.index("log_norms_every_steps") < settings.index("<summary>The whole recipe</summary>")
+    assert settings.index("log_norms_every_steps") < settings.index("<summary>Complete recipe</summary>")
 
 
 def test_the_times_of_all_ranks_show_which_one_the_others_wait_for(run: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_status_of_a_run_in_every_state(tmp_path: Path) -> None:
     end = {**read_run(tmp_path / "b").end, "status": "stopped"}  # type: ignore[dict-item]
     assert read_run(write_run(tmp_path / "e", events=[end])).status() == STOPPED
     html = write_report(tmp_path / "e").read_text()
-    assert "--resume continues" in html and "of 240" in html and "best top-1" in html
+    assert "continue with cputrain train " in html and "of 240" in html and "best top-1" in html
 
 
 def test_faults_that_a_run_survived_are_told(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_faults_that_a_run_survived_are_told(tmp_path: Path) -> None:
     ]
     read = read_run(write_run(tmp_path / "run", end=False, events=again))
     (line,) = faults_of(read)
-    assert line.startswith("interrupted after step 240, started again 13 min") and line.endswith("11 steps done again")
+    assert line.startswith("interrupted after step 240, started again 13 min") and line.endswith("11 steps repeated")
     (warned,) = warnings_of(read)
     assert (warned.what, warned.times, warned.first, warned.last) == ("w", 2, 5, 9)
     html = write_report(tmp_path / "run").read_text()
@@ -160,9 +160,9 @@ def test_what_is_damaged_or_of_another_version_is_left_out_and_named(tmp_path: P
     with (run / "events.jsonl").open("a") as file:
         file.write('{"event": "step", "ti\n{"event": "of a later version", "time": 1.0}\n')
     html = write_report(run).read_text()
-    assert "1 damaged line of events.jsonl, left out" in html and "retired_key" in html
+    assert "1 damaged line of events.jsonl omitted" in html and "retired_key" in html
     assert "plan.json is damaged or of another version" in html and "environment.json is damaged" in html
-    assert '"chart-loss"' in html and "of another version, shown as it is" in html
+    assert '"chart-loss"' in html and "of another version and shown unchanged" in html
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,4 +183,4 @@ def test_a_rank_that_the_kernel_put_elsewhere_is_named(run: Path) -> None:
     moved = replace(read, log=replace(read.log, written=(start, *read.log.written[1:])))
     from cputrain.report import report_html
 
-    assert "Not where planned: rank 0, 1, 2, 3" in report_html(moved)
+    assert "Not bound as planned: rank 0, 1, 2, 3" in report_html(moved)

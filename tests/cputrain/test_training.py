@@ -44,7 +44,7 @@ def records_every_step(events: list[dict[str, Any]], run: Path) -> None:
     assert events[-1]["steps"] == len(steps) and events[-1]["status"] == "done"
     html = (run / "report.html").read_text()
     drawn = {name for name in ("loss", "accuracy", "rate", "throughput", "parts", "cpu") if f'"chart-{name}"' in html}
-    assert len(drawn) == 6 and "where the plan wants them" in html and "No resource use was recorded" not in html
+    assert len(drawn) == 6 and "bound as planned." in html and "No resource use was recorded" not in html
     of_ranks = [event for event in events if event["event"] == "ranks"]
     assert sum(event["steps"] for event in of_ranks) == len(steps)
     assert {len(event[name]) for event in of_ranks for name in ("seconds", "data_wait_s", "comm_wait_s")} == {PPN}

@@ -72,7 +72,7 @@ def test_new_lines_are_read_as_they_come_and_a_new_run_begins_anew(tmp_path: Pat
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: Is a directory: give the folder of a training"):
+    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: Is a directory; name the folder of a training"):
         EventTail(tmp_path / "events.jsonl").read()
 
 

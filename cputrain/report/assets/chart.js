@@ -1,4 +1,4 @@
-// A chart: uPlot draws it; zoom, legend, smoothing and what the pointer is at are decided here.
+// A chart: uPlot draws it; this file controls zoom, legend, smoothing and the tip at the pointer.
 
 const COLORS = 8;
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
@@ -12,7 +12,7 @@ class Group {
     this.key = `group-${Group.count++}`;
   }
 
-  /** The x range that is shown: the zoom, or that of all lines. */
+  /** The x range that is shown: the zoom, or the range of all lines. */
   range() {
     this.whole ??= this.wholeRange();
     return this.zoom ?? this.whole;
@@ -48,7 +48,7 @@ class Chart {
     group.charts.push(this);
   }
 
-  /** A button for each line, where the runs of a comparison have no list of their own. */
+  /** Add a button per line, unless the page has a list of runs instead. */
   legend() {
     const place = this.figure.querySelector(".legend");
     if (this.lines.length < 2 || this.lines.some((line) => line.run !== null)) return;
@@ -92,7 +92,7 @@ class Chart {
     });
   }
 
-  /** Single steps stand behind the lines of a chart that has others. */
+  /** Make single steps pale in a chart that also has other lines. */
   alpha(i) {
     const kind = this.lines[i].kind;
     return (kind === "faint" && this.lines.length > 1) || kind === "low" || kind === "high" ? 0.45 : 1;
@@ -143,7 +143,7 @@ class Chart {
     return this.spec.from_zero ? [Math.min(0, least), most * 1.08 || 1] : uPlot.rangeNum(least, most, 0.08, false);
   }
 
-  /** Draw again what the group's range, smoothing and hidden runs make of the lines. */
+  /** Redraw the lines for the group's range, smoothing and hidden runs. */
   update() {
     const { axis, logX, logY, smoothing } = this.group;
     const [from, to] = this.group.range();
@@ -183,7 +183,7 @@ class Chart {
     this.tip.hidden = true;
   }
 
-  /** Show the values of the lines next to the pointer. */
+  /** Show the values of the lines nearest to the pointer. */
   point(plot) {
     const { left, top } = plot.cursor;
     if (!this.hovered || left === undefined || left < 0) {

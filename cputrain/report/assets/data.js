@@ -1,9 +1,9 @@
-// Columns of numbers, and what of them is drawn: at most two values for each pixel, the lowest and the highest.
+// Columns of numbers, resampled for drawing to at most two values per pixel, the lowest and the highest.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const columns = new Map();
 
-/** A column of a table, unpacked from base64 at its first use. */
+/** Return a column of a table; it is decoded from base64 at its first use. */
 function column(table, name) {
   const key = `${table}\n${name}`;
   if (!columns.has(key)) columns.set(key, unpack(page.tables[table][name]));
@@ -17,7 +17,7 @@ function unpack(text) {
   return new Float32Array(bytes.buffer);
 }
 
-/** The points of a line that have a value, with their rows in the table; on a log axis the positive ones. */
+/** Return the points of a line that have a value, with their rows in the table; on a log axis only positive ones. */
 function pointsOf(line, axis, logX, logY) {
   const key = [line.table, line.y, axis, logX, logY].join("\n");
   if (!columns.has(key)) {
@@ -31,7 +31,7 @@ function pointsOf(line, axis, logX, logY) {
   return columns.get(key);
 }
 
-/** Exponential moving average with weights that are right from the first value on. */
+/** Bias-corrected exponential moving average. */
 function smoothed(y, weight) {
   let [sum, norm] = [0, 0];
   return y.map((value) => {
@@ -41,7 +41,7 @@ function smoothed(y, weight) {
   });
 }
 
-/** The first index whose x is at least `value`. */
+/** Return the first index whose x is at least `value`. */
 function lowerBound(x, value) {
   let [low, high] = [0, x.length];
   while (low < high) {
@@ -57,7 +57,7 @@ function nearest(x, value) {
   return after > 0 && value - x[after - 1] < x[after] - value ? after - 1 : after;
 }
 
-/** The x of the two cells of each of `count` pixels from `from` to `to`. */
+/** Return the x of the two cells of each of `count` pixels from `from` to `to`. */
 function cells(from, to, count, log) {
   const [low, high] = log ? [Math.log(from), Math.log(to)] : [from, to];
   return Array.from({ length: 2 * count }, (_, i) => {
@@ -66,7 +66,7 @@ function cells(from, to, count, log) {
   });
 }
 
-/** The lowest and the highest y of each pixel, in the order of their x; null where a pixel has none. */
+/** Return the lowest and the highest y of each pixel, in the order of their x; null for pixels without points. */
 function resampled(x, y, from, to, count, log) {
   const place = log ? Math.log : (value) => value;
   const low = place(from);
@@ -102,7 +102,7 @@ function between(x, y, after, at) {
   return y[after - 1] + part * (y[after] - y[after - 1]);
 }
 
-/** A number with four digits, in groups of thousands. */
+/** Format a number with four significant digits and thousands separators. */
 function digits(value) {
   if (value === null || Number.isNaN(value)) return "";
   const size = Math.abs(value);
@@ -110,7 +110,7 @@ function digits(value) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(4, Math.ceil(Math.log10(size || 1))) });
 }
 
-/** Seconds as "52 s", "3:20" or "5:07:00". */
+/** Format seconds as "52 s", "3:20" or "5:07:00". */
 function clock(seconds) {
   if (seconds < 60) return `${digits(seconds)} s`;
   const whole = Math.round(seconds);
@@ -126,7 +126,7 @@ const AXES = {
   time: { title: "running time", text: clock },
 };
 
-/** An element with attributes and children, whose strings are text and never markup. */
+/** Create an element with attributes and children; strings become text, never markup. */
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -138,7 +138,7 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** Show a tip beside a point of its place, inside the window. */
+/** Show a tip beside a point of `place`, inside the window. */
 function showTip(tip, place, x, y) {
   tip.hidden = false;
   const [left, width] = [place.getBoundingClientRect().left, tip.offsetWidth];

@@ -1,4 +1,4 @@
-// A heat map: one row for each rank or layer, one column for each record over the steps.
+// A heat map: one row per rank or layer, one column per record.
 
 const RAMP = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"].map((text) =>
   [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)),
@@ -45,7 +45,7 @@ class Heat {
     return Math.round(row * this.spec.rows.length);
   }
 
-  /** 0 for the lowest value, 1 for the highest; on a log scale where all are positive. */
+  /** Map the lowest value to 0 and the highest to 1; on a log scale if all are positive. */
   scale() {
     const known = this.values[this.measure].filter((value) => !Number.isNaN(value));
     const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
@@ -122,7 +122,7 @@ class Heat {
   }
 }
 
-/** The end of a name that fits into so many pixels: names of layers differ there. */
+/** Shorten a name to its end that fits into `width` pixels, as layers' names differ at the end. */
 function shortened(context, text, width) {
   if (context.measureText(text).width <= width) return text;
   let from = 1;

@@ -1,4 +1,4 @@
-// The page: its charts, the controls above them, the theme, and the table of runs.
+// The page: its charts and their controls, the theme, and the table of runs.
 
 const groups = { curves: new Group("step"), use: new Group("time") };
 const charts = page.charts.map((spec) => {
@@ -7,7 +7,7 @@ const charts = page.charts.map((spec) => {
 });
 const heats = page.heats.map((spec) => new Heat(document.getElementById(`heat-${spec.id}`), spec));
 
-/** Build the charts of the window at once, the others one after another, while the reader reads. */
+/** Build the charts in the window at once, and the others one by one afterwards. */
 function buildNext(waiting) {
   if (!waiting.length) {
     document.documentElement.dataset.complete = "";
@@ -79,7 +79,7 @@ control("every-run", "change", (input) => {
   showRuns();
 });
 
-/** Sort a table by the column of a heading's button, numbers as numbers; once more: the other way. */
+/** Sort a table by the column of a heading's button, numerically for numbers; a second click reverses the order. */
 control("sort", "click", (button) => {
   const heading = button.closest("th");
   const body = heading.closest("table").tBodies[0];
