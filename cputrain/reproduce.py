@@ -123,7 +123,7 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
     batches = sorted({entry.batch for entry in found[1:]})
     for batch in reversed(batches):
         lars, momentum = below[batch, "lars"], below[batch, "momentum"]
-        if lars <= HOLDS and momentum > LOSES:
+        if lars <= LARS_MAX_LOSS and momentum > MOMENTUM_MIN_LOSS:
             where = "below" if lars >= 0 else "above"
             return (
                 f"holds: at {batch:,} LARS is {abs(lars):.2f} points {where} the baseline of {base:.2f} %, "
@@ -142,7 +142,7 @@ def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
 
     def draw(axes: "Axes") -> None:
         base = mean(found[0].top1s)
-        for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
+        for below, style in ((0.0, "-"), (LARS_MAX_LOSS, "--"), (MOMENTUM_MIN_LOSS, ":")):
             label = (
                 f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
             )
@@ -191,7 +191,7 @@ def run_large_batch(
     tried = train_all(first, env)
     found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
     if not found[0].best.top1:
-        raise RunError(f"the baseline with global batch {found[0].batch} did not finish: see its logs in {folder}")
+        raise RunError(f"the baseline with global batch {found[0].batch} did not finish; see its logs in {folder}")
     full = []
     for entry in found:
         finished = entry.best.top1 is not None

@@ -1,6 +1,6 @@
-"""Sweeps: which trainings a sweep has, running them one after another, their results, tables and charts.
+"""Sweeps: expand the grid into trainings, run them one after another, write results, tables and charts.
 
-Also the search for the largest local batch that trains. A repeated sweep continues where the last one stopped.
+Also the search for the largest local batch that fits. A repeated sweep continues where the last one stopped.
 """
 
 from cputrain.affinity.lazy import front

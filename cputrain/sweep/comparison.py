@@ -1,4 +1,4 @@
-"""Runs beside each other: tables and page."""
+"""Comparison of runs: tables and an HTML page."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a train
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A run of a comparison. `values` are its recipe's by dotted key, None where the recipe could not be read;
-    `shares` the percent of a step that it computes, waits for other ranks and for images."""
+    """A run of a comparison. `values` are its recipe's values by dotted key, None if the recipe could not be read;
+    `shares` the percentages of a step spent computing, waiting for other ranks and waiting for images."""
 
     name: str
     folder: Path
@@ -51,21 +51,21 @@ class ComparedRun:
 
 
 def runs_in(folder: Path) -> tuple[Path, ...]:
-    """The folders of a sweep's runs, or those of any folder's, in the order of their names."""
+    """Return the run folders directly inside a folder, such as a sweep's, sorted by name."""
     found = {path.parent for name in (EVENTS, RECIPE) for path in folder.glob(f"*/{name}")}
     return tuple(sorted(found))
 
 
 def compare_runs(folders: Sequence[Path], most_rows: int) -> tuple[ComparedRun, ...]:
-    """The runs with the settings in which they differ, in the order of the folders; each has at most about
-    `most_rows` rows in each of its tables. Raises InputError where a folder contains no run."""
+    """Read the runs, in the order of the folders, with the settings in which they differ; their tables are thinned to
+    about `most_rows` rows each. Raises InputError if a folder contains no run."""
     runs = [_read(folder, most_rows) for folder in folders]
     keys = differing_keys([run.values for run in runs if run.values is not None])
     return tuple(_with_settings(run, keys) for run in runs)
 
 
 def differing_keys(values: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The keys that do not have the same value in all recipes, in the recipes' order."""
+    """Return the keys whose values differ between the recipes, in the recipes' order."""
     every = dict.fromkeys(key for each in values for key in each)
     compared = (key for key in every if key.partition(".")[0] not in NOT_COMPARED)
     return tuple(key for key in compared if any(each.get(key) != values[0].get(key) for each in values))
@@ -77,7 +77,7 @@ def _with_settings(run: ComparedRun, keys: Sequence[str]) -> ComparedRun:
 
 
 def _read(folder: Path, most_rows: int) -> ComparedRun:
-    """One run, of which only what is compared stays in memory."""
+    """Read one run, keeping only what the comparison needs in memory."""
     run = read_run(folder)
     problems = list(run.problems)
     try:
@@ -100,19 +100,19 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
 
 
 def _setup(run: Run) -> TrainingSetup:
-    """The sizes of a run, as far as its recipe and its last start tell."""
+    """Return the sizes of a run that its recipe and its last start event contain."""
     recipe = run.recipe or Recipe()
     workers = run.start.get("workers") or None
     rate, images = None, run.start.get("train_images")
     if workers and images:
-        with suppress(InputError):  # such as a run of a version that counted images in another way
+        with suppress(InputError):  # for example a run of a version that counted images differently
             rate = derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
     global_batch = run.start.get("global_batch") or None
     return setup_of(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
 SHARES = ("compute %", "communication wait %", "data wait %")
-SMOOTHED = ("loss", "images_per_s")  # of single steps
+SMOOTHED = ("loss", "images_per_s")  # measures that are recorded per step
 CHARTS = (
     ("top1", "Validation top-1", "%", "epochs", "val_top1", False),
     ("loss", "Training loss", "", "steps", "loss", False),
@@ -124,7 +124,7 @@ CHARTS = (
 
 
 def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Path, Path, Path]:
-    """Write the page to `out`, and beside it the tables as .md and .csv; returns their paths. Raises InputError."""
+    """Write the page to `out`, and the tables beside it as .md and .csv; return the three paths. Raises InputError."""
     runs = compare_runs(folders, rows_per_run(len(folders)))
     names = names_of(runs)
     table = result_table(runs, names)
@@ -138,7 +138,8 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
 
 
 def names_of(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
-    """What tells each run from the others: the settings in which it differs, or else its folder."""
+    """Return a unique name for each run: the settings in which it differs, if they are short and unique, or its
+    folder."""
     labels = [label_of(run.result.settings, without=()) for run in runs]
     unique = all(labels) and len(set(labels)) == len(labels) and max(map(len, labels)) <= 60
     folders = [run.name for run in runs]
@@ -148,7 +149,7 @@ def names_of(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
 
 
 def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> Rows:
-    """A row for each run: its name, its results, the settings in which the runs differ; without empty columns."""
+    """Return one row per run: name, results, and the settings in which the runs differ; empty columns are omitted."""
 
     def result(column: Column) -> Column:
         return replace(column, value=lambda run: column.of(run.result))
@@ -173,7 +174,7 @@ def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> Rows:
 
 
 def comparison_charts(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Chart, ...]:
-    """A chart for each measure, with a line for each run that has it."""
+    """Return a chart for each measure, with one line per run that has the measure."""
     tables = _tables(runs)
     charts = (
         Chart(
@@ -219,7 +220,7 @@ def _html(
 
 
 def _shared_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
-    """The keys that all runs share and that are not at their defaults."""
+    """Return the settings that all runs share, without those at their defaults."""
     known = [run.values for run in runs if run.values is not None]
     default = values_by_key(Recipe())
     first = known[0] if known else {}
@@ -231,5 +232,5 @@ def _shared_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
 
 
 def _link(report: Path, out: Path) -> str:
-    """A run's own page relative to this one; "" where there is none."""
+    """Return the path of a run's report relative to this page; "" if there is none."""
     return Path(os.path.relpath(report, out.parent)).as_posix() if report.is_file() else ""

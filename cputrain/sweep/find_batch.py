@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, by trials."""
+"""Search for the largest local batch that fits into memory, by short trainings."""
 
 import json
 import logging
@@ -28,14 +28,14 @@ from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import make_folder
 from cputrain.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
 
-CLOSE = 8  # the search ends where the largest that trains and the smallest that fails differ by 1/CLOSE
+CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
 
 
 def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int | None:
-    """The local batch to try after those in `tried` (batch -> whether it trained); None at the end of the search.
+    """Return the local batch to try after the ones in `tried` (batch -> whether it trained); None ends the search.
 
-    Doubles from `start` up to `most`, the largest that is possible at all (None: no bound), then halves the distance
-    between the largest that trained and the smallest that did not.
+    Doubles from `start` up to `most`, an upper bound (None: unbounded), then bisects between the largest batch that
+    trained and the smallest that did not.
     """
     good = max((batch for batch, trained in tried.items() if trained), default=0)
     bad = min((batch for batch, trained in tried.items() if not trained), default=None)
@@ -55,7 +55,7 @@ class Trial:
     """One local batch and how its trial ended.
 
     `memory` is the kind of memory that the plan uses. `estimate_bytes` is the planner's estimate of a worker's peak
-    resident memory, None for a network that the planner does not know; `peak_bytes` the largest measured one.
+    resident memory, None if the planner does not know the network; `peak_bytes` is the largest measured peak.
     """
 
     local_batch: int
@@ -68,9 +68,9 @@ class Trial:
 
 
 def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[str, str]) -> Trial:
-    """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
+    """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all workers together.
 
-    Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped it.
+    Raises KeyboardInterrupt if SIGINT or SIGTERM stopped it.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
     make_folder(recipe, None, overwrite=True)
@@ -99,26 +99,26 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
 
 
 def _known(planned: PlannedTraining) -> Workload | None:
-    """What the planner knows of the network; None where it only assumes."""
+    """Return the planner's workload of the network; None if it is only assumed."""
     workload = planned.plan.request.workload
     return None if workload is None or workload.assumed else workload
 
 
 def peak_file(folder: Path, rank: int | str) -> Path:
-    """The file of a rank's peak memory, in bytes: it is there also after the rank was killed."""
+    """Return the file of a rank's peak memory in bytes, which survives the rank if it is killed."""
     return folder / f"peak-rank-{rank}.json"
 
 
 def train_steps(asked: dict[str, Any], context: RankContext) -> None:
     """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
-    0: no limit). The peak of its memory is recorded in a file."""
-    from cputrain.training.entry import train_rank  # torch: after the binding is read back
+    0: no limit). The peak memory is written to a file."""
+    from cputrain.training.entry import train_rank  # imports torch, which must follow the check of the binding
 
     recipe, limit = load_recipe(asked["recipe"]), asked["bytes"]
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError):  # some containers' /proc is read-only
-        # Short of memory, the kernel kills this process first.
+        # makes the kernel's OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     threading.Thread(target=_watch, args=(recipe.folder, context.rank.rank), daemon=True).start()
     train_rank(context, recipe, StartOptions(prepared=True))
@@ -126,7 +126,7 @@ def train_steps(asked: dict[str, Any], context: RankContext) -> None:
 
 
 def _watch(folder: Path, rank: int) -> None:
-    """Record the peak as it grows; rank 0 sends itself the preemption signal once enough steps are done."""
+    """Record the peak as it grows; rank 0 sends itself the preemption signal after STEPS steps."""
     while True:
         time.sleep(EVERY_S)
         _write_peak(peak_file(folder, rank))
@@ -137,8 +137,8 @@ def _watch(folder: Path, rank: int) -> None:
 
 
 def _write_peak(path: Path) -> None:
-    """Write the peak of this process's resident memory so that a reader finds a whole file; never synced, as only a
-    crash of the host would lose it."""
+    """Write the peak of this process's resident memory, replacing the file atomically. Not synced, as only a crash of
+    the host would lose it."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
     beside = path.with_suffix(".partial")
@@ -163,8 +163,8 @@ CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """A finished search: all trials by batch, the largest batch that trains (None: none does) and the next larger one
-    tried, which does not."""
+    """A finished search: all trials by batch, the largest batch that trains (None: none does), and the next larger
+    batch tried, which does not."""
 
     trials: tuple[Trial, ...]
     best: Trial | None
@@ -172,13 +172,13 @@ class SearchResult:
 
     @property
     def table(self) -> Rows:
-        """A row for each batch; the last column is the cause where a batch does not train."""
+        """One row per batch; the last column is the reason if the batch does not train."""
         return Rows(COLUMNS, self.trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSearch:
-    """What is searched: a recipe with settings, under a limit in bytes for all workers together (None: the machine's).
+    """A recipe with settings, searched under a memory limit in bytes for all workers together (None: the machine's).
 
     Trials run in subfolders of `folder`.
     """
@@ -190,7 +190,7 @@ class BatchSearch:
     env: Mapping[str, str]
 
     def plan(self, batch: int) -> PlannedTraining:
-        """The trial of a local batch. Raises InputError where it cannot run, DoesNotFitError where memory is short."""
+        """Plan the trial of a local batch. Raises InputError if it cannot run, DoesNotFitError if memory is short."""
         output = f"output={self.folder / f'local-{batch}'}"
         recipe = load_recipe(self.recipe, (*self.settings, *TRIAL_SETTINGS, output))
         recipe = recipe.model_copy(update={"batch": BatchSection(local=batch), "sweep": SweepSection()})
@@ -200,9 +200,9 @@ class BatchSearch:
 
 
 def find_batch(search: BatchSearch) -> SearchResult:
-    """Try larger and larger local batches, each for STEPS steps in real processes, up to the planner's estimate.
+    """Try increasing local batches, each for STEPS steps in real processes, up to the planner's estimate.
 
-    Writes find-batch.csv and find-batch.md. Raises InputError where not even a batch of 1 can be planned.
+    Writes find-batch.csv and find-batch.md. Raises InputError if even a batch of 1 cannot be planned.
     """
     start = load_recipe(search.recipe, search.settings)
     smallest = search.plan(1)
@@ -214,11 +214,11 @@ def find_batch(search: BatchSearch) -> SearchResult:
             planned = search.plan(batch)
         except InputError as error:
             rejected = _rejected(batch, smallest, error)
-            # the largest that memory allows, or else the images of an epoch: the local batch of `smallest` is 1
+            # the largest batch that memory allows, or the images of an epoch: the local batch of `smallest` is 1
             of_epoch = smallest.sizes.images_per_epoch // smallest.sizes.global_batch
             most = error.largest if isinstance(error, DoesNotFitError) else of_epoch
             if most >= batch:
-                raise  # for another reason than its size
+                raise  # rejected for another reason than its size
             continue
         trials.append(run_trial(planned, search.limit, search.env))
         peak = trials[-1].peak_bytes
@@ -237,7 +237,7 @@ def find_batch(search: BatchSearch) -> SearchResult:
 
 
 def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
-    """Raise DoesNotFitError where the estimate of a known network exceeds a worker's share of the limit."""
+    """Raise DoesNotFitError if the estimate of a known network exceeds a worker's share of the limit."""
     workload, peak = _known(planned), planned.plan.workers[0].memory_bytes
     share = None if limit is None else limit // planned.ppn
     if workload is not None and peak is not None and share is not None and peak > share:
@@ -260,7 +260,7 @@ def _rejected(batch: int, smallest: PlannedTraining, error: InputError) -> Trial
 
 
 def _room(planned: PlannedTraining, limit: int | None) -> str:
-    """The workers and the memory available to them."""
+    """Format the number of workers and the memory available to them."""
     plan, machine = planned.plan, planned.plan.machine
     total = sum(node.memory_bytes for node in machine.numa_nodes)
     limits = [f"{total / GIB:.1f} GiB in this machine"]

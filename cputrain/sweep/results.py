@@ -1,6 +1,4 @@
-"""Results of a sweep: tables as text, CSV and Markdown, charts, files; and the same training with several numbers of
-workers, compared.
-"""
+"""Results of a sweep as tables, charts and files, and the comparison of worker counts."""
 
 import json
 from collections import Counter
@@ -46,7 +44,7 @@ SHOWN_KEYS = (
 
 
 ENDED_BY, FOLDER = "ended by", "result file"
-# What was asked for: a terminal shows it above the table where all rows share it.
+# Requested settings; on a terminal, settings that all rows share are shown above the table.
 REQUESTED = (
     Column("workers", "setup.workers", ",.0f"),
     Column("local batch", "setup.local_batch", ",.0f"),
@@ -77,9 +75,9 @@ COLUMNS = (*REQUESTED, *ACHIEVED)
 
 
 def table(groups: Sequence[SeedGroup]) -> str:
-    """One line for each group, numbers as mean and range over its seeds, without empty columns.
+    """Format one line per group, numbers as mean and range over the seeds, without empty columns.
 
-    Settings that all groups share stand above; the causes of trainings that did not finish stand below.
+    Settings that all groups share are printed above; the causes of unfinished trainings below.
     """
     shown = by_group(groups).without(ENDED_BY, FOLDER)
     heads, *lines = shown.cells
@@ -95,8 +93,8 @@ def table(groups: Sequence[SeedGroup]) -> str:
 
 
 def by_group(groups: Sequence[SeedGroup]) -> Rows:
-    """A row for each group, without empty columns; a cell is the value, or mean and range where seeds differ, and texts
-    are counted."""
+    """Return one row per group, without empty columns. A cell is the common value, or mean and range over the seeds, or
+    the number of occurrences of each text."""
 
     def cell(column: Column, group: SeedGroup) -> str:
         values = [value for result in group.results if (value := column.of(result)) is not None]
@@ -110,14 +108,14 @@ def by_group(groups: Sequence[SeedGroup]) -> Rows:
 
 
 def csv_text(results: Sequence[RunResult]) -> str:
-    """One row for each training, with every column; durations as H:MM:SS, other numbers unrounded."""
+    """Format one row per training, with every column; durations as H:MM:SS, other numbers unrounded."""
     seed = Column("seed", lambda r: dict(r.settings).get(SEED, ""))
     plain = (replace(column, text=clock if column.text is clock else str) for column in COLUMNS)
     return Rows((seed, *plain), results).csv()
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean, and the range where there are several values: "98.41 (98.30-98.52)"."""
+    """Format the mean, and the range if there are several values: "98.41 (98.30-98.52)"."""
     if not values:
         return ""
     several = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
@@ -126,19 +124,19 @@ def spread(values: Sequence[float]) -> str:
 
 NEAR, DROP = 0.5, 1.0  # points of validation top-1
 RULE = (
-    f"stable maximum: the first epoch whose validation accuracy is within {NEAR:g} points of the best of all epochs "
-    f"and after which it never falls more than {DROP:g} point below that epoch's"
+    f"stable maximum: the first epoch within {NEAR:g} points of the best validation accuracy of all epochs, "
+    f"after which it never falls more than {DROP:g} point below that epoch's"
 )
-FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: the same per worker"
+FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: images/s per worker, relative to the same"
 OVERSUBSCRIBE = "plan.oversubscribe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerComparison:
-    """One training of a comparison; accuracies in percent, None where there is no value.
+    """One training of a comparison; accuracies in percent, None if there is no value.
 
-    `turnaround_s` is the time of the whole job, `epoch_s` that of the median epoch; `stable_epoch` and `stable_s` are
-    the epoch and the time at which validation accuracy reached its stable maximum. There is no speed-up for workers
+    `turnaround_s` is the time of the whole job, `epoch_s` the median time of an epoch; `stable_epoch` and `stable_s`
+    are the epoch and the time at which validation accuracy reached its stable maximum. The speed-up is None for workers
     that share cores (`oversubscribed`).
     """
 
@@ -162,8 +160,8 @@ class WorkerComparison:
 
 
 def stable_maximum(values: Sequence[float], *, near: float = NEAR, drop: float = DROP) -> int | None:
-    """Index of the first value within `near` of the largest and after which none is more than `drop` below it; None
-    where every such value is followed by a deeper fall."""
+    """Return the index of the first value that is within `near` of the largest and is followed by no value more than
+    `drop` below it; None if there is no such value."""
     top = max(values, default=0.0)
     lowest_after = float("inf")
     found = None
@@ -175,7 +173,7 @@ def stable_maximum(values: Sequence[float], *, near: float = NEAR, drop: float =
 
 
 def compare(results: Sequence[RunResult]) -> tuple[WorkerComparison, ...]:
-    """Trainings that differ only in their number of workers, each relative to the one with the fewest."""
+    """Compare trainings that differ only in their number of workers, relative to the fewest workers."""
     trainings: dict[str, list[RunResult]] = {}
     for result in results:
         if result.setup.workers is not None:
@@ -227,7 +225,7 @@ def _against_fewest(training: str, results: list[RunResult]) -> list[WorkerCompa
 
 
 def comparison_rows(compared: Sequence[WorkerComparison]) -> Rows:
-    """A row for each training of a comparison, named where there are several."""
+    """Return one row per compared training; the column "training" is omitted if there is only one."""
 
     def status(row: WorkerComparison) -> str:
         shared = " (workers share cores)" if row.oversubscribed else ""
@@ -252,23 +250,23 @@ def comparison_rows(compared: Sequence[WorkerComparison]) -> Rows:
     return Rows(columns[1:] if len({row.training for row in compared}) == 1 else columns, compared)
 
 
-MOST_NAMED = 24  # lines in a legend; with more, one entry for each optimizer
+MOST_NAMED = 24  # lines in a legend; if there are more, it has one entry per optimizer
 DECADE = 10.0
-PALEST = 0.65  # share of white in the color of an optimizer's last line
+PALEST = 0.65  # fraction of white in the color of an optimizer's last line
 DASHES = ("-", "--", ":", "-.")
 
 Style = tuple[tuple[float, ...], str]  # color, dashes
 
 
 def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
-    """SVG of validation top-1 and of training loss over steps: one line for each group, mean and range of its seeds.
+    """Draw validation top-1 and training loss over steps as SVG: one line per group, mean and range over its seeds.
 
     Each optimizer has a color, which gets paler from group to group.
     """
     styles = _styles(groups)
     scored = [group for group in groups if any(result.top1s for result in group.results)]
     trained = [group for group in groups if any(result.losses for result in group.results)]
-    panels = [draw for draw, those in ((_accuracies, scored), (_losses, trained)) if those]
+    panels = [draw for draw, drawn in ((_accuracies, scored), (_losses, trained)) if drawn]
     count = max(len(panels), 1)
     figure, axes = subplots(1, count, figsize=(6.5 * count + 2.5, 4.8), squeeze=False)
     for draw, place in zip(panels, axes[0], strict=False):
@@ -283,18 +281,18 @@ def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
 
 
 def _titled(title: str, data: Sequence[str]) -> str:
-    """The title, with the kind of data where that is not images."""
+    """Return the title, followed by the kind of data if it is not images."""
     other = ", ".join(sorted({*data} - {IMAGES}))
     return f"{title} ({other})" if other else title
 
 
 def optimizer_of(group: SeedGroup) -> str:
-    """The optimizer of its trainings."""
+    """Return the optimizer that the group's trainings use."""
     return group.results[0].setup.optimizer
 
 
 def _styles(groups: Sequence[SeedGroup]) -> dict[str, Style]:
-    """A color for each optimizer, or for each group where there is one optimizer only; shades and dashes within it."""
+    """Return a color per optimizer with shades and dashes per group, or a color per group if there is one optimizer."""
     from matplotlib.colors import to_rgb
 
     optimizers = list(dict.fromkeys(map(optimizer_of, groups)))
@@ -312,7 +310,7 @@ def _styles(groups: Sequence[SeedGroup]) -> dict[str, Style]:
 
 
 def _legend_label(group: SeedGroup) -> str:
-    label = group.label or optimizer_of(group)  # where trainings differ only in their seed
+    label = group.label or optimizer_of(group)  # empty if trainings differ only in their seed
     if all(not result.steps for result in group.results):
         return f"{label} ({group.results[0].status})"
     diverged = [result for result in group.results if has_diverged(result)]
@@ -330,7 +328,7 @@ def _accuracies(axes: "Axes", groups: Sequence[SeedGroup], styles: dict[str, Sty
 
 
 def _losses(axes: "Axes", groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
-    """Up to DIVERGENCE_FACTOR times the highest first loss; a logarithmic scale where they span more than a decade."""
+    """Draw losses up to DIVERGENCE_FACTOR times the highest first loss; log scale if they span more than a decade."""
     shown = []
     for group in groups:
         curves = [result.losses for result in group.results]
@@ -355,7 +353,7 @@ def _line(
     curves: Sequence[Sequence[tuple[int, float]]],
     marker: str,
 ) -> None:
-    """The mean of a group's curves and their range, up to the end of the shortest; an empty line without curves."""
+    """Draw the mean and the range of a group's curves, up to the end of the shortest; an empty line without curves."""
     color, dashes = styles[group.label]
     begun = [curve for curve in curves if curve]
     steps = [step for step, _ in min(begun, key=len)] if begun else []
@@ -367,7 +365,7 @@ def _line(
 
 
 def _legend(axes: "Axes", groups: Sequence[SeedGroup]) -> "tuple[list[Artist], list[str]]":
-    """One entry for each group, ordered by optimizer; with more than MOST_NAMED groups one for each optimizer."""
+    """Return one entry per group, ordered by optimizer; with more than MOST_NAMED groups one per optimizer."""
     handles, labels = axes.get_legend_handles_labels()
     entries = [(optimizer_of(group), h, label) for group, h, label in zip(groups, handles, labels, strict=True)]
     optimizers = list(dict.fromkeys(optimizer for optimizer, _, _ in entries))
@@ -379,8 +377,8 @@ def _legend(axes: "Axes", groups: Sequence[SeedGroup]) -> "tuple[list[Artist], l
 
 
 def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[WorkerComparison]) -> str:
-    """SVG of validation top-1 over epochs, with a line for each training and its stable maximum marked, and of the
-    epochs to that maximum over the number of workers."""
+    """Draw as SVG: validation top-1 over epochs, one line per training with its stable maximum marked; and the epochs
+    to the stable maximum over the number of workers."""
     from matplotlib.ticker import MaxNLocator
 
     figure, (left, right) = subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
@@ -421,12 +419,12 @@ RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep
 
 
 def results_as_json(name: str, results: Sequence[RunResult]) -> dict[str, Any]:
-    """A sweep as plain values for JSON: the recipe's name and each training's result."""
+    """Return a sweep as plain values for JSON: the recipe's name and each training's result."""
     return {"recipe": name, "runs": [asdict(result) for result in results]}
 
 
 def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None:
-    """sweep.json and .csv for machines, sweep.md and .svg for people; workers.* where worker counts differ."""
+    """Write sweep.json, .csv, .md and .svg; and workers.* if numbers of workers were compared."""
     groups = group_by_seed(results)
     write_text(folder / RESULTS, json.dumps(results_as_json(name, results), indent=1))
     write_text(folder / CSV, csv_text(results))

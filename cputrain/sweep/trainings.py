@@ -1,6 +1,4 @@
-"""The trainings of a sweep: every run's settings with every combination of its grid; running them one after another,
-within a time; and what became of each.
-"""
+"""The trainings of a sweep: expand runs and grid, train one after another within a time limit, record each result."""
 
 import itertools
 import json
@@ -37,28 +35,28 @@ SEED, WORKERS = "seed", "plan.ppn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One training of a sweep: the settings that set it apart, as (key, value) texts in order."""
+    """One training of a sweep: the settings in which it differs, as (key, value) texts in order."""
 
     settings: tuple[tuple[str, str], ...]
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The settings as `load_recipe` takes them."""
+        """The settings in the form that `load_recipe` takes."""
         return tuple(f"{key}={value}" for key, value in self.settings)
 
     @property
     def label(self) -> str:
-        """The settings without the seed, in short: "sgd peak_rate 0.5"."""
+        """The settings without the seed, abbreviated: "sgd peak_rate 0.5"."""
         return label_of(self.settings, without=(SEED,))
 
     @property
     def folder(self) -> str:
-        """The name of its folder, different for each variant of a sweep."""
+        """The name of the run folder, unique within a sweep."""
         return re.sub(r"[^\w.=,+-]+", "_", ",".join(self.arguments)) or "run"
 
 
 def label_of(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> str:
-    """Settings as a short text, without the keys in `without`."""
+    """Abbreviate settings, omitting the keys in `without`."""
     return " ".join(
         value if key.endswith(".name") else f"{key.rpartition('.')[2]} {value}"
         for key, value in settings
@@ -67,9 +65,9 @@ def label_of(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> 
 
 
 def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -> tuple[Variant, ...]:
-    """Every run's settings with every combination of the grid; those of the command line replace the recipe's.
+    """Combine every run's settings with every combination of the grid; the command line replaces the recipe's section.
 
-    `grids` are "key=a,b,c"; `runs` are "key=value key=value". Raises InputError where there are none.
+    `grids` are "key=a,b,c"; `runs` are "key=value key=value". Raises InputError if there is nothing to sweep over.
     """
     grid = {key: tuple(map(_text, values)) for key, values in section.grid.items()}
     if grids or runs:
@@ -82,11 +80,11 @@ def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -
     )
     if made == (Variant(settings=()),):
         raise InputError(
-            "nothing to sweep over: give --grid KEY=A,B,C or --run 'KEY=VALUE ...', or a recipe with a sweep section"
+            "nothing to sweep over; pass --grid KEY=A,B,C or --run 'KEY=VALUE ...', or a recipe with a sweep section"
         )
     twice = [one.folder for one in made if sum(other.folder == one.folder for other in made) > 1]
     if twice:
-        raise InputError(f"the sweep has {twice[0]} twice: remove one")
+        raise InputError(f"the sweep contains {twice[0]} twice; remove one of them")
     return made
 
 
@@ -112,7 +110,7 @@ def _parse_run(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def parse_workers(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4). Raises InputError."""
+    """Parse "1,2,4" to (1, 2, 4). Raises InputError."""
     counts = text.split(",")
     if not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise InputError(f"--workers {text!r} is not a list of worker counts, as in 1,2,4")
@@ -132,7 +130,7 @@ OWN_MESSAGE = re.compile(r"cputrain: (.+)")
 
 
 def outcome_of(message: str) -> tuple[str, str]:
-    """Status and cause of a failed training, from the launcher's message."""
+    """Return status and cause of a failed training, parsed from the launcher's message."""
     first, *tail = [line.strip().removeprefix("| ") for line in message.splitlines()] or [""]
     if killed := KILLED.match(first):
         rank, shortage = killed.groups()
@@ -153,9 +151,9 @@ FILE = "sweep-run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Seconds that a training was allowed (None: no limit) and used over all its starts, and how the last start ended.
+    """Time limit of a training (None: no limit), seconds used in all its starts, and how the last start ended.
 
-    `status` is "" where the training ended normally or the user stopped it.
+    `status` is "" if the training ended normally or was stopped by the user.
     """
 
     requested_s: float | None = None
@@ -165,7 +163,7 @@ class TrialRecord:
 
 
 def read_record(folder: Path) -> TrialRecord:
-    """The record in a run's folder; an empty one where no start has ended yet. Raises InputError where it is
+    """Read the record in a run's folder; returns an empty one if no start has ended yet. Raises InputError if it is
     damaged."""
     path = folder / FILE
     if not path.is_file():
@@ -173,17 +171,17 @@ def read_record(folder: Path) -> TrialRecord:
     try:
         return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
-        raise InputError(f"{path} is damaged: remove it, and the training's time limit and use are unknown") from None
+        raise InputError(f"{path} is damaged; remove it, which resets the training's limit and used time") from None
 
 
 Event = dict[str, Any]
-IMAGES = "images"  # the data where the start event names no other
-MOST_POINTS = 100  # of a loss curve, each the mean of the steps up to it
+IMAGES = "images"  # the default kind of data in the start event
+MOST_POINTS = 100  # of a loss curve; each is a mean of consecutive steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """The requested sizes of a training; None where only a plan could decide it and the plan was rejected."""
+    """The requested sizes of a training; None if only a plan determines the size and the plan was rejected."""
 
     workers: int | None
     local_batch: int | None
@@ -196,12 +194,12 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The result of a training; accuracies in percent, None where there is no value.
+    """The result of a training; accuracies in percent, None if there is no value.
 
-    `epochs`, `top1s`, `eval_steps` and `elapsed_s` (seconds since the training's first event, without the pauses
-    between its starts) are those of its evaluations; `losses` are (step, training loss) up to where it diverged.
-    `seconds` is the time to train, `wall_s` that of the whole job with startup and shutdown, `requested_s` the limit
-    set by --time; `data` is "images" or the kind of generated data.
+    `epochs`, `top1s`, `eval_steps` and `elapsed_s` (seconds since the training's first event, without the time between
+    starts) have one entry per evaluation; `losses` are (step, training loss) until divergence. `seconds` is the time to
+    train, `wall_s` the time of the whole job with startup and shutdown, `requested_s` the limit set by --time; `data`
+    is "images" or the kind of generated data.
     """
 
     label: str
@@ -244,7 +242,7 @@ class SeedGroup:
 
 
 def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
-    """Results with the same settings but for the seed, in the order of each group's first."""
+    """Group results whose settings differ only in the seed, in the order of each group's first result."""
     by_label: dict[str, list[RunResult]] = {}
     for result in results:
         by_label.setdefault(result.label, []).append(result)
@@ -254,7 +252,7 @@ def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
 def setup_of(
     recipe: Recipe, *, workers: int | None, local: int | None, global_: int | None, peak_rate: float | None
 ) -> TrainingSetup:
-    """The sizes of a recipe's training, of which some depend on a plan."""
+    """Combine a recipe's sizes with those that depend on a plan."""
     return TrainingSetup(
         workers=workers,
         local_batch=local,
@@ -267,7 +265,7 @@ def setup_of(
 
 
 def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> RunResult:
-    """The result of a training that could not be started."""
+    """Return the result of a training that could not be started."""
 
     def number(value: object) -> Any:
         return None if isinstance(value, str) else value
@@ -283,7 +281,7 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
 
 
 def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
-    """The result in the log of a training's folder, which may not be finished."""
+    """Read the result from the log of a run folder; the training may be unfinished."""
     events = log.events
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
@@ -291,7 +289,7 @@ def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) ->
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
-    # Written: with steps that were lost and repeated, which took time, too.
+    # log.written includes steps that were lost and repeated, which also took time
     since = {id(event): at for event, at in zip(log.written, elapsed(log.written), strict=True)}
     evaluated = [(e, since[id(e)]) for e in epochs if e.get("val_top1") is not None]
     start = next((event for event in events if event["event"] == "start"), {})
@@ -325,19 +323,19 @@ def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) ->
 
 
 def diverged_from(losses: Sequence[float | None]) -> int | None:
-    """Index from which on every loss is NaN, infinite or above DIVERGENCE_FACTOR times the first; None: no such."""
+    """Return the index from which every loss is NaN, infinite or above DIVERGENCE_FACTOR times the first, or None."""
     first = next((loss for loss in losses if loss is not None), math.inf)
     index = len(losses)
     while index:
         loss = losses[index - 1]
-        if loss is not None and not loss > DIVERGENCE_FACTOR * first > 0:  # a loss of one's own code may be negative
+        if loss is not None and not loss > DIVERGENCE_FACTOR * first > 0:  # a user's loss may be negative
             break
         index -= 1
     return index if index < len(losses) else None
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
-    """At most MOST_POINTS of (step, loss), each the mean up to its step, ending where the loss diverges."""
+    """Reduce to at most MOST_POINTS points (step, loss), each the mean of a chunk, ending where the loss diverges."""
     known = losses[: diverged_from([loss for _, loss in losses])]
     size = max(1, -(-len(known) // MOST_POINTS))
     points = []
@@ -350,33 +348,33 @@ def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, f
 
 
 def has_diverged(result: RunResult) -> bool:
-    """Whether its loss ended as NaN or infinite, or so high that its curve is cut off."""
+    """Return whether the final loss is NaN, infinite, or so high that the curve was cut off."""
     cut = bool(result.steps) and (not result.losses or result.losses[-1][0] < (result.steps or 0))
     return result.status == DIVERGED or cut
 
 
-AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
+AGAIN_S = 5.0  # repeat the signal, as one that is sent while the workers are being started reaches none of them
 
 
 def clock(seconds: float) -> str:
-    """436 -> "0:07:16"."""
+    """Format seconds: 436 -> "0:07:16"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
 class Limit:
-    """Whether the time limit was reached."""
+    """Whether the time limit has been reached."""
 
     reached = False
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
-    """Send this process the preemption signal (SIGUSR1) after so many seconds, as job scripts do near a job's limit.
+    """Send this process the preemption signal (SIGUSR1) after `seconds`, as job scripts do near a job's limit.
 
-    By a timer's signal, not a thread: processes are forked from here. The signal is repeated every AGAIN_S seconds, and
-    withheld while no handler is installed, as it would end this process.
+    Uses a timer signal instead of a thread, as this process forks. The signal is repeated every AGAIN_S seconds, and
+    skipped while no handler is installed, as it would end this process.
     """
     limit = Limit()
 
@@ -399,7 +397,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidTraining:
-    """A training that cannot be started here, and why: status "does not fit" (memory) or "invalid"."""
+    """A training that cannot be started here: status "does not fit" (memory) or "invalid", and the reason."""
 
     recipe: Recipe
     status: str
@@ -411,10 +409,10 @@ def train_all(
     env: Mapping[str, str],
     limit_s: float | None = None,
 ) -> list[RunResult]:
-    """Train everything that is not done yet, one after another, each for at most `limit_s` seconds over all its starts.
+    """Train everything that is not done yet, one after another, each for at most `limit_s` seconds in all its starts.
 
-    `env` is the environment that the workers inherit. Raises InputError where a folder contains another training,
-    RunError where the user stopped one, KeyboardInterrupt where a signal did.
+    `env` is the environment that the workers inherit. Raises InputError if a folder contains another training, RunError
+    if the user stopped one, KeyboardInterrupt if a signal did.
     """
     results = []
     for number, (variant, one) in enumerate(planned, 1):
@@ -425,7 +423,7 @@ def train_all(
         known = (folder / RECIPE).is_file()
         if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(
-                f"{folder} contains a run of another recipe: name another folder with --output, or remove this one"
+                f"{folder} contains a run of another recipe; choose another folder with --output, or remove this one"
             )
         sizes, local = one.sizes, largest_local_batch(one.recipe.batch, one.ppn)
         setup = setup_of(
@@ -438,13 +436,13 @@ def train_all(
             _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
             result = result_in(read_log(folder), variant, setup, folder)
         if result.status == STOPPED:
-            raise RunError(f"stopped in {folder}: run the same command again to continue")
+            raise RunError(f"training stopped in {folder}; repeat the command to continue")
         results.append(result)
     return results
 
 
 def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
-    """Train, and record how long it took and how it ended. Raises InputError where the folder may not be written to."""
+    """Train, and record the time used and how it ended. Raises InputError if the folder cannot be written to."""
     check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
     started, message = time.monotonic(), ""
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:

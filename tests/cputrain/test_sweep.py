@@ -62,11 +62,11 @@ def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:
 @pytest.mark.parametrize(
     ("grids", "runs", "expected"),
     [
-        ((), (), "nothing to sweep over: give --grid KEY=A,B,C or --run"),
+        ((), (), "nothing to sweep over; pass --grid KEY=A,B,C or --run"),
         (("batch.local",), (), "--grid 'batch.local' is not KEY=A,B,C"),
         (("batch.local=1,,2",), (), "is not KEY=A,B,C"),
         ((), ("epochs 3",), "run 'epochs 3': 'epochs' is not KEY=VALUE"),
-        (("epochs=3,3",), (), "the sweep has epochs=3 twice"),
+        (("epochs=3,3",), (), "the sweep contains epochs=3 twice"),
     ],
 )
 def test_wrong_grids_and_runs_are_rejected(grids: tuple[str, ...], runs: tuple[str, ...], expected: str) -> None:
