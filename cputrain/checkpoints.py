@@ -143,7 +143,7 @@ def _sync(folder: Path) -> None:
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
-    except OSError:  # some network file systems refuse it for folders
+    except OSError:  # some network file systems cannot sync folders
         pass
     finally:
         os.close(opened)
@@ -193,7 +193,7 @@ class NetworkRecord(_Record):
 
 
 class ScaleRecord(_Record):
-    """Workers, images per step, training images and classes of one start of a training."""
+    """Workers, images per step, training images and classes in one start of a training."""
 
     workers: Positive
     global_batch: Count

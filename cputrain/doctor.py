@@ -176,12 +176,12 @@ def control_groups(machine: Machine) -> Iterator[Check]:
             f"plans avoid them if there are others; --cores {format_list(isolated)} plans them",
         )
     for contradiction in machine.warnings:
-        yield warning("topology", contradiction, "cputrain plan shows what is planned")
+        yield warning("topology", contradiction, "check the plan that cputrain plan prints")
     total = sum(node.memory_bytes for node in machine.numa_nodes)
     limit = machine.memory_limit_bytes
     found = memory_text(total) + ("" if limit is None else f", of which the control group allows {memory_text(limit)}")
     if min(total, limit or total) < LEAST_MEMORY:
-        yield warning("memory", found, f"a worker needs 1 GiB and more: raise the limit to {memory_text(LEAST_MEMORY)}")
+        yield warning("memory", found, f"a worker needs 1 GiB or more; raise the limit to {memory_text(LEAST_MEMORY)}")
     else:
         yield ok("memory", found)
 
@@ -218,8 +218,8 @@ def reserved_huge_pages(root: Path) -> Check:
     free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
     total = values.get("MemTotal", 0) * 1024
     if free > total / 20:
-        found = f"{memory_text(size)} reserved, {memory_text(free)} of them unused"
-        return warning("reserved huge pages", found, "torch cannot use them: sysctl vm.nr_hugepages=0")
+        found = f"{memory_text(size)} reserved, {memory_text(free)} of it unused"
+        return warning("reserved huge pages", found, "sysctl vm.nr_hugepages=0, as torch cannot use them")
     return ok("reserved huge pages", memory_text(size) if size else "none")
 
 
@@ -228,7 +228,7 @@ def locked_memory(limits: ProcessLimits, fabric: str) -> Check:
     limit = limits.locked_bytes
     found = "unlimited" if limit == UNLIMITED else memory_text(limit)
     if limit != UNLIMITED and fabric in RDMA:
-        remedy = "the network here pins memory: `* soft memlock unlimited` and hard in limits.conf, or Slurm's "
+        remedy = "the network here pins memory; set `* soft memlock unlimited` and hard in limits.conf, or Slurm's "
         return error("locked memory", f"{found} (ulimit -l)", f"{remedy}PropagateResourceLimitsExcept=MEMLOCK")
     return ok("locked memory", f"{found} (ulimit -l)")
 
@@ -403,7 +403,7 @@ def torchvision_check(torchvision: Mapping[str, Any], torch: Mapping[str, Any]) 
     if "error" not in torchvision:
         return ok("torchvision", str(torchvision["version"]))
     if "error" in torch and not torch.get("late"):
-        return error("torchvision", "not tried: torch cannot be imported", "repair torch first")
+        return error("torchvision", "not tried, as torch cannot be imported", "repair torch first")
     found, cure = f"{installed('torchvision')}: {torchvision['error']}", matching_torchvision(installed("torch"))
     builds = {name: built_for(name) for name in ("torch", "torchvision")}
     if "torchvision::" in torchvision["error"] or len({*builds.values()} - {""}) > 1:
@@ -440,7 +440,7 @@ def runtime_checks(runtime: Runtime) -> Iterator[Check]:
     """Check the OpenMP runtime, the memory allocator, and the libraries in LD_PRELOAD."""
     yield ok("OpenMP", f"{runtime.openmp}: {runtime.origin}")
     if runtime.allocator == "glibc":
-        yield warning("memory allocator", "glibc", "5 to 15 % faster: apt install libtcmalloc-minimal4, or jemalloc")
+        yield warning("memory allocator", "glibc", "apt install libtcmalloc-minimal4, or jemalloc; 5 to 15 % faster")
     else:
         yield ok("memory allocator", runtime.allocator)
     if runtime.missing:
@@ -467,7 +467,7 @@ def cache_check(env: Mapping[str, str], compiled: Mapping[str, object]) -> Check
     try:
         folder = cache_folder(env)
     except RunError as refused:
-        found, _, remedy = str(refused).partition(": ")
+        found, remedy = re.split("[:;] ", str(refused), maxsplit=1)
         return warning("cache", f"{found}: {lacking}", remedy)
     try:
         try_cache(folder, CACHE_BYTES)
@@ -488,7 +488,7 @@ def temporary_check() -> Check:
     except FileNotFoundError as refused:
         return error("temporary files", str(refused.strerror), "set TMPDIR to a writable folder")
     except OSError as refused:
-        remedy = "only engine=compile needs it: set TMPDIR, or TORCHINDUCTOR_CACHE_DIR, to a folder elsewhere"
+        remedy = "only engine=compile needs it; set TMPDIR, or TORCHINDUCTOR_CACHE_DIR, to another folder"
         return warning("temporary files", f"{folder}: {refused.strerror}", remedy)
     return ok("temporary files", str(folder))
 
@@ -509,7 +509,7 @@ def launcher_check(found: Mapping[str, Any]) -> Check:
     """Check the launcher for several hosts."""
     if "error" in found:
         why = str(found["error"]).removeprefix("InputError: ")
-        return warning("launcher", why, "only several hosts need one: module load an MPI, or work inside Slurm")
+        return warning("launcher", why, "needed only for several hosts: module load an MPI, or work inside Slurm")
     return ok("launcher", " ".join(filter(None, (found["name"], found["version"], found["program"]))))
 
 

@@ -38,7 +38,7 @@ def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
     """Write all data to an unbuffered file. Raises OSError naming the file, also if only a part was written."""
     with errors_name(path):
         if (file.write(data) or 0) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would fail like this
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the error of the next write
 
 
 # Contents that replace a file whose data was never downloaded, by their first bytes in lower case.

@@ -172,11 +172,11 @@ def predict(
                 yield Prediction(image=paths[number], top=(), error=problem)
 
 
-METADATA_FILE = "cputrain.json"  # inside a TorchScript archive
+METADATA_FILE = "cputrain.json"  # in a TorchScript archive
 INPUT, OUTPUT = "images", "logits"
 
 Forward = Callable[[Tensor], Tensor]
-"""Normalized inputs, (N, ...) float32 -> logits, (N, outputs), computed by an exported file."""
+"""Normalized inputs, (N, ...) float32 -> logits, (N, outputs), computed from an exported file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def _onnx_package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise InputError(f"export to onnx needs {name}: pip install 'cputrain[onnx]'") from None
+        raise InputError(f"export to onnx needs {name}; run pip install 'cputrain[onnx]'") from None
 
 
 FORMATS = {
@@ -323,13 +323,13 @@ def export(
         difference = _difference(partial, format_name, checkpoint, inputs, expected)
         if not difference <= TOLERANCE[recipe.precision]:
             raise RunError(
-                f"{file} is not written: its logits differ from an evaluation's by {difference:.2g} of the largest "
+                f"{file} is not written, as its logits differ from an evaluation's by {difference:.2g} of the largest "
                 f"one, more than the {TOLERANCE[recipe.precision]:g} that rounding explains"
             )
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    return Exported(tensors=len(network.state_dict()), images=len(pixels), difference=difference)
+    return ExportResult(tensors=len(network.state_dict()), images=len(pixels), difference=difference)
 
 
 def about(record: NetworkRecord, step: int) -> dict[str, str]:

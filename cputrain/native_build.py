@@ -64,11 +64,10 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
             _compile_or_wait(extension, path, env)
         _check_execution(extension, path)
     except OSError as error:
-        room = " and has room" if error.errno in FULL else ""
+        room = " with free space" if error.errno in FULL else ""
         raise RunError(
-            f"{extension.requested_by}: {extension.title} cannot be compiled into {path.parent}: "
-            f"{cause(error, path.parent)}: set CPUTRAIN_CACHE to a folder that may be written to{room}, or "
-            f"{extension.alternative}"
+            f"{extension.requested_by}: cannot compile {extension.title} into {path.parent}: "
+            f"{cause(error, path.parent)}; set CPUTRAIN_CACHE to a writable folder{room}, or {extension.alternative}"
         ) from None
     return path
 
@@ -103,7 +102,7 @@ def loading(path: Path, requested_by: str, alternative: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError) as error:
-        raise RunError(f"{requested_by}: cannot load {path}: {error}: remove it, or {alternative}") from None
+        raise RunError(f"{requested_by}: cannot load {path} ({error}); remove it, or {alternative}") from None
 
 
 def _checksum(path: Path) -> str:
@@ -116,7 +115,7 @@ def _check_execution(extension: NativeExtension, path: Path) -> None:
         check_execution(path)
     except PermissionError as error:
         raise RunError(
-            f"{extension.requested_by}: {extension.title} cannot be loaded from {path.parent}: {error.strerror}: set "
+            f"{extension.requested_by}: cannot load {extension.title} from {path.parent}: {error.strerror}; set "
             f"CPUTRAIN_CACHE to a folder on another file system, or {extension.alternative}"
         ) from None
 
@@ -132,7 +131,7 @@ def _compile_or_wait(extension: NativeExtension, path: Path, env: Mapping[str, s
         _check_execution(extension, lock)
         if not is_intact(path):
             if path.exists() and checksum_file(path).exists():
-                logger.warning("cputrain: %s is damaged, and is compiled anew", path)
+                logger.warning("cputrain: %s is damaged and is compiled again", path)
             _compile(extension, path, lock, env)
     finally:
         lock.unlink(missing_ok=True)
@@ -222,8 +221,8 @@ def _failure(extension: NativeExtension, path: Path, command: tuple[str, ...], m
     log.write_text(f"{shlex.join(command)}\n{messages}", encoding="utf-8", errors="surrogateescape")
     first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
     return RunError(
-        f"{extension.requested_by}: {command[0]} cannot compile {extension.title}: {first[:300]}; its whole output is "
-        f"in {log}"
+        f"{extension.requested_by}: {command[0]} cannot compile {extension.title} ({first[:300]}); see its output in "
+        f"{log}"
     )
 
 

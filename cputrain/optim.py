@@ -111,7 +111,7 @@ class GroupOptimizer(Optimizer):
 
     @abstractmethod
     def _check(self, options: dict[str, Any]) -> None:
-        """Raise ValueError for a wrong option of a group."""
+        """Raise ValueError for an invalid option of a group."""
 
     @abstractmethod
     def _step_group(
@@ -155,14 +155,14 @@ def check_not_negative(**options: float) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{name} is a tensor of {value.numel()} numbers: it must have exactly one")
         if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value}: must be 0 or more, and finite")
+            raise ValueError(f"{name}={value} must be finite and at least 0")
 
 
 def check_below_one(**options: float) -> None:
     """Raise ValueError for an option that is not in [0, 1)."""
     for name, value in options.items():
         if not 0 <= value < 1:
-            raise ValueError(f"{name}={value}: must be 0 or more, and less than 1")
+            raise ValueError(f"{name}={value} must be at least 0 and less than 1")
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class Lars(GroupOptimizer):
             **{name: options[name] for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")}
         )
         if options["variant"] not in get_args(LarsVariant):
-            raise ValueError(f"variant={options['variant']!r}: must be one of {', '.join(get_args(LarsVariant))}")
+            raise ValueError(f"variant={options['variant']!r} must be one of {', '.join(get_args(LarsVariant))}")
 
     def _step_group(
         self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
@@ -291,7 +291,7 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
     exact = inner == 1.0 or (LEAST_INNER <= inner <= 1 / LEAST_INNER and p.dtype != torch.float64)
     exact = exact and _holds(outer)
     dense = p.stride() == g.stride() == v.stride()
-    if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # whose Nesterov form does not dampen d
+    if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # the Nesterov form does not dampen d
         _update_in_steps(p, g, v, group, momentum, (inner, outer))
         return
     torch._fused_sgd_(
@@ -351,7 +351,7 @@ class Lamb(GroupOptimizer):
         lr: learning rate.
         betas: decay rates of the averages m and v.
         weight_decay: decoupled weight decay.
-        eps: added to the root of v.
+        eps: added to the square root of v.
 
     Raises:
         ValueError: if an option is negative or not finite, or a decay rate 1 or more.
@@ -419,7 +419,7 @@ class AdagradDA(GroupOptimizer):
         params: parameters, or parameter groups that may override options.
         lr: learning rate.
         weight_decay: L2 penalty d.
-        eps: added to the root of the summed squares.
+        eps: added to the square root of the summed squares.
 
     Raises:
         ValueError: if an option is negative or not finite.

@@ -40,7 +40,7 @@ class RangeTest:
 
     @property
     def smoothed(self) -> tuple[float, ...]:
-        """The moving average of the losses, corrected for its start (Kingma and Ba 2015, 3)."""
+        """Bias-corrected moving average of the losses (Kingma and Ba 2015, 3)."""
         sums = accumulate(self.losses, lambda mean, loss: SMOOTHING * mean + (1 - SMOOTHING) * loss, initial=0.0)
         return tuple(mean / (1 - SMOOTHING**step) for step, mean in enumerate(sums) if step > 0)
 
@@ -78,10 +78,10 @@ def suggest(test: RangeTest) -> Suggestion:
         (smoothed[step + 1] - smoothed[step - 1]) / (logs[step + 1] - logs[step - 1]) for step in range(1, lowest)
     ]
     steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
-    end = "diverges after that" if test.diverged else "does not diverge up to the highest rate"
+    end = "diverges after that" if test.diverged else "does not diverge up to the highest learning rate"
     return Suggestion(
         rate=test.rates[steepest],
-        why=f"the loss falls fastest here; it is lowest at {test.rates[lowest]:.3g}, and {end}",
+        why=f"the loss falls fastest here; its minimum is at {test.rates[lowest]:.3g}, and it {end}",
     )
 
 
@@ -151,7 +151,7 @@ def find_rate(
         rows = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
         print(json.dumps({**values, "why": found.why, "steps": rows}, indent=1), flush=True)
         return
-    suggested = "no rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
+    suggested = "no learning rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
     print(f"{suggested}: {found.why}", flush=True)
     print(f"{len(test.rates):,} steps with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
     if picture is not None:

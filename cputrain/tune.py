@@ -625,7 +625,7 @@ def race_here(
 
     def watch(race: Race) -> None:
         nonlocal left
-        left = len(race.running) if len(race.running) > 1 else 0  # one more round at least
+        left = len(race.running) if len(race.running) > 1 else 0  # at least one more round
         progress(done, left)
 
     race = run_race(

@@ -1,7 +1,7 @@
-"""`cputrain bench`: what this machine reaches, each figure beside its limit.
+"""`cputrain bench`: measure this machine, each figure beside its limit.
 
-limits.py measures memory, decoding, all-reduces and optimizers, model.py whole training steps in the planned ranks,
-each of which runs recorder.py. figures.py shows what was measured.
+limits.py measures memory, decoding, all-reduces and optimizers. model.py measures whole training steps in the planned
+ranks, each of which runs recorder.py. figures.py formats the results.
 """
 
 from cputrain.affinity.lazy import front

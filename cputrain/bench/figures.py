@@ -1,4 +1,4 @@
-"""Figures with their spread and their limit, tables, and reports of them as text, JSON and SVG."""
+"""Benchmark figures with range and limit, tables, and reports of both as text, JSON and SVG."""
 
 import json
 import time
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 Cell = str | float | None
 K = TypeVar("K")
-NOISY = 0.3  # of the median: a range that says that something else runs
+NOISY = 0.3  # (highest - lowest) / median, above which other processes probably disturbed the repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A speed in `unit`: median, lowest and highest of the repeats; more is better.
+    """A speed in `unit`, higher is better: median, lowest and highest of the repeats.
 
-    `limit` is what nothing here can exceed, in the same unit and from the same run, and `limited_by` what that is.
-    `note` says the same in another way, as the time that it takes.
+    `limit` is an upper bound that was measured in the same run and unit, and `limited_by` its name. `note` gives the
+    result in another unit, such as the time of a step.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table with headings; `shown` rows of it are printed, all of them are in the JSON. `drawn` is the number of the
-    column that a picture shows as bars, None for none."""
+    """A table with headings. The first `shown` rows are printed (None: all); the JSON has all rows. `drawn` is the
+    index of the column that the SVG shows as bars; None draws no chart."""
 
     title: str
     head: tuple[str, ...]
@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a benchmark: what was measured where and how, figures, tables, remarks."""
+    """The result of a benchmark: title (what was measured, where and how), figures, tables and notes."""
 
     title: str
     figures: tuple[Figure, ...]
@@ -59,26 +59,26 @@ class Report:
 
 
 def figure_of(name: str, values: Sequence[float], unit: str, **about: Any) -> Figure:
-    """The figure of repeated measurements; `about` are its limit and note."""
+    """Build the figure of repeated measurements; `about` sets its limit and note."""
     value, low, high = spread_of(values)
     return Figure(name=name, value=value, low=low, high=high, unit=unit, **about)
 
 
 def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lowest and highest."""
+    """Return the median, the lowest and the highest value."""
     return median(values), min(values), max(values)
 
 
 def seconds_of(act: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long a call takes, in seconds of a clock."""
+    """Return how long a call takes, in seconds of `clock`."""
     started = clock()
     act()
     return clock() - started
 
 
 def interleaved(runs: Mapping[K, Callable[[], float]], rounds: int) -> dict[K, list[float]]:
-    """What each of the runs returns, by name, in turns: a disturbance then meets all of them. One more round before
-    that is not counted."""
+    """Call the functions in turn, `rounds` times, so that a disturbance affects all of them; return their values by
+    name. One warm-up round is discarded."""
     for run in runs.values():
         run()
     found: dict[K, list[float]] = {name: [] for name in runs}
@@ -89,24 +89,24 @@ def interleaved(runs: Mapping[K, Callable[[], float]], rounds: int) -> dict[K, l
 
 
 def report_text(report: Report) -> str:
-    """The report for a terminal."""
+    """Format the report for a terminal."""
     figures = figures_text(report.figures) if report.figures else ""
     notes = "\n".join((*report.notes, *noise_note(report.figures)))
     return "\n\n".join(filter(None, (report.title, figures, *map(_table_text, report.tables), notes)))
 
 
 def noise_note(figures: Sequence[Figure]) -> list[str]:
-    """A line about figures whose repeats differ much; empty where none do."""
+    """Return a warning about figures whose repeats differ much; empty if there are none."""
     noisy = sum(figure.high - figure.low > NOISY * figure.value for figure in figures)
     line = (
         f"warning: the repeats of {noisy} of {counted(len(figures), 'figure')} differ by more than {100 * NOISY:.0f} "
-        "%: measure where nothing else runs"
+        "%; measure on an idle machine"
     )
     return [line] if noisy else []
 
 
 def figures_text(figures: Sequence[Figure]) -> str:
-    """One line for each figure: median, range, limit and share of it."""
+    """Format one line per figure: median, range, limit and percentage of the limit."""
     columns = (
         Column("", "name"),
         Column("median", "value", number),
@@ -114,7 +114,7 @@ def figures_text(figures: Sequence[Figure]) -> str:
         Column("", "unit"),
         *((Column("", "note"),) if any(each.note for each in figures) else ()),
         Column("limit", "limit", number),
-        Column("of it", lambda each: None if each.limit is None else 100 * each.value / each.limit, "{:.0f} %".format),
+        Column("of limit", lambda f: None if f.limit is None else 100 * f.value / f.limit, "{:.0f} %".format),
         Column("limited by", "limited_by"),
     )
     return Rows(columns, figures).text(numbers=False)
@@ -132,12 +132,12 @@ def _cell(value: str | float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count: "0.0123", "1.23", "123", "12,300"."""
+    """Format with three significant digits: "0.0123", "1.23", "123", "12,300"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str:
-    """The report with the machine and the versions that it depends on; every row of a table is an object."""
+    """Return the report as JSON, with machine and versions; each row of a table is an object."""
     values = {
         "title": report.title,
         "machine": machine,
@@ -153,8 +153,8 @@ BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
 
 
 def report_svg(report: Report) -> str:
-    """A bar for each figure with its range, its limit a line; a panel for each unit and each table with a column to
-    draw."""
+    """Draw a bar per figure, with its range and a line at its limit; one panel per unit, and one per table that has a
+    column to draw."""
     units = dict.fromkeys(figure.unit for figure in report.figures)
     panels = [[figure for figure in report.figures if figure.unit == unit] for unit in units]
     tables = [table for table in report.tables if table.drawn is not None]
@@ -182,14 +182,14 @@ def _draw(axes: "Axes", figures: Sequence[Figure]) -> None:
 
 
 def _draw_table(axes: "Axes", table: Table) -> None:
-    """A bar for each printed row of a table."""
+    """Draw a bar for each printed row of a table."""
     rows, column = table.rows[: table.shown], table.drawn or 0
     axes.barh(range(len(rows)), [float(row[column] or 0.0) for row in rows], color="C2", height=0.7)
     _label_bars(axes, [str(row[0]) for row in rows], xlabel=table.head[column], title=table.title)
 
 
 def _label_bars(axes: "Axes", names: Sequence[str], **labels: str) -> None:
-    """Name bars, the first one at the top."""
+    """Label the bars, the first one at the top."""
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.invert_yaxis()
     axes.set(xlim=(0, None), **labels)

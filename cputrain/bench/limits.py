@@ -1,7 +1,8 @@
-"""`cputrain bench memory`, `data`, `comm` and `optimizer`: what memory, decoding, all-reduces and optimizers reach.
+"""`cputrain bench memory`, `data`, `comm` and `optimizer`: bandwidth, decoding speed, all-reduces, optimizer steps.
 
-Memory: every thread is bound to a core and has arrays of its own, which it touches first. What a store reads before it
-writes (write-allocate) is not counted. All-reduces: between two ranks of this host, a core each, by size and backend.
+Memory: every thread is bound to a core and touches its private arrays first (first touch). Bytes read by a store before
+it writes (write-allocate) are not counted. All-reduces: between two ranks of this host with one core each, by size and
+backend.
 """
 
 import io
@@ -46,7 +47,14 @@ from cputrain.data.pixels import (
 )
 from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
-from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, fit_alpha_beta, rate_record, transport_records
+from cputrain.measurements import (
+    BUCKET_ALL_REDUCE,
+    BUCKET_BYTES,
+    TITLES,
+    fit_alpha_beta,
+    rate_record,
+    transport_records,
+)
 from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
@@ -54,14 +62,14 @@ from cputrain.simulate.step import optimizer_passes
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
-LEAST_BYTES, CACHES = 256 << 20, 4  # an array of all threads is as large, and four times the level-3 caches
-PASSES = 4  # over the arrays in one measurement
+LEAST_BYTES, CACHES = 256 << 20, 4  # the threads' arrays together: at least this, and 4 times the level-3 caches
+PASSES = 4  # over the arrays, per measurement
 TEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Threads, by their PUs, and the NUMA node of each one's memory; None leaves it to the kernel."""
+    """Threads by PU, with the NUMA node that each one's memory is bound to; None means the kernel's default."""
 
     name: str
     pus: tuple[int, ...]
@@ -69,7 +77,7 @@ class Place:
 
 
 def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report, tuple[Record, ...]]:
-    """The bandwidth of each NUMA node by the number of its threads, from other nodes, and of the whole host."""
+    """Measure the bandwidth of each NUMA node by number of threads and from other nodes, and of the whole host."""
     array = TEST_BYTES if quick else max(LEAST_BYTES, CACHES * level3_bytes(machine))
     figures: list[Figure] = []
     for group in places(machine):
@@ -92,7 +100,7 @@ def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report
 
 
 def places(machine: Machine) -> list[list[Place]]:
-    """For each NUMA node with memory: 1, 2, 4, ... and all of the cores next to it; then the cores of other nodes."""
+    """For each NUMA node with memory: 1, 2, 4, ... and all of its nearest cores, after the cores of other nodes."""
     nodes = [node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes]
     groups = []
     for node in nodes:
@@ -112,12 +120,12 @@ def places(machine: Machine) -> list[list[Place]]:
 
 
 def cores_next_to(machine: Machine, node: NumaNode) -> tuple[Core, ...]:
-    """The cores that this process may use and that are nearest to a node's memory."""
+    """Return the allowed cores that are nearest to a node's memory."""
     return tuple(core for core in machine.allowed_cores if core.numa_node in node.near)
 
 
 def host_place(machine: Machine) -> Place:
-    """A thread on every core, with memory next to it."""
+    """Return a thread on every core, each with memory of the nearest node."""
     several = sum(bool(node.memory_bytes) for node in machine.numa_nodes) > 1
     cores = machine.allowed_cores
     nodes = {node.id for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
@@ -130,20 +138,20 @@ def _place(name: str, cores: Sequence[Core], node: int | None) -> Place:
 
 
 def thread_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
+    """Return 1, 2, 4, ... and `most`."""
     return sorted({1 << k for k in range(most.bit_length()) if 1 << k < most} | {most})
 
 
 def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list[float]:
-    """bytes/s of all threads together, of each repeat; `array_bytes` are those of one thread's array.
+    """Return the bytes/s of all threads together for each repeat; `array_bytes` is the size of one thread's array.
 
-    Raises RunError where the kernel refuses memory on a node.
+    Raises RunError if the kernel refuses to bind memory to a node.
     """
     barrier, threads = threading.Barrier(len(place.pus)), torch.get_num_threads()
     jobs = []
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(len(place.pus)) as pool:  # a thread each, as all of them wait for the others
+        with ThreadPoolExecutor(len(place.pus)) as pool:  # one thread per PU: all of them meet at the barrier
             for pu, node in zip(place.pus, place.nodes, strict=True):
                 jobs.append(pool.submit(_timed_passes, pu, node, kernel, array_bytes, repeats, barrier))
                 jobs[-1].add_done_callback(lambda job: barrier.abort() if job.exception() else None)
@@ -151,7 +159,7 @@ def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list
         torch.set_num_threads(threads)
     for job in jobs:
         error = job.exception()
-        if error is not None and not isinstance(error, threading.BrokenBarrierError):  # that of a thread that waited
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):  # raised in the waiting threads
             raise RunError(f"bench memory: {place.name}: {error}") from error
     moved = PASSES * STREAMS[kernel] * array_bytes * len(place.pus)
     spans = zip(*(job.result() for job in jobs), strict=True)
@@ -161,10 +169,10 @@ def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list
 def _timed_passes(
     pu: int, node: int | None, kernel: str, array_bytes: int, repeats: int, barrier: threading.Barrier
 ) -> list[tuple[float, float]]:
-    """Start and end of each repeat, in a thread of its own."""
-    os.sched_setaffinity(0, {pu})  # of this thread
+    """Return start and end of each repeat; runs in one thread per PU."""
+    os.sched_setaffinity(0, {pu})  # 0 is the calling thread
     if node is not None and (why := set_memory_policy("bind", (node,))):
-        raise RunError(f"memory on node {node} is refused: {why}")
+        raise RunError(f"the kernel refuses to bind memory to node {node}: {why}")
     a, b, c = (torch.empty(array_bytes // 4).fill_(value) for value in (1.0, 2.0, 3.0))
     spans = []
     for _ in range(repeats + 1):
@@ -180,7 +188,7 @@ def _timed_passes(
 
 
 def level3_bytes(machine: Machine, root: Path = Path("/")) -> int:
-    """Bytes of all level-3 caches of the cores that this process may use; 0 where the kernel does not tell."""
+    """Return the bytes of all level-3 caches of the allowed cores; 0 if the kernel does not report them."""
     first = {core.l3: core.pus[0] for core in machine.allowed_cores if core.l3 is not None}
     files = [root / f"sys/devices/system/cpu/cpu{pu}/cache/index3/size" for pu in first.values()]
     return sum(_size(file.read_text(encoding="utf-8")) for file in files if file.is_file())
@@ -197,7 +205,7 @@ BYTES = 4
 
 
 def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
-    """Steps of each optimizer, on one thread and on one for each core."""
+    """Time steps of each optimizer, on one thread and on one thread per core."""
     name = TEST_NETWORK if quick else NETWORK
     model = build_model(ModelSection(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for parameter in model.parameters():
@@ -239,14 +247,14 @@ def _step(model: nn.Module, name: str) -> Callable[[], float]:
 
 
 WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
-# With these a photo has about the bytes of ImageNet's, 110 kB, and 28 kB once prepared.
+# These give a photo about as many bytes as ImageNet's: 110 kB, and 28 kB once prepared.
 FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
 COUNT, TEST_COUNT, MOST = 48, 4, 200
 
 
 def generated_photos(count: int) -> list[bytes]:
-    """JPEGs with the spectrum of photos, amplitudes falling with a power of the frequency (Field 1987), in colors that
-    differ little."""
+    """Generate JPEGs with the spectrum of photos, whose amplitudes fall with a power of the frequency (Field 1987), in
+    similar colors."""
     rng = np.random.Generator(np.random.Philox(key=count))
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None, :])
     frequency[0, 0] = np.inf
@@ -268,9 +276,9 @@ def _photo(rng: np.random.Generator, amplitude: np.ndarray) -> bytes:
 
 
 def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
-    """The first JPEGs in a folder, at any depth. Raises InputError where there are none."""
+    """Return the first JPEGs in a folder, at any depth. Raises InputError if there are none."""
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: name one with JPEGs")
+        raise InputError(f"{folder} is not a folder; name a folder with JPEGs")
     paths = (Path(place) / name for place, _, names in sorted(os.walk(folder)) for name in sorted(names))
     found: list[bytes] = []
     for path in paths:
@@ -281,7 +289,7 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
         if data.startswith(b"\xff\xd8") and (decoder is None or decoder.decode([data], center_crop(8, 8), small)[0]):
             found.append(data)
     if not found:
-        raise InputError(f"{folder} contains no JPEG: name a folder with JPEGs, at any depth")
+        raise InputError(f"{folder} contains no JPEG; name a folder with JPEGs, at any depth")
     return found
 
 
@@ -290,13 +298,13 @@ RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
 SHORT_SIDE, QUALITY = 256, 90  # of prepared images
 TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
 UNIT = "images per CPU-second"
-BATCHES = 8  # of one measurement of normalizing
+BATCHES = 8  # per measurement of normalization
 
 
 def bench_decoding(
     machine: Machine, folder: Path | None, env: Mapping[str, str], *, repeats: int, quick: bool
 ) -> tuple[Report, tuple[Record, ...]]:
-    """Decode random crops of 224 x 224 on one core. Raises InputError for a folder without JPEGs."""
+    """Decode random crops of 224 x 224 on one core. Raises InputError if the folder contains no JPEG."""
     decoder, missing = _turbo(env)
     photos = photos_of(folder, decoder) if folder else generated_photos(TEST_COUNT if quick else COUNT)
     sets = {"original": photos, "prepared": [prepared(photo) for photo in photos]}
@@ -318,7 +326,7 @@ def bench_decoding(
     title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
     command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
     records = []
-    for name in decoders:  # nanoseconds of a core for each pixel of an original image
+    for name in decoders:  # nanoseconds of one core per pixel of an original image
         spread = spread_of([1e9 / rate / pixels for rate in with_one_core[f"original, {name}"]])
         records.append(rate_record(machine, f"{DECODING} {name}", spread, command=command))
     notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
@@ -326,7 +334,7 @@ def bench_decoding(
 
 
 def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]]:
-    """The fast decoder, or why there is none."""
+    """Load the libjpeg-turbo decoder, or return the reason why it cannot be used."""
     try:
         return load(env), ()
     except (InputError, RunError) as error:
@@ -334,7 +342,7 @@ def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]
 
 
 def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Work with one thread on the last core: the first ones take the host's interrupts."""
+    """Run `work` with one thread on the last core, as the first cores handle the host's interrupts."""
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {machine.allowed_cores[-1].pus[0]})
     torch.set_num_threads(1)
@@ -346,12 +354,12 @@ def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -
 
 
 def images_per_cpu_s(work: Callable[[], object], images: int) -> float:
-    """Images per CPU-second of this process."""
+    """Return images per CPU-second of this process."""
     return images / seconds_of(work, time.process_time)
 
 
 def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
-    """Decodes all files as the loader's threads do."""
+    """Return a measurement that decodes all files in batches, as the loader's threads do."""
     places = np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
 
     def once() -> None:
@@ -365,7 +373,8 @@ def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
 
 
 def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
-    """Decodes the last pixel alone: all that lies before it is read, and not transformed."""
+    """Return a measurement of entropy decoding: a crop of only the last pixel makes libjpeg-turbo read the whole stream
+    and transform almost nothing."""
     place = np.empty((1, 1, 1, 3), dtype=np.uint8)
     plain = [without_markers(data) for data in files]
 
@@ -377,12 +386,12 @@ def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], floa
 
 
 def last_pixel(_place: int, width: int, height: int) -> Crop:
-    """The crop of the last pixel alone."""
+    """Return the crop that contains only the last pixel."""
     return Crop(width - 1, height - 1, 1, 1, 1, 1, 0, 0, 1)
 
 
 def without_markers(data: bytes) -> bytes:
-    """The same coefficients without restart markers, which would spare the reading too."""
+    """Return the JPEG without restart markers, which would let the decoder skip entropy decoding as well."""
     if b"\xff\xdd\0\4" not in data:
         return data
     out = io.BytesIO()
@@ -391,12 +400,12 @@ def without_markers(data: bytes) -> bytes:
 
 
 def prepared(data: bytes) -> bytes:
-    """A JPEG as `cputrain prepare --short-side 256` writes it."""
+    """Re-encode a JPEG as `cputrain prepare --short-side 256` does."""
     return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
 
 
 def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
-    """Images per CPU-second from bytes to the network's input."""
+    """Measure images per CPU-second of normalization, from bytes to the network's input."""
     normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", env)
     images = torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
 
@@ -410,7 +419,7 @@ def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
 BACKENDS = ("gloo", "ccl")
 SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
 TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
-LARGE = 16 << 20  # from here on the bytes take all the time: gradient buckets are as large
+LARGE = 16 << 20  # bytes from which on latency is negligible; gradient buckets are about this large
 RANKS = 2
 TIMEOUT_S = 300.0
 FLOAT = 4
@@ -424,9 +433,9 @@ Times = dict[int, dict[str, list[float]]]
 def bench_all_reduce(
     machine: Machine, env: Mapping[str, str], *, repeats: int, quick: bool
 ) -> tuple[Report, tuple[Record, ...]]:
-    """All-reduces of each backend. Raises InputError on a host with one core, RunError where the ranks fail."""
+    """Time all-reduces of each backend. Raises InputError on a host with one core, RunError if the ranks fail."""
     if len(machine.allowed_cores) < RANKS:
-        raise InputError(f"bench comm needs two cores, and this process may use {len(machine.allowed_cores)}")
+        raise InputError(f"bench comm needs two cores, but this process may use {len(machine.allowed_cores)}")
     plan = plan_this_machine(Request(ppn=RANKS, threads=1, comm_cores=0, loader_cores=0), env, machine=machine)
     found: dict[str, Times] = {}
     notes = []
@@ -451,7 +460,7 @@ def bench_all_reduce(
 
 
 def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[float, float, float]]:
-    """Seconds of an all-reduce of a bucket over each of oneCCL's transports; adds a note on one that does not run."""
+    """Return the seconds of a bucket's all-reduce over each oneCCL transport; append a note for each one that fails."""
     from cputrain.comm.ccl.check import time_transports
     from cputrain.comm.ccl.environment import find_libraries
 
@@ -468,7 +477,9 @@ def _bucket_times(transports: Mapping[str, tuple[float, float, float]]) -> Table
         (TITLES[name], 1000 * middle, 1000 * lowest, 1000 * highest)
         for name, (middle, lowest, highest) in transports.items()
     )
-    return Table(title=f"oneCCL's transports: {WHAT}", head=("transport", "ms", "lowest", "highest"), rows=rows)
+    return Table(
+        title=f"oneCCL's transports: {BUCKET_ALL_REDUCE}", head=("transport", "ms", "lowest", "highest"), rows=rows
+    )
 
 
 def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
@@ -485,7 +496,7 @@ def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
 
 
 def _timed(act: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each round, which all ranks begin together; one more before them does not count."""
+    """Return the seconds of each round, started by a barrier; one warm-up round is discarded."""
     seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -494,12 +505,12 @@ def _timed(act: Callable[[], object], rounds: int) -> list[float]:
 
 
 def bus_bytes_per_s(size: int, seconds: float) -> float:
-    """The bytes/s that each rank sends, as NCCL's tests count them: 2 (n - 1) / n of the size."""
+    """Return the bytes/s that each rank sends, counted as in NCCL's tests: 2 (n - 1) / n of the size."""
     return 2 * (RANKS - 1) / RANKS * size / seconds
 
 
 def _all_reduce_figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
-    """Each backend's bandwidth for a size, beside a copy of as many bytes."""
+    """Return each backend's bandwidth for a size, with a copy of the same size as its limit."""
     figures = []
     for backend, times in found.items():
         seconds, copied = times[size]["all-reduce"], median(times[size]["copy"])
@@ -517,7 +528,7 @@ def size_text(size: int) -> str:
 
 
 def _fits(found: Mapping[str, Times]) -> Table:
-    """Latency and bandwidth of each backend, fitted to its medians."""
+    """Fit latency and bandwidth of each backend to its medians."""
     rows = []
     for backend, times in found.items():
         points = [(float(size), median(each["all-reduce"])) for size, each in times.items()]
@@ -527,7 +538,7 @@ def _fits(found: Mapping[str, Times]) -> Table:
 
 
 def _bandwidth_record(machine: Machine, backend: str, times: Times) -> Record:
-    """The bandwidth of large messages: what a core receives, adds and sends."""
+    """Record the bandwidth of large messages: bytes/s that a core receives, adds and sends."""
     large = [size for size in times if size >= LARGE] or [max(times)]
     rates = [bus_bytes_per_s(size, seconds) for size in large for seconds in times[size]["all-reduce"]]
     return rate_record(machine, f"{ALL_REDUCE} {backend}", spread_of(rates), command=COMMAND)

@@ -1,4 +1,4 @@
-"""Steps per second of a network on planned ranks, and their trace."""
+"""`cputrain bench model`: training steps of a network in planned ranks, as a report and as a trace."""
 
 import json
 import tempfile
@@ -24,13 +24,13 @@ from cputrain.runs.folder import make_folder
 from cputrain.simulate.step import LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
-"""Of a step, in their order; "other" is what lies between them."""
+"""Parts of a step, in order; "other" is the time between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a rank measures: steps before those that count, steps that count, steps with a record of every layer, and
-    the precisions of the processor's limits, which are measured after them."""
+    """What a rank measures: the number of warm-up steps, of timed steps and of steps with a record of every layer, and
+    the precisions of the kernels that are timed afterwards as the processor's limits."""
 
     warm_up: int
     steps: int
@@ -40,16 +40,16 @@ class Spec:
 
 
 def precisions(isa: tuple[str, ...]) -> tuple[str, ...]:
-    """The precisions that a processor has instructions for: without them oneDNN converts bfloat16, which is slow."""
+    """Return the precisions that the processor has instructions for; without them oneDNN converts bfloat16, slowly."""
     return ("float32", "bf16") if any("bf16" in flag for flag in isa) else ("float32",)
 
 
 def measure_training(
     planned: PlannedTraining, spec: Spec, env: Mapping[str, str], *, what: str
 ) -> list[dict[str, Any]]:
-    """Train a few steps of a recipe in its planned workers; what each rank has measured, by rank.
+    """Train a few steps of a recipe in its planned workers; return what each rank measured, by rank.
 
-    Replaces the run in its folder. Raises as `run_on_ranks` does; `what` names the training in messages.
+    Replaces the run in the recipe's folder. Raises as `run_on_ranks` does; `what` names the training in messages.
     """
     folder = planned.recipe.folder
     make_folder(planned.recipe, None, overwrite=True)
@@ -63,12 +63,12 @@ FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
 MATRIX = "matrix product"
 
 Ranks = Sequence[dict[str, Any]]
-"""What each rank has measured: see recorder.measure."""
+"""Results of each rank: see recorder.measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """A training that was measured, and what its ranks have written."""
+    """A measured training, with the results of its ranks."""
 
     planned: PlannedTraining
     command: str
@@ -76,31 +76,31 @@ class MeasuredModel:
 
     @property
     def recipe(self) -> Recipe:
-        """The training."""
+        """The recipe of the training."""
         return self.planned.recipe
 
     @property
     def images_per_s(self) -> list[float]:
-        """Images/s of all workers in each step."""
+        """Images/s of all workers, per step."""
         return [self.ranks[0]["images"] / step["seconds"] for step in self.ranks[0]["steps"]]
 
     @property
     def compute_cores(self) -> int:
-        """The cores that compute."""
+        """The number of cores that compute."""
         machine = self.planned.plan.machine
         pus = {pu for worker in self.planned.plan.workers for pu in worker.compute_pus}
         return sum(not pus.isdisjoint(core.pus) for core in machine.cores)
 
 
 def steps_alone(recipe: Recipe) -> Recipe:
-    """The training without evaluations and what else is not a step."""
+    """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time."""
     return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
 
 
 def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping[str, str]) -> MeasuredModel:
-    """Train a few steps on this host, with generated images unless the settings name others.
+    """Train a few steps on this host, with generated images unless the settings name a data set.
 
-    Raises InputError for a recipe that does not fit, RunError where it fails.
+    Raises InputError if the recipe does not fit this host, RunError if the training fails.
     """
     own = any(setting.startswith("data.path=") for setting in settings)
     images = () if own else (f"data.path={SYNTHETIC}",)
@@ -112,7 +112,7 @@ def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping
 
 
 def model_report(found: MeasuredModel) -> Report:
-    """The figures and tables of a measured training."""
+    """Return the figures and tables of a measured training."""
     recipe, first = found.recipe, found.ranks[0]
     workers = found.planned.plan.workers
     threads = spread([worker.intra_op for worker in workers], "thread")
@@ -126,7 +126,7 @@ def model_report(found: MeasuredModel) -> Report:
 
 
 def model_records(found: MeasuredModel) -> tuple[Record, ...]:
-    """What is kept of a measurement; empty for networks whose size is not known, and for images that were read."""
+    """Return the records to store; empty for networks of unknown size and for images read from files."""
     recipe, plan = found.recipe, found.planned.plan
     if layer_sizes(recipe) is None or not recipe.data.generated:
         return ()
@@ -159,7 +159,8 @@ def model_records(found: MeasuredModel) -> tuple[Record, ...]:
 
 
 def layer_seconds(profiled: Sequence[dict[str, Any]]) -> tuple[LayerSeconds, ...]:
-    """The layers with weights in the fastest of the recorded steps, each with those without that follow it."""
+    """Return the times of the layers with weights in the fastest recorded step, each with the weightless layers after
+    it."""
     if not profiled or not profiled[0]["layers"]:
         return ()
     step = min(profiled, key=lambda each: each["seconds"])
@@ -172,11 +173,12 @@ def layer_seconds(profiled: Sequence[dict[str, Any]]) -> tuple[LayerSeconds, ...
             name = span[0] if span[0] in weights else name
             seconds[name][direction] += span[3] - span[2]
     timed = tuple(LayerSeconds(weights=weights[name], **each) for name, each in seconds.items())
-    return timed if all(each.forward and each.backward for each in timed) else ()  # frozen ones have no backward pass
+    return timed if all(each.forward and each.backward for each in timed) else ()  # frozen layers lack a backward pass
 
 
 def _limit_figures(found: MeasuredModel) -> list[Figure]:
-    """The kernels, of one core: beside the fastest of them in the same precision, which comes nearest to the peak."""
+    """Return each kernel's speed on one core; the limit is the fastest kernel in the same precision, closest to the
+    peak."""
     figures = []
     for precision in dict.fromkeys(limit["precision"] for limit in found.ranks[0]["limits"]):
         rates = {name: _core_rates(found, name, precision) for name in (MATRIX, FORWARD, BACKWARD)}
@@ -189,7 +191,7 @@ def _limit_figures(found: MeasuredModel) -> list[Figure]:
 
 
 def _core_rates(found: MeasuredModel, name: str, precision: str) -> list[float]:
-    """GFLOP/s of a core in each repeat of a kernel, the mean over the workers."""
+    """Return GFLOP/s per core in each repeat of a kernel, the mean over the workers."""
     of_ranks = [
         next(each["flops"] for each in rank["limits"] if (each["name"], each["precision"]) == (name, precision))
         for rank in found.ranks
@@ -198,7 +200,7 @@ def _core_rates(found: MeasuredModel, name: str, precision: str) -> list[float]:
 
 
 def _training_figures(found: MeasuredModel) -> list[Figure]:
-    """Images/s, and GFLOP/s of a core in whole steps, beside those of a training that is nothing but convolutions."""
+    """Return images/s and GFLOP/s per core of whole steps; the limit is a training that only computes convolutions."""
     rate = figure_of("training", found.images_per_s, "images/s")
     flop = _flop_per_image(found)
     if flop is None:
@@ -217,7 +219,7 @@ def _training_figures(found: MeasuredModel) -> list[Figure]:
 
 
 def _flop_per_image(found: MeasuredModel) -> float | None:
-    """Floating-point operations of an image in a step; None where no layer was recorded."""
+    """Return the floating-point operations per image and step; None if no layer was recorded."""
     profiled = found.ranks[0]["profiled"]
     total: float = sum(
         layer["forward_flop"] + layer["backward_flop"] for step in profiled[:1] for layer in step["layers"]
@@ -227,7 +229,7 @@ def _flop_per_image(found: MeasuredModel) -> float | None:
 
 
 def _step_table(found: MeasuredModel) -> Table:
-    """The parts of a step of rank 0: median, range and share."""
+    """Return the parts of a step of rank 0: median, range and share."""
     steps = found.ranks[0]["steps"]
     whole = median(step["seconds"] for step in steps)
     seconds = {part: [step["parts"][part] for step in steps] for part in PARTS}
@@ -242,9 +244,9 @@ def _step_table(found: MeasuredModel) -> Table:
 
 
 def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
-    """Every layer of rank 0, the slowest first, in the fastest of its recorded steps.
+    """Return every layer of rank 0 in the fastest recorded step, the slowest layer first.
 
-    What a layer by Winograd's algorithm would take by oneDNN's direct one follows from the speedup that chose it.
+    For a Winograd layer, oneDNN's time is estimated from the speedup that was measured when Winograd was chosen.
     """
     profiled, winograd = found.ranks[0]["profiled"], found.ranks[0]["winograd"]
     if not profiled or not profiled[0]["layers"]:
@@ -283,7 +285,7 @@ MICRO = 1e6
 
 
 def trace_json(ranks: Sequence[dict[str, Any]]) -> str:
-    """The profiled steps of all ranks on one clock, which is that of their host. Times in microseconds."""
+    """Return the profiled steps of all ranks in the Chrome trace format, in microseconds of the host's clock."""
     first = min(step["start"] for rank in ranks for step in rank["profiled"])
     events: list[dict[str, Any]] = []
     for rank in ranks:
@@ -297,7 +299,7 @@ def trace_json(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _events(rank: int, number: int, step: dict[str, Any], first: float) -> list[dict[str, Any]]:
-    """A step's slices; of an all-reduce its begin and its end: buckets may overlap, which slices of a track may not."""
+    """Return a step's slices; all-reduces are async begin and end events, as buckets may overlap and slices may not."""
 
     def event(kind: str, name: str, track: int, at: float, **about: Any) -> dict[str, Any]:
         where = {"name": name, "cat": TRACKS[track], "pid": rank, "tid": track}

@@ -1,7 +1,7 @@
-"""A rank that trains a few steps: times of layers and buckets, the limit of convolutions.
+"""One rank of `cputrain bench`: trains a few steps, times their parts, layers and buckets, and the kernels' limits.
 
-The trainer's code is not changed: hooks of torch tell when the forward pass, the optimizer and each layer begin and
-end, the communication hook when the backward pass waits.
+The trainer's code is unchanged: torch's hooks report when the forward pass, the optimizer and each layer begin and end,
+and the communication hook reports when the backward pass waits.
 """
 
 import gc
@@ -39,20 +39,20 @@ TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A computation and its floating-point operations."""
+    """A kernel with its number of floating-point operations."""
 
     name: str
     flop: float
     run: Callable[[], object]
 
     def flops(self) -> float:
-        """FLOP/s of one run."""
+        """Run the kernel once; return FLOP/s."""
         with torch.no_grad():
             return self.flop / seconds_of(self.run)
 
 
 def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
-    """Convolution forward and backward, and matrix product, in a precision."""
+    """Return convolution forward, convolution backward and matrix product in a precision."""
     dtype, images = TYPES[precision], min(images, MOST_IMAGES)
     shape = (images, CHANNELS, SIDE, SIDE)
     x, gradient = (torch.rand(shape).to(dtype=dtype, memory_format=torch.channels_last) for _ in range(2))
@@ -76,18 +76,18 @@ def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
 
 
 Span = tuple[str, float, float]
-"""What, when it began and when it ended, in seconds of the host's monotonic clock."""
+"""Name, start and end, in seconds of the host's monotonic clock."""
 
 
 @dataclass(slots=True)
 class ObservedAllReduce(AllReduceHook):
-    """A communication hook that records each bucket: bytes, when its gradients were ready, when their sum was."""
+    """All-reduce hook that also records each bucket: bytes, when its gradients were ready, when the sum was ready."""
 
     inner: AllReduceHook = field(default_factory=AllReduceHook)
     buckets: list[tuple[int, float, float]] = field(default_factory=list)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """Add up a bucket of gradients over the ranks."""
+        """All-reduce a bucket of gradients."""
         size = bucket.buffer().nbytes
         summed = self.inner.hook(group, bucket)
         self.last_ready_s = ready = self.inner.last_ready_s
@@ -95,7 +95,7 @@ class ObservedAllReduce(AllReduceHook):
         return summed
 
     def reset(self) -> None:
-        """Drop what is kept from earlier gradients."""
+        """Drop the state of earlier gradients."""
         self.inner.reset()
 
 
@@ -125,27 +125,27 @@ class StepRecorder:
         self.optimizer.clear()
 
     def parts(self, result: StepResult, start: float, end: float, *, alone: bool) -> list[Span]:
-        """The parts of the step from `start` to `end`, in order; what lies between them is "other".
+        """Return the parts of the step from `start` to `end`, in order; the time between them is "other".
 
-        The backward pass contains the loss, and with gradient accumulation the preparation of later passes. `alone`:
-        there is one rank, which waits for no other.
+        The backward pass includes the loss, and with gradient accumulation the preparation of the next pass. `alone`
+        means that there is one rank, which never waits for another.
         """
         waits = 0.0 if alone else result.comm_wait_s
-        # the last forward pass ends before the last backward pass begins, which ends once the sums are there
+        # the last forward pass ends before the last backward pass begins, which ends once the sums are ready
         ended = self.state.all_reduce.last_ready_s + result.comm_wait_s
         spans: list[Span] = [("data wait", start, start + result.data_wait_s)]
         for number, (began, done) in enumerate(self.forwards):
             following = self.forwards[number + 1][0] if number + 1 < len(self.forwards) else ended - waits
             spans += [("forward", began, done), ("backward", done, following)]
         spans.append(("exposed communication", ended - waits, ended))
-        if self.optimizer:  # not in a step with NaN or Inf
+        if self.optimizer:  # skipped in a step with NaN or Inf
             spans.append(("optimizer", self.optimizer[0], self.optimizer[-1]))
         return spans
 
 
 @dataclass(slots=True)
 class LayerRecorder:
-    """When each layer's forward and backward pass began and ended."""
+    """Records when each layer's forward and backward pass begin and end."""
 
     forwards: list[Span] = field(default_factory=list)
     gradients: list[tuple[str, float]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class LayerRecorder:
 
     @contextmanager
     def attached(self, network: nn.Module) -> Iterator[None]:
-        """Record the layers of a network: its modules without children."""
+        """Record the layers of a network, meaning its modules without children."""
         handles = []
         for name, module in network.named_modules():
             if not list(module.children()) and not isinstance(module, nn.Identity):
@@ -176,15 +176,15 @@ class LayerRecorder:
     def _end(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self.forwards.append((name, self._began[name], time.perf_counter()))
         if isinstance(output, Tensor) and output.grad_fn is not None:
-            # a hook of the tensor would make a block's output be used in another way than in training
+            # a hook on the tensor itself would change how the block's output is used, compared to training
             output.grad_fn.register_prehook(lambda _: self.gradients.append((name, time.perf_counter())))
         forward, backward = flop_of(module, inputs, output)
         before = self.flop.get(name, (0.0, 0.0))
         self.flop[name] = (before[0] + forward, before[1] + backward)
 
     def backwards(self, end: float) -> list[Span]:
-        """The backward passes: a layer's begins when the gradient of its output is ready, and ends when that of the
-        next layer is; the last one ends at `end`."""
+        """Return the backward passes: a layer's pass lasts from the gradient of its output to the gradient of the next
+        layer's output; the last one ends at `end`."""
         ends = [*(at for _, at in self.gradients[1:]), max(end, self.gradients[-1][1])] if self.gradients else []
         return [(name, began, done) for (name, began), done in zip(self.gradients, ends, strict=True)]
 
@@ -195,8 +195,8 @@ class LayerRecorder:
         self.flop.clear()
 
     def times(self, end: float) -> list[dict[str, Any]]:
-        """Each layer's {"name", "kind", "weights" (how many), "forward_s", "backward_s", "forward_flop",
-        "backward_flop"} in the step whose backward pass ended at `end`, in the order of the forward pass."""
+        """Return {"name", "kind", "weights" (their number), "forward_s", "backward_s", "forward_flop", "backward_flop"}
+        of each layer in the step whose backward pass ended at `end`, in the order of the forward pass."""
         found: dict[str, dict[str, Any]] = {}
         for name, began, done in self.forwards:
             about = {"name": name, "kind": self.kinds[name], "weights": self.weights[name]}
@@ -208,9 +208,9 @@ class LayerRecorder:
 
 
 def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[float, float]:
-    """Floating-point operations of a convolution or linear layer, forward and backward; 0 of others.
+    """Return the floating-point operations of a convolution or linear layer, forward and backward; 0 for other layers.
 
-    The backward pass computes the gradients of weights and input, only that of the weights where the input has none.
+    The backward pass computes the gradients of weights and input, or of the weights only if the input needs none.
     """
     if not isinstance(module, nn.Conv2d | nn.Linear) or not isinstance(output, Tensor):
         return 0.0, 0.0
@@ -223,7 +223,7 @@ LIMIT_ROUNDS = 5
 
 
 def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """Train a few steps as one rank of the recipe in the file asked["recipe"], and measure what asked["spec"] says."""
+    """Train a few steps as one rank of the recipe file asked["recipe"], and measure what asked["spec"] requests."""
     recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
 
     session = with_measured_engine(start_session(context, recipe))
@@ -256,7 +256,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
 
 
 def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:
-    """Train one step; its seconds and those of its parts."""
+    """Train one step; return its duration and the durations of its parts."""
 
     recorder.clear()
     recipe, sizes = session.recipe, session.sizes
@@ -284,7 +284,7 @@ def _profiled_step(
     recorder: StepRecorder,
     layers: LayerRecorder,
 ) -> dict[str, Any]:
-    """Train one step with a record of its layers and gradient buckets."""
+    """Train one step, recording its layers and gradient buckets."""
 
     observed = state.all_reduce
     assert isinstance(observed, ObservedAllReduce)
@@ -298,13 +298,13 @@ def _profiled_step(
         "layers": layers.times(end),
         "layer_spans": [[name, "forward", *span] for name, *span in layers.forwards]
         + [[name, "backward", *span] for name, *span in backwards],
-        # a backend's thread may have added the last bucket of the step before after the clearing
+        # a thread of the backend may have appended the previous step's last bucket after the list was cleared
         "buckets": [[size, ready, done] for size, ready, done in observed.buckets if ready >= step["start"]],
     }
 
 
 def _limits(session: Session, spec: Spec) -> list[dict[str, Any]]:
-    """FLOP/s of this worker in each kernel and precision, while all ranks compute the same."""
+    """Return this worker's FLOP/s in each kernel and precision, while all ranks compute the same."""
 
     found = []
     for precision in spec.limits:

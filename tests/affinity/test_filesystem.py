@@ -91,11 +91,10 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
     assert auto == 0, err
     environment = json.loads((place / "run/environment.json").read_text())
     assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
-    assert (
-        f"Read-only file system (mount {place}/out): set CPUTRAIN_CACHE to a folder that" in environment["backend_why"]
-    )
+    why = f"Read-only file system (mount {place}/out); set CPUTRAIN_CACHE to a writable folder"
+    assert why in environment["backend_why"]
     assert named == 1 and "Traceback" not in refusal_of_ccl
-    assert "cannot be compiled into out/cache/ccl-torch" in refusal_of_ccl
+    assert " into out/cache/ccl-torch" in refusal_of_ccl
     assert "or set comm.backend=gloo" in refusal_of_ccl
 
 
@@ -115,7 +114,7 @@ try:
 except RunError as error:
     sys.exit(str(error))
 """
-WHERE = "part=fast: the part cannot be {} out/cache: {}: set CPUTRAIN_CACHE to a folder "
+WHERE = "part=fast: cannot {} out/cache: {}; set CPUTRAIN_CACHE to a "
 
 
 @pytest.fixture
@@ -131,12 +130,22 @@ def part(place: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("noexec", ("loaded from", "the mount {}/out does not allow execution (noexec)", "on another file system")),
-        ("ro", ("compiled into", "Read-only file system (mount {}/out)", "that may be written to")),
-        ("size=8k", ("compiled into", "No space left on device (mount {}/out)", "that may be written to and has room")),
+        (
+            "noexec",
+            (
+                "load the part from",
+                "the mount {}/out does not allow execution (noexec)",
+                "folder on another file system",
+            ),
+        ),
+        ("ro", ("compile the part into", "Read-only file system (mount {}/out)", "writable folder")),
+        (
+            "size=8k",
+            ("compile the part into", "No space left on device (mount {}/out)", "writable folder with free space"),
+        ),
         (
             "nr_inodes=2",
-            ("compiled into", "No space left on device (mount {}/out)", "that may be written to and has room"),
+            ("compile the part into", "No space left on device (mount {}/out)", "writable folder with free space"),
         ),
     ],
 )
@@ -169,7 +178,7 @@ def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str
     data = file.read_bytes()
     middle = len(data) // 2
     file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if damage is None else damage)
-    assert f"{file.relative_to(place)} is damaged, and is compiled anew" in answered() and answered() == ""
+    assert f"{file.relative_to(place)} is damaged and is compiled again" in answered() and answered() == ""
     file.with_suffix(".sha256").write_bytes(b"\xff\x00")  # no text
     assert "compiling the part" in answered() and answered() == ""
     file.with_suffix(".sha256").unlink()

@@ -64,7 +64,7 @@ def test_figures_are_shown_with_their_spread_and_share_of_the_limit() -> None:
     report = Report(title="bench", figures=(figure,), tables=(table,), notes=("a remark",))
     text = " ".join(report_text(report).split())
     assert "x 2 1.5-2.5 GB/s 3 us 8 25 % a copy" in text and "(1 more: --format json)" in text and "a remark" in text
-    assert "the repeats of 1 of 1 figure differ by more than 30 %: measure where nothing else runs" in text
+    assert "the repeats of 1 of 1 figure differ by more than 30 %; measure on an idle machine" in text
     data = json.loads(report_json(report, machine="m", versions=("torch 1",)))
     assert data["figures"][0]["limit"] == 8.0 and data["tables"]["parts"][2] == {"part": "c", "ms": 5.0}
 
@@ -116,7 +116,7 @@ def test_bench_data_compares_the_decoders_with_entropy_decoding(
         assert figures["original, Pillow"]["limit"] > figures["original, Pillow"]["value"]
     assert os.sched_getaffinity(0) == set(this_machine().allowed_pus)  # it was bound to a core meanwhile
     assert main(["bench", "data", str(tmp_path)]) == 2
-    assert "contains no JPEG: name a folder with JPEGs" in capsys.readouterr().err
+    assert "contains no JPEG; name a folder with JPEGs" in capsys.readouterr().err
 
 
 def test_bench_optimizer_counts_the_bytes_that_a_step_moves(capsys: pytest.CaptureFixture[str]) -> None:

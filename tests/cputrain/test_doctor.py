@@ -34,7 +34,7 @@ from tests.cputrain.test_json_output import fields
 from tests.support.commands import here
 
 PLENTY = ProcessLimits(locked_bytes=-1, address_bytes=-1, files=65536, processes=-1)
-LATE = {"error": "not known after 2 s: a slow disk, or a busy host", "late": True}
+LATE = {"error": "no answer after 2 s, as on a slow disk or a busy host", "late": True}
 
 
 def written(root: Path, name: str, text: str) -> Path:
@@ -158,7 +158,7 @@ def test_a_torchvision_of_another_build_is_named_with_its_cure(monkeypatch: pyte
     assert late.status == WARNING and "torchvision is built for cu130" in late.found and "0.28" in late.remedy
     monkeypatch.setattr(doctor, "built_for", lambda name: "cpu")
     assert doctor.torchvision_check(LATE, LATE).status == OK
-    assert doctor.torchvision_check(nms, {"error": "ImportError"}).found == "not tried: torch cannot be imported"
+    assert doctor.torchvision_check(nms, {"error": "ImportError"}).found == "not tried, as torch cannot be imported"
 
 
 def test_the_other_libraries() -> None:
@@ -192,7 +192,7 @@ def test_an_import_that_takes_too_long_is_given_up() -> None:
         [sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True
     )
     found = probed(sleeping, 0.2)
-    assert all(part["late"] and "not known after 0.2 s" in part["error"] for part in found.values())
+    assert all(part["late"] and "no answer after 0.2 s" in part["error"] for part in found.values())
     assert sleeping.returncode == -9
 
 

@@ -207,7 +207,7 @@ def test_a_file_whose_logits_differ_is_not_written(
         )
     }
     monkeypatch.setattr(exporting, "FORMATS", wrong)
-    with pytest.raises(RunError, match=r"net\.ts is not written: its logits differ from an evaluation's by 0\.0"):
+    with pytest.raises(RunError, match=r"net\.ts is not written, as its logits differ from an evaluation's by 0\.0"):
         export(best, tmp_path / "net.ts", "torchscript", ENV)
     assert list(tmp_path.iterdir()) == []
     shutil.copytree(best, tmp_path / "alone")

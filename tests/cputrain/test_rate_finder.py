@@ -41,7 +41,7 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
     test = RangeTest(rates=RATES, losses=tuple(map(curve, RATES)))
     found = suggest(test)
     assert found.rate is not None and 0.01 <= found.rate <= 0.05, "the average lags by some steps"
-    assert "falls fastest here; it is lowest at" in found.why
+    assert "falls fastest here; its minimum is at" in found.why
     assert "suggested: " in (svg := range_test_svg("t", test, found)) and svg.startswith("<svg")
 
 

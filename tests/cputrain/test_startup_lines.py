@@ -7,7 +7,7 @@ NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: 
 
 
 NATIVE = ("native", "/cache/batchnorm.so")
-NO_COMPILER = "no C++ compiler on PATH: install g++, or set engine=eager"
+NO_COMPILER = "no C++ compiler on PATH; install g++, or set engine=eager"
 
 
 def output(
