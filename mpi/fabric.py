@@ -1,4 +1,4 @@
-"""The network between hosts (fabric) -> settings of libfabric, MPI and oneCCL, each with its reason."""
+"""Fabrics (networks between hosts): settings of libfabric, MPI and oneCCL for each, with reasons."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +9,15 @@ Setting = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """A kind of network: the usual speed of a host's link in Gbit/s, and the settings for it."""
+    """A fabric: the usual link speed of a host in Gbit/s, and the settings for it."""
 
     name: str
     link_gbit: float
     settings: tuple[Setting, ...]
 
 
-# CCL_ATL_TRANSPORT is not here: oneCCL can use MPI only where Intel MPI, MPICH or srun's PMI has started the ranks;
-# each rank finds that out by itself.
+# CCL_ATL_TRANSPORT is not set here: oneCCL can use MPI only if Intel MPI, MPICH or srun's PMI started the ranks, which
+# each rank detects itself.
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
 )
@@ -28,11 +28,11 @@ FABRICS = {
             name="opa",
             link_gbit=100,
             settings=(
-                ("FI_PROVIDER", "psm2", "Omni-Path's own provider"),
-                ("HFI_NO_CPUAFFINITY", "1", "keeps PSM2 from binding each rank against the plan"),
-                ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open endpoints of their own"),
+                ("FI_PROVIDER", "psm2", "Omni-Path's libfabric provider"),
+                ("HFI_NO_CPUAFFINITY", "1", "prevents PSM2 from changing the plan's core binding"),
+                ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open separate endpoints"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "rabenseifner", "assumed, not measured: for large gradients bandwidth decides"),
+                ("CCL_ALLREDUCE", "rabenseifner", "assumed, not measured: bandwidth dominates for large gradients"),
             ),
         ),
         Fabric(
@@ -51,16 +51,16 @@ FABRICS = {
                 ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
                 ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "assumed, not measured: for large gradients bandwidth decides"),
+                ("CCL_ALLREDUCE", "ring", "assumed, not measured: bandwidth dominates for large gradients"),
             ),
         ),
         Fabric(
             name="ethernet",
             link_gbit=25,
             settings=(
-                ("FI_PROVIDER", "tcp", "plain sockets, on every network card"),
+                ("FI_PROVIDER", "tcp", "TCP sockets, which every network card supports"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "assumed, not measured: the fewest bytes cross the slow link"),
+                ("CCL_ALLREDUCE", "ring", "assumed, not measured: sends the fewest bytes over the slow link"),
             ),
         ),
         Fabric(
@@ -76,7 +76,7 @@ FABRICS = {
             name="slingshot",
             link_gbit=200,
             settings=(
-                ("FI_PROVIDER", "cxi", "Slingshot's own provider"),
+                ("FI_PROVIDER", "cxi", "Slingshot's libfabric provider"),
                 ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no accelerator memory is used"),
                 *COMMON_MPI,
             ),
@@ -84,22 +84,22 @@ FABRICS = {
         Fabric(
             name="shm",
             link_gbit=100,
-            settings=(("I_MPI_FABRICS", "shm", "one host: shared memory alone"),),
+            settings=(("I_MPI_FABRICS", "shm", "one host, so shared memory only"),),
         ),
     )
 }
 
 
 def fabric_between(hosts: int, requested: str, *, elsewhere: str | None = None) -> Fabric:
-    """The fabric between so many hosts: the requested one; for "auto" this host's own, or on another machine the one
-    named `elsewhere`."""
+    """Return the requested fabric between `hosts` hosts; for "auto" the fabric `elsewhere` if given (another machine is
+    planned), else this host's."""
     if requested != "auto":
         return FABRICS[requested]
     return FABRICS["shm" if hosts == 1 else elsewhere or fabric_here()]
 
 
 def fabric_here(root: Path = Path("/")) -> str:
-    """The fabric of the host under root, by its fastest network device; Ethernet where nothing else is found."""
+    """Return the fabric of the host under root by its fastest network device; "ethernet" if none is recognized."""
     if any((root / "sys/class/hfi1").glob("hfi1*")):
         return "opa"
     if any((root / "sys/class/cxi").glob("cxi*")):
@@ -122,7 +122,7 @@ def _vendor(device: Path) -> str:
 
 
 def _is_infiniband(port: Path) -> bool:
-    """Whether a port's link layer is InfiniBand and its state active."""
+    """Return whether a port's link layer is InfiniBand and its state is active."""
     layer, state = port / "link_layer", port / "state"
     active = not state.is_file() or "ACTIVE" in state.read_text(encoding="utf-8")
     return layer.is_file() and layer.read_text(encoding="utf-8").strip() == "InfiniBand" and active

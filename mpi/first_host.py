@@ -1,9 +1,9 @@
-"""What a job script does on its job's first host: plan, hosts and network -> shell lines that the script reads.
+"""Plan a job on its first host: print shell lines for the job script, from the plan, the hosts and the network.
 
     python -m cputrain.mpi.first_host FOLDER --launcher srun --port 29500 > FOLDER/first-host.sh
 
-FOLDER/nodes lists the hosts, FOLDER/plan.json is the plan (or is made here, --request). The lines set `launch`, the
-launcher's own tokens, and export the variables that its ranks need.
+FOLDER/nodes lists the hosts; FOLDER/plan.json is the plan, or is written here (--request). The lines set `launch`, the
+launcher's command line, and export the environment variables for its ranks.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from cputrain.mpi.supervise.processes import write_files
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 NODES, PLAN = "nodes", PLAN_FILE
-# Made by the script, as others may read the file of these lines.
+# The script generates the token: other users may be able to read the file with these lines.
 NEW_TOKEN = f"export {TOKEN_VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
 
 
 def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
-    """The plan of this host by a request's JSON; without a link speed of its own it gets the fabric's."""
+    """Plan this host for a request in JSON; the fabric's link speed is used if the request has none."""
     request = request_from_json(text)
     if "link_gbit" not in json.loads(text):
         request = replace(request, link_gbit=fabric.link_gbit)
@@ -45,7 +45,7 @@ def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[
 def command_of_ranks(
     plan: Plan, hosts: tuple[str, ...], launcher: str, variables: Variables, port: int, folder: Path
 ) -> LaunchCommand:
-    """What starts ranks with these variables on the hosts, up to the rank's own command."""
+    """Return the command that starts ranks with these variables on the hosts; the rank's command is appended to it."""
     job = Job(
         groups=(HostGroup(hosts=hosts, plan=plan),),
         command=(),
@@ -53,16 +53,16 @@ def command_of_ranks(
         log_dir=folder,
         master_port=port,
         variables=variables,
-        secrets=((TOKEN_VARIABLE, ""),),  # shell_lines makes it
+        secrets=((TOKEN_VARIABLE, ""),),  # the value is generated in shell_lines
     )
-    if job.world_size == 1:  # needs no launcher; under srun a single task would not be taken for a rank
+    if job.world_size == 1:  # needs no launcher; under srun a single task would not be recognized as a rank
         (alone,) = local_commands(job, port)
         return LaunchCommand(argv=("env", *(f"{name}={value}" for name, value in alone.variables)))
     return launch_command(job, on_job_hosts(launcher), (), folder)
 
 
 def shell_lines(command: LaunchCommand) -> str:
-    """The lines that the job script reads."""
+    """Return the lines that the job script sources."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in command.variables if name != TOKEN_VARIABLE]
     return "\n".join([*exports, NEW_TOKEN, f"launch=({shlex.join(command.argv)})"]) + "\n"
 
@@ -72,12 +72,12 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cputrain.mpi.first_host", description="plan a job on its first host"
     )
-    parser.add_argument("folder", type=Path, help="holds nodes and plan.json")
+    parser.add_argument("folder", type=Path, help="folder with nodes and plan.json")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), required=True)
     parser.add_argument("--fabric", choices=["auto", *FABRICS], default="auto", help="network between the hosts")
-    parser.add_argument("--port", type=int, required=True, help="the port of rank 0's store")
-    parser.add_argument("--request", metavar="JSON", help="make plan.json by this request")
-    parser.add_argument("--program", help="the program of the ranks: its libraries shape the plan")
+    parser.add_argument("--port", type=int, required=True, help="port of rank 0's store")
+    parser.add_argument("--request", metavar="JSON", help="write plan.json for this request")
+    parser.add_argument("--program", help="program of the ranks, whose libraries the plan takes into account")
     options = parser.parse_args(arguments)
     try:
         hosts = tuple(host.name for host in read_hostfile(options.folder / NODES).hosts)
@@ -89,7 +89,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         else:
             plan = read_plan(options.folder / PLAN)
         settings = fabric.settings if len(hosts) > 1 else ()
-        variables = tuple((name, env.get(name, value)) for name, value, _ in settings)  # the user's own wins
+        variables = tuple((name, env.get(name, value)) for name, value, _ in settings)  # the user's values win
         command = command_of_ranks(plan, hosts, options.launcher, variables, options.port, options.folder)
         write_files(command.files)
     except Exception as error:  # noqa: BLE001  bugs are raised again

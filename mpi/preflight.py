@@ -1,7 +1,7 @@
-"""The check of a job's hosts before it starts: the same software and files, the planned CPUs, memory, a fast link.
+"""Check a job's hosts before it starts: same software and files, the planned CPUs, enough memory, a fast link.
 
-It runs on every host through the job's own launcher; each host reports, then sends to the next one of a ring:
-python -m cputrain.mpi.preflight --report-to HOST:PORT --packages NAME,... -- FILE...
+The job's launcher starts this program on every host. Each host sends its report, then measures its link to the next
+host in a ring: python -m cputrain.mpi.preflight --report-to HOST:PORT --packages NAME,... -- FILE...
 """
 
 import argparse
@@ -56,18 +56,18 @@ from cputrain.mpi.supervise.wire import (
     new_token,
 )
 
-CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
+CLOCK_S = 2.0  # beyond it events of several hosts are out of order; certificates and schedulers tolerate more
 SCRATCH_BYTES = GIB
-SLOW = 0.5  # of the median link
+SLOW = 0.5  # times the median link speed
 
-SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
-PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly
+SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer, before unreachable hosts are searched for
+PATIENCE_S = 60.0  # without a new answer although every host is reachable: a large job may start slowly
 POLL_S = 0.1
 LAUNCHER_EXIT_S = 5.0
 EXIT_POLL_S = 0.02
-KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
+KILL_S = 2.0  # between SIGTERM and SIGKILL for the launcher's processes
 SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
-MAX_FILES = 64  # of the command, programs and scripts first, that are compared
+MAX_FILES = 64  # words of the command that are compared: the programs and scripts come first
 
 
 Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MOST_ITEMS)]
@@ -75,8 +75,8 @@ Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MOST_ITEMS)]
 
 class HostReport(Message, frozen=True):
     """One host's report. `clock_s` is its clock minus the launching host's; `link_gbit` the speed at which it sent to
-    its neighbor in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
-    is to use but the host's fi_info does not list."""
+    the next host in the ring, None if there is no other host or the send failed; `no_provider` the job's libfabric
+    provider if the host's fi_info does not list it."""
 
     host: Text
     python: Text
@@ -97,28 +97,28 @@ class Clock(Message, frozen=True):
 
 
 class Listening(Message, frozen=True):
-    """Where a host waits for the traffic of the host before it in the ring."""
+    """Address at which a host waits for traffic from the previous host in the ring."""
 
     address: Text
     port: Integer
 
 
 class LinkPeer(Message, frozen=True):
-    """Where a host sends its traffic to; an empty address: nowhere."""
+    """Address to which a host sends its traffic; an empty address means no measurement."""
 
     address: Text
     port: Integer
 
 
 class LinkSpeed(Message, frozen=True):
-    """The speed at which a host has sent, in Gbit/s; None where it could not."""
+    """The speed at which a host has sent, in Gbit/s; None if it could not."""
 
     gbit: Number | None
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What the checks have found, in lines that name hosts. With errors the job must not start."""
+    """Results of the checks, one line each, naming hosts. If there are errors, the job must not start."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -132,8 +132,8 @@ def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Find
         _compare_with_plan(report, plans[report.host], findings)
         if report.no_provider:
             findings.warnings.append(
-                f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): unless the MPI brings "
-                "its own, choose another --fabric"
+                f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): choose another --fabric "
+                "unless the MPI includes it"
             )
         if abs(report.clock_s) > CLOCK_S:
             findings.warnings.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: check its time service")
@@ -146,13 +146,13 @@ def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Find
         if report.link_gbit is not None and report.link_gbit < SLOW * median(speeds):
             findings.warnings.append(
                 f"{report.host} sends {report.link_gbit:.2f} Gbit/s to the next host, the median is "
-                f"{median(speeds):.2f}: check its cable, its network card and what else runs there"
+                f"{median(speeds):.2f}: check its cable, its network card and other programs on it"
             )
     return findings
 
 
 def _compare_software(reports: list[HostReport], findings: Findings) -> None:
-    """Versions of Python and packages, and digests of files, that differ from those of most hosts."""
+    """Find versions of Python and packages, and digests of files, that differ from the majority of hosts."""
     compared: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in reports}}
     for name in dict.fromkeys(name for report in reports for name, _ in report.packages):
         compared[name] = {report.host: dict(report.packages).get(name, "none") for report in reports}
@@ -168,25 +168,25 @@ def _compare_software(reports: list[HostReport], findings: Findings) -> None:
 
 
 def _compare_with_plan(report: HostReport, plan: Plan, findings: Findings) -> None:
-    """CPUs and memory that the plan needs and the host does not have."""
+    """Find CPUs and memory that the plan needs and the host lacks."""
     missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
     if missing:
-        findings.errors.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan it again")
+        findings.errors.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan again")
     need = sum(worker.memory_bytes or 0 for worker in plan.workers)
     if report.memory_bytes < need:
         findings.errors.append(
             f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, but its plan needs "
-            f"{need / GIB:.1f}: end what else runs there, or lower the batch"
+            f"{need / GIB:.1f}: stop other programs there or reduce the batch"
         )
 
 
 M = TypeVar("M")
-LONGEST_S = 3600.0  # for a message of the launching host, which may be gone without a word
+LONGEST_S = 3600.0  # for a message from the launching host, which may have vanished without closing the connection
 RING_S = 1.0
 RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
-STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # connections that a host refuses before its neighbor's, and their time
+STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # foreign connections that are refused before the neighbor's, and time for each
 CHUNK = bytes(1 << 20)
-MAX_BYTES = 16 << 20  # of a file whose content is compared: programs and settings, not data
+MAX_BYTES = 16 << 20  # content of larger files is not compared: they are data, not programs or settings
 
 
 def inspect_host(
@@ -197,7 +197,7 @@ def inspect_host(
     now_s: float,
     provider: str | None,
 ) -> HostReport:
-    """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
+    """Return this host's report; `now_s` is the launching host's clock, `provider` the job's libfabric provider."""
     space = os.statvfs(scratch)
     return HostReport(
         host=socket.gethostname(),
@@ -212,23 +212,23 @@ def inspect_host(
     )
 
 
-def missing_provider(wanted: str | None) -> str | None:
-    """The first of the wanted libfabric providers ("psm3", "tcp;ofi_rxm") that fi_info does not list; None without it.
+def missing_provider(requested: str | None) -> str | None:
+    """Return the first requested libfabric provider ("psm3", "tcp;ofi_rxm") that fi_info does not list, or None.
 
-    "^" excludes providers: nothing is wanted then.
+    A leading "^" excludes providers instead of requesting any, so nothing is checked.
     """
     program = shutil.which("fi_info")
-    if wanted is None or wanted.startswith("^") or program is None:
+    if requested is None or requested.startswith("^") or program is None:
         return None
     listed = subprocess.run(
         [program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
     offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
-    return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
+    return next((name for name in requested.replace(",", ";").split(";") if offered and name not in offered), None)
 
 
 def _digest(path: Path) -> str:
-    """The start of a file's SHA-256, of a large one its size; "absent" where it is not there."""
+    """Return the start of a file's SHA-256, the size of a large file, or "absent"."""
     if not path.is_file():
         return "absent"
     size = path.stat().st_size
@@ -236,7 +236,7 @@ def _digest(path: Path) -> str:
 
 
 def _next(connection: Connection, message_type: type[M]) -> M:
-    """The next message of that type; ends this process when the launching host has closed the connection, or is silent
+    """Return the next message of that type; exit this process if the launching host closes the connection or is silent
     for LONGEST_S."""
     deadline = time.monotonic() + LONGEST_S
     while messages := connection.wait(deadline):
@@ -247,7 +247,7 @@ def _next(connection: Connection, message_type: type[M]) -> M:
 
 
 def _receive_all(server: socket.socket, token: str) -> None:
-    """Receive all that the host before sends; nobody else's."""
+    """Receive all traffic of the previous host in the ring; refuse other connections."""
     for _ in range(STRANGERS + 1):
         accepted, _ = server.accept()
         connection = Connection(accepted, token, (Hello,), None)
@@ -260,7 +260,7 @@ def _receive_all(server: socket.socket, token: str) -> None:
 
 
 def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
-    """Gbit/s that were sent to HOST:PORT in RING_S; None where it cannot be reached."""
+    """Return the speed of sending to HOST:PORT for RING_S, in Gbit/s; None if it cannot be reached."""
     try:
         connection = connect(neighbor, token, (), RING_TIMEOUT_S)
         with connection.socket as connected:
@@ -276,7 +276,7 @@ def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
 
 @dataclass(slots=True)
 class Answers:
-    """What the hosts have reported, by their ranks in the pre-flight."""
+    """The hosts' answers so far, by rank in the pre-flight."""
 
     hosts: int
     reports: dict[int, HostReport] = field(default_factory=dict)
@@ -285,12 +285,12 @@ class Answers:
 
     @property
     def all_reported(self) -> bool:
-        """Whether every host has sent its report, and where it listens."""
+        """Whether every host has sent its report and the address where it listens."""
         return len(self.reports) == len(self.listening) == self.hosts
 
     @property
     def missing(self) -> list[int]:
-        """The hosts that have not reported, or, once all have, not measured their link."""
+        """The hosts that have not reported, or, once all have reported, not measured their link."""
         done = self.speeds if self.all_reported else self.listening
         return [host for host in range(self.hosts) if host not in done]
 
@@ -298,13 +298,13 @@ class Answers:
 def run_preflight(
     job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str], packages: Sequence[str]
 ) -> Findings:
-    """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files; of the Python
-    `packages` all hosts need the same version.
+    """Check every host. `env` is the launcher's environment; `folder` receives the launcher's files; `packages` are
+    Python packages that need the same version on all hosts.
 
-    Raises JobFailedError naming those that do not answer, InterruptedBySignalError at a stop signal. It may take any
-    time while answers arrive; 15 s after the last one a host that cannot be reached fails it, after 60 s any.
+    Raises JobFailedError naming hosts that do not answer, InterruptedBySignalError at a stop signal. There is no total
+    time limit: 15 s after the last answer an unreachable host fails the check, after 60 s any missing host does.
     """
-    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    # os.path.isfile: Path.is_file raises if a word is too long for a path.
     files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))[:MAX_FILES]  # noqa: PTH113
     address = own_address(job.hosts)
     server = RankServer(new_token(), job.hosts, address, (HostReport, Listening, LinkSpeed))
@@ -329,7 +329,7 @@ def run_preflight(
             server.close()
             end_descendants(KILL_S)
         signals.check()
-    # Hosts that plan themselves are not compared with a plan.
+    # With plan_on_host there is no plan yet to compare the hosts with.
     plans = {
         host: replace(group.plan, workers=()) if job.plan_on_host else group.plan
         for group in job.groups
@@ -339,7 +339,7 @@ def run_preflight(
 
 
 def _await_exit(process: subprocess.Popen[bytes], signals: StopSignals) -> None:
-    """Give the launcher time to exit on all hosts: one that is cut short may be in the way of the job that follows."""
+    """Give the launcher time to exit on all hosts: remains of a killed one may disturb the job that follows."""
     deadline = time.monotonic() + LAUNCHER_EXIT_S
     while process.poll() is None and time.monotonic() < deadline:
         signals.check()
@@ -349,7 +349,7 @@ def _await_exit(process: subprocess.Popen[bytes], signals: StopSignals) -> None:
 def _collect(
     server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes], signals: StopSignals
 ) -> list[HostReport]:
-    """The report of every host: first of the host itself, then of its link to the next host of a ring."""
+    """Return every host's report, which includes the speed of its link to the next host in the ring."""
     answers = Answers(hosts=len(hosts))
     turns = sending_turns(len(hosts))
     sending: list[int] = []
@@ -357,7 +357,7 @@ def _collect(
     while len(answers.speeds) < len(hosts):
         signals.check()
         for rank, message in server.poll(POLL_S):
-            _take(message, rank, server, answers)
+            _store_answer(message, rank, server, answers)
             answered = looked = time.monotonic()
         if answers.all_reported and turns and all(rank in answers.speeds for rank in sending):
             sending = turns.pop(0)
@@ -366,18 +366,18 @@ def _collect(
         if answers.missing and (ended or now - looked > SILENT_S):
             looked = now
             missing = [hosts[i] for i in answers.missing]
-            silent = unreachable(missing)  # one dead host keeps a launcher from all others
+            silent = unreachable(missing)  # one dead host keeps a launcher from starting the others
             waited_for = [hosts[i] for i in answers.missing if not sending or i in sending or ended]
             if silent or ended or now - answered > PATIENCE_S:
                 lacking = tuple(silent or waited_for)
-                text = f"pre-flight: no answer from {first_named(lacking)}: check these hosts, or remove them"
+                text = f"pre-flight got no answer from {first_named(lacking)}: check or remove these hosts"
                 raise JobFailedError(text, hosts=lacking)
     server.send_all(Stop(grace_s=0.0))
     return [structs.replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
 
 
 def unreachable(hosts: list[str]) -> list[str]:
-    """The hosts without an address, or with a silent one; a refused connection counts as an answer."""
+    """Return the hosts without an address or a response on the ssh port; a refused connection is a response."""
 
     def is_silent(host: str) -> bool:
         try:
@@ -392,8 +392,8 @@ def unreachable(hosts: list[str]) -> list[str]:
         return [host for host, silent in zip(hosts, pool.map(is_silent, hosts), strict=True) if silent]
 
 
-def _take(message: object, rank: int, server: RankServer, answers: Answers) -> None:
-    """Keep a host's answer."""
+def _store_answer(message: object, rank: int, server: RankServer, answers: Answers) -> None:
+    """Store a host's answer."""
     match message:
         case Hello():
             server.connections[rank].send(Clock(now_s=time.time()))
@@ -406,15 +406,15 @@ def _take(message: object, rank: int, server: RankServer, answers: Answers) -> N
 
 
 def sending_turns(hosts: int) -> list[list[int]]:
-    """Hosts in groups that send to their next host at the same time, so that none sends and receives at once: a slow
-    host's own traffic would delay its acknowledgments, and the host before it would look as slow."""
+    """Return groups of hosts that send at the same time, such that no host sends and receives at once: a slow host's
+    own traffic would delay its acknowledgments and make the previous host look slow, too."""
     pairs = hosts - hosts % 2
     turns = [list(range(0, pairs, 2)), list(range(1, pairs, 2)), list(range(pairs, hosts))]
     return [turn for turn in turns if turn]
 
 
 def _send_to_next(ranks: Iterable[int], server: RankServer, listening: dict[int, Listening]) -> None:
-    """Send each of these hosts the address of the next one in the ring; a ring of one host measures nothing."""
+    """Send each of these hosts the next host's address; nothing is measured if there is only one host."""
     for rank in ranks:
         following = listening[(rank + 1) % len(listening)]
         address = following.address if len(listening) > 1 else ""
@@ -422,18 +422,18 @@ def _send_to_next(ranks: Iterable[int], server: RankServer, listening: dict[int,
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
-    after it."""
+    """Check one host: send its report, then traffic to the next host for RING_S; the previous host sends to this one
+    before or after that."""
     parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.preflight", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
-    parser.add_argument("--packages", default="", metavar="NAME,...", help="whose versions are reported")
+    parser.add_argument("--packages", default="", metavar="NAME,...", help="packages whose versions are reported")
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
     token, rank = env.get(TOKEN_VARIABLE, ""), discover(env)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
     connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
-    if not isinstance(answer[0], Clock):  # this host does not fit the job
+    if not isinstance(answer[0], Clock):  # this host was refused
         return ExitStatus.FAILED
     clock = answer[0]
     address = connection.socket.getsockname()[0]

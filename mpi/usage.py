@@ -1,5 +1,5 @@
-"""What ranks and hosts use: the kernel's counters, sampled in a loop that runs anyway, and their records over time in
-usage/*.jsonl of the run's folder."""
+"""Resource use of ranks and hosts over time: sample kernel counters in an existing loop, and keep the records in
+usage/*.jsonl of the run folder."""
 
 import errno
 import json
@@ -23,13 +23,13 @@ from msgspec.structs import asdict
 
 from cputrain.affinity.terminal import printable
 
-MOST_RECORDS = 600  # of a worker or a host, however long the run
-MOST = 1 << 62  # of any number in a record
-MOST_INTERFACES = 8  # of a host in a record, the busiest: hosts of containers have hundreds
+MOST_RECORDS = 600  # per worker or host, however long the run is
+MOST = 1 << 62  # limit of every number in a record
+MOST_INTERFACES = 8  # per host and record, the busiest: hosts of containers have hundreds
 EVERY_S = 2.0
-MOST_OF_A_CORE = 0.003  # a sample that takes long, of ranks with hundreds of processes, makes the next one wait
+MOST_OF_A_CORE = 0.003  # share of a core: after a slow sample (hundreds of processes) the next one comes later
 CHILDREN_LISTED = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
-RDMA_WORD = 4  # bytes that a count of port_rcv_data stands for (InfiniBand Architecture, volume 1, PortCounters)
+RDMA_WORD = 4  # bytes per count in port_rcv_data (InfiniBand Architecture Specification, volume 1, PortCounters)
 logger = logging.getLogger(__name__)
 
 Number = Annotated[float, Meta(ge=0, lt=MOST)]
@@ -38,10 +38,10 @@ Network = dict[str, tuple[Count, Count]]  # interface -> bytes received, bytes s
 
 
 class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The use of a rank and all processes below it in the `seconds` up to `time` (Unix).
+    """Resources used by a rank and all its descendant processes in the `seconds` before `time` (Unix).
 
-    `cpu_s` is user and system time; `rss_bytes` the largest sum of their resident memory, in which pages that
-    processes share count once for each; `processes` the most at a time.
+    `cpu_s` is user and system time; `rss_bytes` the peak of their summed resident memory, where shared pages count once
+    per process; `processes` the peak number of processes.
     """
 
     time: Number
@@ -53,10 +53,10 @@ class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HostUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The use of a whole host, by all its processes, in the `seconds` up to `time` (Unix).
+    """Resources used by all processes of a host in the `seconds` before `time` (Unix).
 
-    `cpu_s` is the time that its PUs were busy; `memory_available_bytes` the least that was left for new allocations
-    without swapping; `network` the bytes received and sent by interface, the loopback ("lo") among them.
+    `cpu_s` is the busy time of its PUs; `memory_available_bytes` the minimum of memory available for new allocations
+    without swapping; `network` the bytes received and sent by interface, including loopback ("lo").
     """
 
     time: Number
@@ -70,13 +70,13 @@ Use = TypeVar("Use", WorkerUse, HostUse)
 
 
 def merged(earlier: Use, later: Use) -> Use:
-    """Two successive records as one."""
+    """Merge two successive records."""
     names = earlier.__struct_fields__
     return type(earlier)(**{name: MERGE[name](getattr(earlier, name), getattr(later, name)) for name in names})
 
 
 def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
-    """Bytes by interface, summed."""
+    """Sum bytes by interface."""
     summed: Network = {}
     for part in parts:
         for name, (received, sent) in part.items():
@@ -86,7 +86,7 @@ def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
 
 
 def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Network:
-    """Bytes by interface between two readings, without interfaces that were idle, new or reset."""
+    """Return bytes by interface between two readings, without interfaces that were idle, new or reset."""
     found = {
         name: (received - before[name][0], sent - before[name][1])
         for name, (received, sent) in after.items()
@@ -96,7 +96,7 @@ def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, 
 
 
 def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
-    """The MOST_INTERFACES interfaces of the most bytes."""
+    """Return the MOST_INTERFACES interfaces with the most bytes."""
     return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MOST_INTERFACES])
 
 
@@ -107,11 +107,11 @@ MERGE: dict[str, Callable[[Any, Any], Any]] = {
     "memory_available_bytes": min,
     "network": lambda earlier, later: busiest(total(earlier, later)),
 }
-"""How each field of two successive records becomes that of both."""
+"""Field -> function that merges its values in two successive records."""
 
 
 def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
-    """Successive records, merged until each covers at least the period, except perhaps the last one."""
+    """Merge successive records until each covers at least the period; the last one may cover less."""
     made: list[Use] = []
     for record in records:
         if made and made[-1].seconds < period_s:
@@ -122,45 +122,45 @@ def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
 
 
 def thinned(records: Sequence[Use], most: int = MOST_RECORDS) -> list[Use]:
-    """At most half of `most` records, and one, of about the same length: no second, byte or peak is lost."""
+    """Merge records of about equal length into at most `most` / 2 + 1; no second, byte or peak is lost."""
     return grouped(records, fitting_period(records, most))
 
 
 def fitting_period(records: Iterable[Use], most: int = MOST_RECORDS) -> float:
-    """Seconds for each record with which those covered so far take half of `most` records."""
+    """Return the seconds per record at which these records' total time fits into `most` / 2 records."""
     return sum(record.seconds for record in records) / (most // 2)
 
 
 def to_line(record: Use) -> bytes:
-    """A record as a line of JSON, times to the millisecond."""
+    """Convert a record to a line of JSON, times rounded to milliseconds."""
     values = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(record).items()}
     return json.dumps(values).encode() + b"\n"
 
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
-    """The inverse of `to_line`. Raises ValueError on a line that is cut short, damaged or of another kind."""
+    """Inverse of `to_line`. Raises ValueError if the line is truncated, damaged or of another kind."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
 
 
-FOLDER = "usage"  # beside a run's logs
+FOLDER = "usage"  # in the run folder, beside the logs
 SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
 
 
 def worker_file(folder: Path, rank: int) -> Path:
-    """The file of a rank's records."""
+    """Path of a rank's records."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def host_file(folder: Path, host: str) -> Path:
-    """The file of a host's records."""
+    """Path of a host's records."""
     return folder / f"host-{host}.jsonl"
 
 
 def read_records(path: Path, kind: type[Use]) -> list[Use]:
-    """A file's records, oldest first; a line cut short by a crash and what follows it are left out."""
+    """Read a file's records, oldest first, up to the first damaged line (a crash can truncate one)."""
     records: list[Use] = []
     for line in path.read_bytes().splitlines():
         try:
@@ -171,7 +171,7 @@ def read_records(path: Path, kind: type[Use]) -> list[Use]:
 
 
 class UsageFile(Generic[Use]):
-    """A file of at most MOST_RECORDS lines: at that number they are merged into half as many longer records."""
+    """A file of at most MOST_RECORDS records: a full file is merged into half as many, longer records."""
 
     def __init__(self, path: Path, kind: type[Use]) -> None:
         self._path = path
@@ -187,7 +187,7 @@ class UsageFile(Generic[Use]):
             self._flush()
 
     def close(self) -> None:
-        """Write the rest, as part of the last record where it is so short that its rates would be noise."""
+        """Write the pending record; merge it into the last one if it is too short for meaningful rates."""
         if self._pending is not None and self._records and self._pending.seconds < self._period_s:
             self._records[-1] = merged(self._records[-1], self._pending)
             self._pending = None
@@ -211,7 +211,7 @@ class UsageFile(Generic[Use]):
         before.close()
 
     def _rewritten(self) -> BinaryIO:
-        """The file, written again without a line that was cut short, and thinned where due."""
+        """Rewrite the file without truncated lines, thinned if it is too long, and open it for appending."""
         if len(self._records) > MOST_RECORDS // 2:
             self._period_s = max(self._period_s, fitting_period(self._records))
             self._records = thinned(self._records)
@@ -228,8 +228,8 @@ class UsageFile(Generic[Use]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A process and all below it: CPU seconds since its start, with those of children that have ended; resident
-    memory; number."""
+    """A process and all its descendants: CPU seconds since their start, including ended children; resident memory;
+    number of processes."""
 
     cpu_s: float = 0.0
     rss_bytes: int = 0
@@ -238,7 +238,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCounters:
-    """A host's counters since its start, and the memory that is available now."""
+    """A host's counters since boot, and its available memory."""
 
     cpu_s: float
     memory_available_bytes: int
@@ -246,10 +246,10 @@ class HostCounters:
 
 
 class Sampler:
-    """Writes folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
+    """Write folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
 
-    Takes less than MOST_OF_A_CORE of a core. A file that cannot be written, or a counter that cannot be read, is
-    reported, and the run goes on without sampling.
+    Sampling takes less than MOST_OF_A_CORE of a core. If a file cannot be written or a counter cannot be read, a
+    warning is logged and the run continues without sampling.
     """
 
     def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
@@ -268,12 +268,12 @@ class Sampler:
             self._give_up(error)
 
     def tick(self) -> None:
-        """Take a sample where one is due."""
+        """Take a sample if one is due."""
         if not self._off and time.monotonic() >= self._due:
             self._sample()
 
     def ended(self, rank: int) -> None:
-        """Record the end of a rank, a child of this process that it has just waited for."""
+        """Record the end of a rank: a child of this process that was just waited for."""
         total = _reaped_s() - self._reaped_s
         self._reaped_s += total
         del self._pids[rank]
@@ -284,7 +284,7 @@ class Sampler:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Take the last sample, of what still runs and of the host, and write all."""
+        """Take the last sample, of running ranks and the host, and write all files."""
         if not self._off:
             self._sample()
         if self._off:
@@ -314,7 +314,7 @@ class Sampler:
         self._wait(spent)
 
     def _wait(self, spent: float) -> None:
-        """Set when the next sample is due, after one that began at `spent` of this thread's CPU time."""
+        """Schedule the next sample; `spent` is this thread's CPU time when the last one began."""
         self._due = self._at + max(EVERY_S, (time.thread_time() - spent) / MOST_OF_A_CORE)
 
     def _add(self, rank: int, before: Tree, after: Tree, seconds: float) -> None:
@@ -330,13 +330,12 @@ class Sampler:
 
     def _give_up(self, error: OSError) -> None:
         self._off = True
-        logger.warning(
-            "cputrain: %s: %s: the run goes on, its resource use unknown", error.filename or "usage", error.strerror
-        )
+        where = error.filename or "usage"
+        logger.warning("cputrain: %s: %s; the run continues without recording resource use", where, error.strerror)
 
 
 def host_use(before: HostCounters, after: HostCounters, seconds: float) -> HostUse:
-    """What a host used between two readings."""
+    """Return a host's resource use between two readings."""
     return HostUse(
         time=time.time(),
         seconds=seconds,
@@ -347,38 +346,38 @@ def host_use(before: HostCounters, after: HostCounters, seconds: float) -> HostU
 
 
 def read_tree(root: int) -> Tree:
-    """A process and all below it now; no processes where it has ended."""
+    """Read a process and all its descendants; no processes if it has ended."""
     tree, waiting = Tree(), [root]
     while waiting:
         pid = waiting.pop()
         try:
             process = psutil.Process(pid)
             with process.oneshot():
-                cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss  # with ended children's
+                cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss  # ended children included
             waiting += children_of(pid)
-        except psutil.Error:  # has ended meanwhile, or is another user's
+        except psutil.Error:  # ended meanwhile, or belongs to another user
             continue
         tree = Tree(cpu_s=tree.cpu_s + cpu, rss_bytes=tree.rss_bytes + rss, processes=tree.processes + 1)
     return tree
 
 
 def children_of(pid: int) -> list[int]:
-    """A process's children as the kernel lists them for each of its threads, where it does: psutil looks at all
-    processes of the host, thousands on one of many cores."""
+    """Return a process's children from the kernel's per-thread lists if it has them: psutil scans all processes of the
+    host, which are thousands on a large one."""
     found: list[int] = []
     if not CHILDREN_LISTED:
         with suppress(psutil.Error):
             found = [child.pid for child in psutil.Process(pid).children()]
         return found
-    with suppress(OSError):  # the process has ended meanwhile
+    with suppress(OSError):  # the process ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # the thread has
+            with suppress(OSError):  # the thread ended meanwhile
                 found += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return found
 
 
 def read_host(root: Path = Path("/")) -> HostCounters:
-    """This host's counters. RDMA, which no network interface counts, is read below `root`."""
+    """Read this host's counters. RDMA traffic, which network interfaces do not count, is read below `root`."""
     cpu = psutil.cpu_times()
     interfaces = psutil.net_io_counters(pernic=True)
     return HostCounters(
@@ -392,7 +391,7 @@ def read_host(root: Path = Path("/")) -> HostCounters:
 
 
 def read_rdma(root: Path) -> Network:
-    """Bytes received and sent by each RDMA port (InfiniBand, Omni-Path, RoCE) below a file system's root."""
+    """Return bytes received and sent by each RDMA port (InfiniBand, Omni-Path, RoCE) below a file system's root."""
     found: Network = {}
     for counters in sorted(root.glob("sys/class/infiniband/*/ports/*/counters")):
         try:
@@ -400,12 +399,12 @@ def read_rdma(root: Path) -> Network:
                 int((counters / f"port_{way}_data").read_text(encoding="utf-8")) * RDMA_WORD for way in ("rcv", "xmit")
             ]
         except (OSError, ValueError):
-            continue  # a port that counts nothing
+            continue  # a port without counters
         found[f"{counters.parents[2].name}:{counters.parent.name} (RDMA)"] = (both[0], both[1])
     return found
 
 
 def _reaped_s() -> float:
-    """CPU seconds of this process's children that have ended and were waited for, and of theirs."""
+    """Return the CPU seconds of this process's children that have ended and been waited for, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

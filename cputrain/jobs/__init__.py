@@ -1,4 +1,4 @@
-"""Job scripts: script.py makes those of Slurm and PBS from templates and submits them, kubernetes.py manifests."""
+"""Job scripts: script.py renders and submits scripts for Slurm and PBS, kubernetes.py makes manifests."""
 
 from cputrain.affinity.lazy import front
 

@@ -1,7 +1,7 @@
-"""A job in pods -> the manifests of an Indexed Job, a JobSet or an MPIJob, as plain values for YAML.
+"""Manifests of an Indexed Job, a JobSet or an MPIJob for a job in pods, as plain values for YAML.
 
-Each pod is Guaranteed (requests equal limits) with whole CPUs: the kubelet's static CPU manager then gives it CPUs of
-its own as a cpuset, which the planner reads.
+Each pod is Guaranteed (requests equal limits) and requests whole CPUs: the kubelet's static CPU manager then gives it
+exclusive CPUs as a cpuset, which the planner reads.
 """
 
 import re
@@ -18,14 +18,14 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.variables import ATTEMPT, JOB
 
 KINDS = ("job", "jobset", "mpijob")
-NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123's labels, which Kubernetes takes
-LONGEST_NAME = 40  # of 63 characters of a pod's host name, which ends with the names that the controllers add
+NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # an RFC 1123 label, as Kubernetes requires
+LONGEST_NAME = 40  # of the 63 characters of a pod's host name, to which controllers append
 MEMORY = re.compile("[1-9][0-9]{0,5}(Mi|Gi|Ti)")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,500}")
 MOUNT = re.compile(r"(/[A-Za-z0-9._-]+)+")
-MOST_PODS, MOST_CPUS, MOST_RECIPE = 10_000, 4096, 900_000  # a ConfigMap holds 1 MiB
+MOST_PODS, MOST_CPUS, MOST_RECIPE = 10_000, 4096, 900_000  # the limit of a ConfigMap is 1 MiB
 RECIPE_FOLDER, RECIPE_FILE = "/etc/cputrain", "recipe.yaml"
-WORKERS = "workers"  # the JobSet's one replicated job
+WORKERS = "workers"  # the JobSet's only replicated job
 MPI_HOSTS = "/etc/mpi/hostfile"  # written by the MPI operator
 MPI = {one.name: one.mpi_operator_name for one in LAUNCHERS.values() if one.mpi_operator_name}
 GRACE_S = round(SAVE_S) + 30
@@ -36,12 +36,12 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodJob:
-    """A job in `pods` pods of `cpus` CPUs and `memory` ("64Gi") each, with `ppn` workers in each.
+    """A job in `pods` pods with `cpus` CPUs, `memory` ("64Gi") and `ppn` workers each.
 
-    `launch` are the options of `cputrain launch`, `command` what it starts. `recipe` is the text of a recipe that the
-    command trains into the folder `output`, None for any other command. `volumes` are claims and where they are
-    mounted; the first is the working folder. `restarts`: how often all of it may start again after a failure.
-    `token` is the secret by which the ranks of several pods know each other.
+    `launch` are options of `cputrain launch`, `command` is what it starts. `recipe` is the text of a recipe that the
+    command trains into the folder `output`, None for any other command. `volumes` are claims and their mount paths; the
+    first is the working directory. `restarts` is how often the job may restart after a failure. `token` is the secret
+    that authenticates the ranks of several pods.
     """
 
     name: str
@@ -64,33 +64,33 @@ class PodJob:
 
 
 def label_of(text: str) -> str:
-    """A name in the characters that Kubernetes takes: "resnet50_8K" -> "resnet50-8k"."""
+    """Convert a name to a Kubernetes label: "resnet50_8K" -> "resnet50-8k"."""
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_NAME].strip("-") or "cputrain"
 
 
 def check_pod_job(job: PodJob) -> None:
-    """Raise InputError for values that Kubernetes would refuse."""
+    """Raise InputError for values that Kubernetes would reject."""
     for what, name in (("name", job.name), ("namespace", job.namespace)):
         if name is not None and not (NAME.fullmatch(name) and len(name) <= LONGEST_NAME):
             raise InputError(
-                f"--{what} {name[:60]!r}: use a-z, 0-9 and - within it, {LONGEST_NAME} characters at most, as in "
-                f"{label_of(name)}"
+                f"--{what} {name[:60]!r} is not a valid name: use a-z, 0-9 and inner -, {LONGEST_NAME} characters at "
+                f"most, as in {label_of(name)}"
             )
     if not MEMORY.fullmatch(job.memory):
-        raise InputError(f"--memory {job.memory[:30]!r} is not a size: give it as in 64Gi or 500Mi")
+        raise InputError(f"--memory {job.memory[:30]!r} is not a size: write it like 64Gi or 500Mi")
     if not IMAGE.fullmatch(job.image):
-        raise InputError(f"--image {job.image[:60]!r} is not an image: give it as in registry/cputrain:1")
+        raise InputError(f"--image {job.image[:60]!r} is not an image: write it like registry/cputrain:1")
     for claim, path in job.volumes:
         if not NAME.fullmatch(claim) or len(claim) > 63 or not MOUNT.fullmatch(path):
-            raise InputError(f"--volume {claim[:63]}:{path[:60]}: give CLAIM:PATH, as in runs:/runs")
+            raise InputError(f"--volume {claim[:63]}:{path[:60]} is invalid: give CLAIM:PATH, as in runs:/runs")
     if job.recipe is not None and not job.volumes:
-        raise InputError("a training keeps its checkpoints in a volume: give --volume CLAIM:PATH, as in runs:/runs")
+        raise InputError("a training needs a volume for its checkpoints: give --volume CLAIM:PATH, as in runs:/runs")
     if job.recipe is not None and len(job.recipe) > MOST_RECIPE:
-        raise InputError(f"the recipe has more than {MOST_RECIPE:,} characters, which no ConfigMap holds: shorten it")
+        raise InputError(f"the recipe exceeds {MOST_RECIPE:,} characters, the limit for a ConfigMap: shorten it")
 
 
 def manifests(job: PodJob) -> list[Manifest]:
-    """The manifests to apply. Raises InputError for values that Kubernetes would refuse."""
+    """Return the manifests to apply. Raises InputError for values that Kubernetes would reject."""
     check_pod_job(job)
     config = [] if job.recipe is None else [_object(job, "v1", "ConfigMap", data={RECIPE_FILE: job.recipe})]
     if job.kind == "mpijob":
@@ -115,8 +115,8 @@ def _labels(job: PodJob) -> dict[str, str]:
 
 
 def _indexed_job(job: PodJob, backoff: int) -> Manifest:
-    """The spec of an Indexed Job: a failed pod starts again, but for wrong input, which no restart mends; evictions do
-    not count."""
+    """Return the spec of an Indexed Job: failed pods restart, except after wrong input, which a restart cannot fix;
+    evictions do not count."""
     rules = [
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [int(ExitStatus.WRONG_INPUT)]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -133,7 +133,7 @@ def _indexed_job(job: PodJob, backoff: int) -> Manifest:
 
 
 def _jobset(job: PodJob) -> Manifest:
-    """A JobSet starts all pods again after a failure of one."""
+    """Return a JobSet, which restarts all pods after one fails."""
     spec = {
         "failurePolicy": {"maxRestarts": job.restarts},
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
@@ -143,7 +143,7 @@ def _jobset(job: PodJob) -> Manifest:
 
 
 def _mpijob(job: PodJob) -> Manifest:
-    """An MPIJob: its launcher's pod starts the ranks in the workers' pods, which run sshd."""
+    """Return an MPIJob: its launcher pod starts the ranks in the worker pods, which run sshd."""
     hosts = ("--hostfile", MPI_HOSTS, "--launcher", job.mpi, "--machine", f"pack:1 core:{job.cpus} pu:1")
     small = {"cpu": "1", "memory": "2Gi"}
     launcher = _container(job, "launcher", _shell(job, (*hosts, "--plan-on-host")), small)
@@ -168,7 +168,7 @@ def _mpijob(job: PodJob) -> Manifest:
 
 
 def _pod(job: PodJob) -> Manifest:
-    """The pod's spec: it meets the others at the first pod's name in the subdomain."""
+    """Return the pod's spec; the ranks meet at the first pod's name in the subdomain."""
     first = f"{job.name}-{WORKERS}-0-0" if job.kind == "jobset" else f"{job.name}-0"
     meeting = {COUNT: str(job.pods), "MASTER_ADDR": f"{first}.{job.name}", "MASTER_PORT": str(MASTER_PORT)}
     container = _container(job, "cputrain", _shell(job, ()), _resources(job))
@@ -186,13 +186,13 @@ def _pod(job: PodJob) -> Manifest:
 
 
 def _container(job: PodJob, name: str, command: tuple[str, ...], resources: dict[str, str]) -> Manifest:
-    """A container; requests that equal limits make its pod Guaranteed."""
+    """Return a container whose requests equal its limits, which makes its pod Guaranteed."""
     mounts = [{"name": f"volume-{i}", "mountPath": path} for i, (_, path) in enumerate(job.volumes)]
     recipe = [] if job.recipe is None else [{"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True}]
     return {
         "name": name,
         "image": job.image,
-        "command": [word.replace("$(", "$$(") for word in command],  # Kubernetes reads $(NAME) as a variable
+        "command": [word.replace("$(", "$$(") for word in command],  # Kubernetes would expand $(NAME)
         **({"workingDir": job.volumes[0][1]} if job.volumes else {}),
         "resources": {"requests": resources, "limits": dict(resources)},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, *recipe, *mounts],
@@ -204,8 +204,8 @@ def _resources(job: PodJob) -> dict[str, str]:
 
 
 def _volumes(job: PodJob) -> list[Manifest]:
-    """The claims, the recipe, and shared memory, of which a container has 64 MiB otherwise: too little for oneCCL and
-    for data loaders."""
+    """Return the claims, the recipe, and shared memory: a container's default of 64 MiB is too little for oneCCL and
+    data loaders."""
     claims = [
         {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
         for i, (claim, _) in enumerate(job.volumes)
@@ -215,7 +215,7 @@ def _volumes(job: PodJob) -> list[Manifest]:
 
 
 def _shell(job: PodJob, hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """The container's command. A training continues the run that its folder holds; rank 0's pod decides."""
+    """Return the container's command. A training resumes the run in its folder, as rank 0's pod decides."""
     launch = ("cputrain", "launch", *hosts, "--ppn", str(job.ppn), *job.launch, "--")
     if job.recipe is None or job.output is None:
         return (*launch, *job.command)

@@ -1,4 +1,4 @@
-"""Job scripts of Slurm and PBS: directives, work, submission."""
+"""Job scripts for Slurm and PBS: directives, work, rendering and submission."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from cputrain.mpi.supervise.signals import SAVE_S
 from cputrain.recipe.loading import dump_recipe, load_recipe
 from cputrain.recipe.schema import Recipe
 
-# No shell quoting protects these lines, so the allowed characters are listed in full.
+# These lines cannot be quoted for a shell, so the permitted characters are listed explicitly.
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
 FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*!()\[\]+=-]*")
 ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(@[A-Za-z0-9_.-]+)?")
@@ -37,22 +37,22 @@ VALUES = {
     "mail": (ADDRESS, "give one address, as in me@example.org"),
     **dict.fromkeys(("output", "error"), (FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %")),
 }
-"""What a value may be, and what to do about one that it may not be."""
+"""Pattern of each option's value, and advice for a value that does not match."""
 TIME = {
     "slurm": re.compile("(?:[0-9]{1,4}-)?[0-9]{1,3}(?::[0-9]{2}){0,2}"),
     "pbs": re.compile("[0-9]{1,4}(?::[0-9]{2}){1,2}"),
 }
 SCHEDULERS = tuple(TIME)
-LIMIT_NOTICE_S = round(SAVE_S) + 30  # from the preemption signal to the time limit: state is saved, the job requeued
+LIMIT_NOTICE_S = round(SAVE_S) + 30  # from the preemption signal to the time limit, to save and requeue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a job requests of its scheduler, named like the options of `cputrain job`.
+    """Resources that a job requests of its scheduler, named like the options of `cputrain job`.
 
-    `ppn` and `cpus` are tasks and CPUs per host, where they are known beforehand. `tasks` is the length of a job array,
-    0 for a single job. With `requeue` the job is queued again at its time limit and after a host's failure.
-    `directives` are further lines for the scheduler, which come last and take precedence.
+    `ppn` and `cpus` are tasks and CPUs per host if known in advance. `tasks` is the length of a job array, 0 for a
+    single job. With `requeue` the job is requeued at its time limit and after a host fails. `directives` are additional
+    lines for the scheduler, which come last and take precedence.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Resources:
 
     @property
     def safe_name(self) -> str:
-        """The job's name in characters that schedulers and file systems accept, 64 at most."""
+        """The job's name with only characters that schedulers and file systems accept, at most 64."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", self.name).lstrip("-.")[:64] or "cputrain"
 
 
 def directives(job: Resources, scheduler: str) -> tuple[str, ...]:
-    """The directives, as #SBATCH or #PBS lines. Raises InputError for values that such a line cannot hold."""
+    """Return #SBATCH or #PBS lines. Raises InputError for values that such a line cannot contain."""
     _check(job, scheduler)
     sign, lines = ("#SBATCH", _slurm(job)) if scheduler == "slurm" else ("#PBS", _pbs(job))
     return tuple(f"{sign} {line}" for line in (*lines, *job.directives))
@@ -93,7 +93,7 @@ def _slurm(job: Resources) -> tuple[str, ...]:
         *_given("--ntasks-per-node=", job.ppn),
         *_given("--cpus-per-task=", job.cpus and job.ppn and job.cpus // job.ppn),
         "--exclusive",
-        "--mem=0",  # --exclusive gives the job all of a host's CPUs; all of its memory needs this
+        "--mem=0",  # all of a host's memory: --exclusive covers only its CPUs
         f"--time={job.time}",
         *_given("--partition=", job.partition),
         *_given("--account=", job.account),
@@ -134,34 +134,34 @@ def _check(job: Resources, scheduler: str) -> None:
     for what, (pattern, known) in VALUES.items():
         value = getattr(job, what)
         if value is not None and not pattern.fullmatch(value):
-            raise InputError(f"--{what} {value!r}: {known}")
+            raise InputError(f"--{what} {value!r} is invalid: {known}")
     for what in ("output", "error"):
         if re.match(r"([^/]*:)?~", getattr(job, what) or ""):
-            raise InputError(f"--{what} {getattr(job, what)}: schedulers do not expand ~: write the folder in full")
+            raise InputError(f"--{what} {getattr(job, what)} has a ~ that is not expanded: write the folder in full")
     if not TIME[scheduler].fullmatch(job.time):
         days = ", or D-HH:MM:SS" if scheduler == "slurm" else ", with days as hours"
         raise InputError(f"--time {job.time[:60]!r} is not a time limit: give HH:MM:SS{days}")
     for line in job.directives:
         if not line.startswith("-") or not line.isprintable():
-            raise InputError(f"--directive {line!r}: give one directive as it stands after #SBATCH or #PBS")
+            raise InputError(f"--directive {line!r} is invalid: give one directive as it follows #SBATCH or #PBS")
     if scheduler == "pbs" and job.cpus is None:
         raise InputError(
-            "PBS needs the CPUs per host: name the machine with --machine, or give --ncpus N as in pbsnodes -a"
+            "PBS needs the CPUs per host: give the machine with --machine, or --ncpus N as shown by pbsnodes -a"
         )
 
 
 RUNTIMES = ("apptainer", "singularity", "podman", "docker")
 JOB_ID = {"slurm": f"${SLURM.job_variable}", "pbs": f"${{{PBS.job_variable}%%[!0-9]*}}"}
 ARRAY_ID = {"slurm": "$SLURM_ARRAY_TASK_ID", "pbs": "$PBS_ARRAY_INDEX"}
-PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array have to be mounted, too
+PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array must be mounted, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A recipe's training. `recipe` is its whole text, `settings` override it, `plan_options` are those of the
-    `cputrain plan` that the first host runs.
+    """Training of a recipe. `recipe` is its full text, `settings` override it, `plan_options` are the options of
+    `cputrain plan` on the first host.
 
-    `data` is the folder of the images, `stage` a folder on every host that they are copied to first. `array` is a key
+    `data` is the folder of the images, `stage` a folder on every host to which they are copied first. `array` is a key
     and its values, one for each job of an array. `paths` are other files and folders that the recipe names.
     """
 
@@ -177,21 +177,21 @@ class Training:
 
     @property
     def mounted(self) -> tuple[str, ...]:
-        """Paths that a container needs in addition to the output's folder."""
+        """Paths that a container needs in addition to the output folder."""
         varied = self.array[1] if self.array is not None and self.array[0] in PATH_KEYS else ()
         return tuple(path for path in (self.data, self.stage, *self.paths, *varied) if path is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
+    """Image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
 
     kind: ClassVar[str] = "prepare"
     arguments: tuple[str, ...]
 
     @property
     def mounted(self) -> tuple[str, ...]:
-        """Paths that a container needs in addition to the output's folder."""
+        """Paths that a container needs in addition to the output folder."""
         return (self.arguments[1],)
 
     @property
@@ -202,7 +202,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Any command, each rank bound by the plan. `request` is the planner's request as JSON, for the first host."""
+    """Any command, each rank bound by the plan. `request` is the planner's request in JSON, for the first host."""
 
     kind: ClassVar[str] = "command"
     mounted: ClassVar[tuple[str, ...]] = ()
@@ -212,7 +212,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """An image, the program that starts it ("auto": the first of RUNTIMES on PATH), and further options."""
+    """A container image, the program that runs it ("auto": the first of RUNTIMES on PATH), and additional options."""
 
     image: str
     runtime: str = "auto"
@@ -221,9 +221,9 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """A job: the resources it requests, what it runs, and where its programs come from.
+    """A batch job: the resources it requests, what it runs, and the environment of its programs.
 
-    `machine` names the machine that the requested tasks and CPUs belong to; None: they are planned on the first host.
+    `machine` is the machine for which tasks and CPUs are requested; None: they are planned on the first host.
     """
 
     resources: Resources
@@ -238,7 +238,7 @@ class BatchJob:
 
 
 def job_script(job: BatchJob, scheduler: str) -> str:
-    """The script. Raises InputError for values that a directive cannot hold."""
+    """Return the job script. Raises InputError for values that a directive cannot contain."""
     container = job.container
     return _render(
         f"{scheduler}.sh.j2",
@@ -256,7 +256,7 @@ def job_script(job: BatchJob, scheduler: str) -> str:
 
 
 def container_script(container: Container, work: Training | Preparation | Command) -> str:
-    """The script that starts the container on a host, once for each rank, with the rank's command inside."""
+    """Return the script that starts the container on a host, once for each rank, with the rank's command inside."""
     image = shlex.join((*container.arguments, container.image))
     return _render(
         "container.sh.j2",
@@ -271,7 +271,7 @@ def container_script(container: Container, work: Training | Preparation | Comman
 
 
 def _may_outlive_rank(container: Container) -> bool:
-    """Whether the container may go on running after its rank was killed, as it is not the rank's child."""
+    """Return whether the container may keep running after its rank was killed, as it is not the rank's child."""
     return container.runtime in ("auto", "podman", "docker")
 
 
@@ -289,7 +289,7 @@ def _render(name: str, **values: Any) -> str:
 
 
 def _delimiter(text: str, word: str) -> str:
-    """A word that is not a line of the text, to end a here-document with."""
+    """Return a delimiter for a here-document that is not a line of its text."""
     lines = set(text.splitlines())
     while word in lines:
         word += "_"
@@ -297,7 +297,7 @@ def _delimiter(text: str, word: str) -> str:
 
 
 def parse_array(text: str) -> tuple[str, tuple[str, ...]]:
-    """ "batch.local=16,32" -> ("batch.local", ("16", "32")). Raises InputError on anything else."""
+    """Parse "batch.local=16,32" into ("batch.local", ("16", "32")). Raises InputError on anything else."""
     key, equals, values = text.partition("=")
     parts = tuple(value.strip() for value in values.split(","))
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) or not all(parts):
@@ -309,9 +309,9 @@ SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 
 def submit(script: str, scheduler: str, chain: int) -> Iterator[str]:
-    """Submit the script `chain` times, each job to start after the one before has ended; yields the job IDs.
+    """Submit the script `chain` times, each job to start after the previous one has ended; yield the job IDs.
 
-    Raises InputError where the scheduler's command is missing, RunError where it rejects the job.
+    Raises InputError if the scheduler's command is missing, RunError if it rejects the job.
     """
     before: str | None = None
     for _ in range(chain):
@@ -336,7 +336,7 @@ def _after(job_id: str, scheduler: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedWork:
-    """What a job runs, its default name, and the tasks and CPUs of each host; None: known only when the job runs."""
+    """What a job runs, its default name, and the tasks and CPUs per host; None: known only when the job runs."""
 
     work: Training | Preparation | Command
     name: str
@@ -347,16 +347,16 @@ class SizedWork:
 def recipe_work(
     options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
 ) -> SizedWork:
-    """The training of the recipe words[0] with the settings words[1:]."""
+    """Return the training of the recipe words[0] with the settings words[1:]."""
     check_local_batch(options.given["local_batch"])
     recipe = load_recipe(words[0], words[1:])
     if recipe.plan.share or recipe.plan.oversubscribe:
         raise InputError(
-            "plan.share and plan.oversubscribe are for a host that is shared with others: remove them for a job"
+            "plan.share and plan.oversubscribe are for hosts shared with other programs: remove them for a job"
         )
     if stage is not None and (recipe.data.path is None or recipe.data.generated):
         raise InputError(
-            "--stage copies the recipe's data.path, which is not a folder: set it to one, or remove --stage"
+            "--stage copies the recipe's data.path, which is not a folder: set it to a folder, or remove --stage"
         )
     ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
     fixed_ppn = ppn if options.machine != THIS_MACHINE else options.given["ppn"]
@@ -378,13 +378,13 @@ def recipe_work(
 
 
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
-    """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
+    """Return an image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
     given = [name for name, value in options.given.items() if value is not None]
     given += [name for name in ("fabric", "launcher") if getattr(options, name) != "auto"]
     if given or len(options.hosts) > 1:
         option = given[0].replace("_", "-") if given else "nodes"
         raise InputError(
-            f"--{option}: images are prepared by one process on one host, with all its cores: remove --{option}"
+            f"--{option} does not apply to prepare, one process on one host with all its cores: remove --{option}"
         )
     return SizedWork(
         work=Preparation(arguments=arguments),
@@ -395,27 +395,27 @@ def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> Si
 
 
 def in_job(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """A command as a job runs it: a .py file under the python that is first on PATH there."""
+    """Return a command as a job runs it: .py files run in the python that is first on PATH there."""
     return ("python", *argv) if argv[0].endswith(".py") else argv
 
 
 def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[str, str]) -> SizedWork:
-    """Any command, planned like `cputrain launch` plans it."""
+    """Return any command as work, planned as by `cputrain launch`."""
     argv = in_job(argv)
     base = Request(pin_threads=False)  # loader processes that a script starts must not share one PU
     ppn, cpus = _tasks_and_cpus(options, base, env)
     default = asdict(Request())
     requested = {**asdict(request_of_options(options, base)), "ppn": ppn}
     fields = {name: value for name, value in requested.items() if value != default[name] and name != "link_gbit"}
-    if options.given["link_gbit"] is not None:  # else the first host's network decides
+    if options.given["link_gbit"] is not None:  # otherwise the first host's network determines it
         fields["link_gbit"] = options.given["link_gbit"]
-    scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # not sh -c's
+    scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # skips sh -c's text
     name = Path(next(scripts, argv[0])).stem
     return SizedWork(work=Command(argv=argv, request=json.dumps(fields)), name=name, ppn=ppn, cpus=cpus)
 
 
 def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str, ...]:
-    """The options, and a recipe's plan where they say nothing, as options of `cputrain launch`; without --ppn."""
+    """Return the options, completed by a recipe's plan section, as options of `cputrain launch` without --ppn."""
     found = []
     for option in JOB_OPTIONS:
         value = options.given[option.name]
@@ -425,7 +425,7 @@ def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str
             found += [option.flag, str(value)]
     batch = options.given["local_batch"]
     if recipe is not None and recipe.plan.balance == "batch":
-        batch = recipe.batch.local  # that is divided in proportion to cores
+        batch = recipe.batch.local  # the batch that is divided in proportion to cores
     if batch is not None:
         found += ["--local-batch", str(batch)]
     found += _link_words(options)
@@ -440,7 +440,7 @@ def _link_words(options: PlanningOptions) -> tuple[str, ...]:
 
 
 def _tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Workers and CPUs per host of the named machine; without one only the requested workers are known."""
+    """Return workers and CPUs per host of the named machine; without one only requested workers are known."""
     if options.machine == THIS_MACHINE:
         return request_of_options(options, base).ppn, None
     plan = plan_host(options, base, env)

@@ -1,4 +1,4 @@
-from .command import HostsLeft as HostsLeft
+from .command import RemainingHosts as RemainingHosts
 from .command import Switches as Switches
 from .command import become_rank as become_rank
 from .command import is_due as is_due
@@ -10,7 +10,7 @@ from .command import program as program
 from .command import request_of_rank as request_of_rank
 from .command import run_launch as run_launch
 from .command import training_arguments as training_arguments
-from .command import with_absent_module as with_absent_module
+from .command import with_missing_module as with_missing_module
 from .command import with_restarts as with_restarts
 from .local import PlannedTraining as PlannedTraining
 from .local import check_local_batch as check_local_batch

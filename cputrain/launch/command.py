@@ -1,7 +1,6 @@
-"""The launch of any command under a plan: its job, checked hosts, restarts after failures; or one rank of it.
+"""Launch any command under a plan: its job, the check of its hosts, restarts after failures; or become one rank of it.
 
-Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transports are measured, in processes of their
-own.
+Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transports are measured in separate processes.
 """
 
 import logging
@@ -31,7 +30,7 @@ from cputrain.files import LOGS, PLAN
 from cputrain.launch.options import (
     PlanningOptions,
     check_binder,
-    chosen,
+    chosen_instances,
     in_pods,
     network_of,
     plan_hosts,
@@ -63,7 +62,7 @@ PYTHON = re.compile(r"python[0-9.]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """How the workers of a launch are bound; as in Job."""
+    """How the workers of a launch are bound; see the same fields of Job."""
 
     verify: bool
     allow_other_layout: bool
@@ -79,15 +78,15 @@ def command_job(
     env: Mapping[str, str],
     switches: Switches,
 ) -> Job:
-    """The job of a command on the planned hosts.
+    """Return the job of a command on the planned hosts.
 
-    MASTER_ADDR, MASTER_PORT and the fabric's variables that the user has exported win over the defaults. They are
-    handed to the other hosts explicitly, as not every launcher does so.
+    MASTER_ADDR, MASTER_PORT and the fabric's variables that the user has exported override the defaults. They are
+    passed to the other hosts explicitly, because not every launcher passes them on.
     """
     port = port_of(env)
     here = options.on_this_host
     settings = () if here and options.pods == 1 else network_of(options).settings
-    # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
+    # Use its path: Open MPI puts its own directory first on its ranks' PATH, and may have a Python there.
     by_path = (shutil.which(command[0]) or command[0], *command[1:])
     return replace(
         planned_job(options, cluster, by_path),
@@ -103,14 +102,14 @@ def command_job(
 
 
 def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """The command of the words behind launch's options: this Python runs a .py file and, with `module`, a module."""
+    """Return the command for the words after launch's options: .py files and modules (`module`) run in this Python."""
     if module:
         return (sys.executable, "-m", *words)
     return (sys.executable, *words) if words[0].endswith(".py") else words
 
 
 def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """Raise InputError where this host has no such program, or Python no such script."""
+    """Raise InputError if this host lacks the program, or the script that Python is to run."""
     first, behind = command[0], command[1:2]
     if behind and behind[0].endswith(".py") and is_python(first) and not Path(behind[0]).is_file():
         raise InputError(f"script {behind[0]} does not exist: give an existing one")
@@ -119,49 +118,49 @@ def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:
 
 
 def is_python(word: str) -> bool:
-    """Whether a word names Python's interpreter: "python3", "/usr/bin/python3.11"."""
+    """Return whether a word names Python's interpreter: "python3", "/usr/bin/python3.11"."""
     return PYTHON.fullmatch(PurePath(word).name) is not None
 
 
 def _no_program(name: str) -> str:
-    """What a word is that was given for a program, and what to do with it."""
+    """Say what a word is instead of a program, and what to do."""
     if Path(name).is_dir():
         return "a folder, not a program: give a script or a program"
     if Path(name).is_file():
         return f"a file that cannot be executed: chmod +x {name}, or name its interpreter first"
     if is_python(name):
-        return "no program here: leave it out, and a .py script runs under the Python of cputrain"
-    from cputrain.recipe.loading import recipe_names  # pydantic: only where it may be one
+        return "not a program here: remove it, and cputrain's Python runs the .py script"
+    from cputrain.recipe.loading import recipe_names  # imports pydantic: only if the word may be a recipe
 
     if name in recipe_names():
-        return f"a recipe, not a program: cputrain train {name} trains it"
-    return "no program on PATH: give a script or a program, as in cputrain launch -- python x.py"
+        return f"a recipe, not a program: train it with cputrain train {name}"
+    return "not a program on PATH: give a script or a program, as in cputrain launch -- python x.py"
 
 
 def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
-    """Raise InputError where options of a launch cannot be combined."""
+    """Raise InputError if options of a launch cannot be combined."""
     here = options.on_this_host
     if options.machine != "this" and here:
         raise InputError("launch runs on real hosts: remove --machine, or name hosts of that machine with --hosts")
     if options.launcher == "local" and not here:
-        raise InputError("--launcher local starts workers on this host only: leave out --launcher or --hosts")
+        raise InputError("--launcher local starts workers on this host only: remove --launcher or --hosts")
     launcher = LAUNCHERS.get(options.launcher)
     if launcher is not None and not launcher.reaches_hosts and not here:
         raise InputError(
-            f"{launcher.title} must be started on every host: run there what cputrain plan prints, or name an MPI's "
+            f"{launcher.title} must be started on every host: run what cputrain plan prints there, or choose an MPI "
             "launcher"
         )
     check_binder(options)
     if plan_on_host and options.given["share"]:
-        raise InputError("--share and --plan-on-host cannot be combined: give one")
+        raise InputError("--share and --plan-on-host cannot be combined: remove one")
     if plan_on_host and (not isinstance(options.given["ppn"], int) or options.bind == "launcher"):
-        raise InputError("--plan-on-host needs the same --ppn N on every host, and excludes --bind launcher")
+        raise InputError("--plan-on-host needs the same --ppn N on every host and excludes --bind launcher")
 
 
 def new_folder(folder: Path, *, named: bool) -> Path:
-    """Make a launch's folder, which no other launch shares.
+    """Create a launch's folder, which no other launch shares.
 
-    A `named` folder must be empty or absent (InputError); the default name gets a number where it is taken.
+    A `named` folder must be empty or absent (else InputError); the default name gets a number if it is taken.
     """
     for number in count(1):
         candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -174,28 +173,29 @@ def new_folder(folder: Path, *, named: bool) -> Path:
                 break
             continue
         return candidate
-    raise InputError(f"--output {folder} already exists: name another folder")
+    raise InputError(f"--output {folder} already exists: choose another folder")
 
 
-MAY_USE_CCL = ("python", "cputrain")  # what a command starts with
+MAY_USE_CCL = ("python", "cputrain")  # prefixes of programs
 BACKENDS = "ccl-torch*/*.so"
 
 
 def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Measure, where nothing is known of this host and nothing else decides; reports what was found, or why nothing."""
+    """Measure oneCCL's transports if their times on this host are unknown and no setting decides; report the result or
+    the reason for none."""
     if not is_due(job, launcher, env):
         return
-    report(f"measuring oneCCL over MPI and libfabric, once ({VARIABLE}=mpi or ofi starts without)")
+    report(f"measuring oneCCL over MPI and libfabric once (set {VARIABLE}=mpi or ofi to skip this)")
     command = own_program("cputrain.comm.ccl.check")
     done = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", check=False
     )
-    last_line = (done.stdout.strip().splitlines() or [f"the measurement ended with status {done.returncode}"])[-1]
+    last_line = (done.stdout.strip().splitlines() or [f"the measurement exited with status {done.returncode}"])[-1]
     report(f"warning: not measured: {last_line}" if done.returncode else f"measured: {last_line}")
 
 
 def is_due(job: Job, launcher: Launcher, env: Mapping[str, str]) -> bool:
-    """Whether a job may use oneCCL over both transports, on this host alone, and their times are not known."""
+    """Return whether a job may use oneCCL over both transports, on this host only, and their times are unknown."""
     here = len(job.hosts) == 1 and is_this_host(job.hosts[0])
     may_use_ccl = Path(job.command[0]).name.startswith(MAY_USE_CCL) and _has_backend(env)
     open_choice = here and launcher.has_pmi and VARIABLE not in env and may_use_ccl
@@ -203,7 +203,7 @@ def is_due(job: Job, launcher: Launcher, env: Mapping[str, str]) -> bool:
 
 
 def _has_backend(env: Mapping[str, str]) -> bool:
-    """Whether the backend has been compiled for this user, as its first use does."""
+    """Return whether the backend has been compiled for this user; its first use does that."""
     with suppress(RunError):  # no cache folder
         return any(cache_folder(env).glob(BACKENDS))
     return False
@@ -213,18 +213,18 @@ TRAINER = ("cputrain", "train")
 
 
 def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The arguments of `cputrain train` where a command is that, or `python -m cputrain train`; None for others."""
+    """Return the arguments of `cputrain train` if a command is that, or `python -m cputrain train`; else None."""
     pairs = list(pairwise(PurePath(word).name for word in command))
     return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None
 
 
 def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
-    """The command that trains a recipe, by its file or name; `here`, the recipe itself, where this machine will train:
-    it finds recipe and data from any folder."""
+    """Return the command that trains a recipe, given by its file or name. `here` is the recipe itself if this machine
+    will train: then the command has absolute paths, and finds recipe and data from any directory."""
     command = (*own_program("cputrain"), "train")
     if here is None:
         return (*command, name, *settings)
-    from cputrain.recipe.loading import input_settings  # pydantic: only where there is a recipe
+    from cputrain.recipe.loading import input_settings  # imports pydantic: only with a recipe
 
     paths = input_settings(here)
     replaced = {setting.partition("=")[0] for setting in paths}
@@ -234,19 +234,19 @@ def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None"
 
 COMPARED_PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
 
-# Modules that scripts import, as their error names them -> what to do without them.
-ABSENT_MODULES = {
+# Modules that scripts import, as in Python's error -> what to do without them.
+MISSING_MODULES = {
     **dict.fromkeys(
         ("oneccl_bindings_for_pytorch", "torch_ccl"),
-        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") needs none',
+        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") does not need it',
     ),
-    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, for which there is cputrain[ipex]",
+    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, which cputrain[ipex] supports",
 }
 
 
-def with_absent_module(error: JobFailedError) -> JobFailedError:
-    """The error of a job, with a line about a module that the failed rank has missed, where we know what to do."""
-    for module, advice in ABSENT_MODULES.items():
+def with_missing_module(error: JobFailedError) -> JobFailedError:
+    """Return a job's error with advice about the module that the failed rank could not import, if it is known."""
+    for module, advice in MISSING_MODULES.items():
         if any(line.endswith(f"No module named '{module}'") for line in error.tail):
             return error.advised(f"{module}: {advice}")
     return error
@@ -256,8 +256,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_restarts(start: Callable[[int, JobFailedError | None], int], restarts: int) -> int:
-    """The exit status of start(0, None); of start(n, failure) after the n-th failure of the job, `restarts` times at
-    most. Wrong input, signals and checks that fail before the ranks start end it at once."""
+    """Return the exit status of start(0, None), or of start(n, failure) after the n-th failure of the job, with up to
+    `restarts` restarts. Wrong input, signals and checks that fail before the ranks start end it immediately."""
     failure: JobFailedError | None = None
     for attempt in range(restarts):
         try:
@@ -269,36 +269,36 @@ def with_restarts(start: Callable[[int, JobFailedError | None], int], restarts: 
 
 
 def keep_logs(logs: Path, attempt: int) -> None:
-    """Rename the logs of the attempt that has failed: the next one writes its own."""
+    """Rename the logs of the failed attempt, as the next attempt writes its own."""
     for path in sorted(logs.glob("rank-*.log")):
         if ".attempt-" not in path.name:
             path.rename(path.with_suffix(f".attempt-{attempt}.log"))
 
 
 @dataclass(slots=True, kw_only=True)
-class HostsLeft:
-    """A job's hosts, of which some go during its restarts, and may come back."""
+class RemainingHosts:
+    """A job's hosts, some of which may disappear during its restarts and come back."""
 
     hosts: tuple[str, ...]
     command: tuple[str, ...]
     gone: frozenset[str] = frozenset()
 
     def after(self, failure: JobFailedError) -> tuple[str, ...]:
-        """The hosts that answer after a failure: those that it names and those that were gone before are asked.
+        """Return the hosts that respond after a failure; only hosts that it names or that were gone before are probed.
 
-        Raises RunError where none does, or where one does not whose loss would change what the command computes: only
-        `cputrain train` keeps its global batch on fewer hosts.
+        Raises RunError if none responds, or if a host is gone and the command is not `cputrain train`: other commands
+        may compute something else on fewer hosts, as only `cputrain train` keeps its global batch.
         """
         suspected = self.gone.union(failure.hosts)
         self.gone = frozenset(unreachable([host for host in self.hosts if host in suspected]))
         left = tuple(host for host in self.hosts if host not in self.gone)
         names = first_named(sorted(self.gone))
         if not left:
-            raise RunError(f"no restart: none of the job's hosts answers ({names})")
+            raise RunError(f"the job cannot restart because none of its hosts responds: {names}")
         if self.gone and training_arguments(self.command) is None:
             raise RunError(
-                f"no restart: these hosts do not answer: {names}; only cputrain train keeps its global batch on fewer "
-                "hosts: start the command again on the others"
+                f"the job cannot restart because {names} did not respond and only cputrain train keeps its global "
+                "batch on fewer hosts: start the command again on the other hosts"
             )
         if self.gone:
             logger.warning("restarting on %s, without %s", counted(len(left), "host"), names)
@@ -306,7 +306,7 @@ class HostsLeft:
 
 
 def on_hosts(options: PlanningOptions, hosts: tuple[str, ...]) -> PlanningOptions:
-    """The options for some of their hosts."""
+    """Restrict the options to some of their hosts."""
     groups = ((tuple(host for host in names if host in hosts), machine) for names, machine in options.groups)
     components = tuple(tuple(host for host in names if host in hosts) for names in options.components)
     return replace(options, hosts=hosts, groups=tuple(group for group in groups if group[0]), components=components)
@@ -314,10 +314,10 @@ def on_hosts(options: PlanningOptions, hosts: tuple[str, ...]) -> PlanningOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A command and what starts it, at its first start and at its restarts.
+    """A command and how it is started, first and at restarts.
 
-    `launcher` is None where this process starts the workers. `instances`: how many independent copies were requested,
-    `instance` which of them are started. `allocation` is the scheduler's job around this process.
+    `launcher` is None if this process starts the workers. `instances` is the requested number of independent copies,
+    `instance` selects those to start. `allocation` is the scheduler's allocation around this process.
     """
 
     command: tuple[str, ...]
@@ -332,11 +332,13 @@ class Launch:
     allocation: Allocation | None
 
     def planned(self) -> tuple[Job, Cluster]:
-        """The job and its hosts' plans. Raises InputError where the request does not fit."""
+        """Return the job and its hosts' plans. Raises InputError if the request does not fit."""
         cluster = plan_hosts(self.options, self.base, self.env, self.command)
         job = command_job(self.options, cluster, self.command, self.folder, self.env, self.switches)
         job = in_pods(job, self.env)
-        return (job if self.instances is None else replace(job, instances=chosen(self.instance, job.ppn))), cluster
+        if self.instances is not None:
+            job = replace(job, instances=chosen_instances(self.instance, job.ppn))
+        return job, cluster
 
 
 def make_launch(
@@ -351,8 +353,8 @@ def make_launch(
     instance: str | None,
     folder: Path,
 ) -> Launch:
-    """The launch of a command as requested, on the hosts of the batch job around this process where none are named.
-    Raises InputError where options cannot be combined."""
+    """Return the requested launch; if no hosts are named, on the hosts of the scheduler's allocation around this
+    process. Raises InputError if options cannot be combined."""
     found = allocation(env)
     options = with_allocated_hosts(with_host_groups(options, host_groups), found)
     options = with_pods(options, env)
@@ -383,23 +385,23 @@ def run_launch(
     preflight: bool | None,
     report: Callable[[str], None],
 ) -> int:
-    """Run the job that was planned first, after failures again on the hosts that are left; its exit status.
+    """Run the first, already planned job, and after failures a new one on the remaining hosts; return the exit status.
 
-    Makes the launch's folder, whose name the user has given where `named`. `preflight` checks the hosts before the
-    start; None: where there are several. `report` shows a line to the user. Raises InputError, JobFailedError.
+    Creates the launch's folder, whose name is the user's if `named`. `preflight` checks the hosts before the start;
+    if it is None, only if there are several. `report` shows a line to the user. Raises InputError, JobFailedError.
     """
     if launch.launcher is None:
         check_program(launch.command, launch.env)
     check_writable(launch.folder, "--output")
     launch = replace(launch, folder=new_folder(launch.folder, named=named))
     name = uuid4().hex
-    left = HostsLeft(hosts=launch.options.hosts, command=launch.command)
+    remaining = RemainingHosts(hosts=launch.options.hosts, command=launch.command)
 
     def start(attempt: int, failure: JobFailedError | None) -> int:
         job, hosts = replace(first, plan_path=launch.folder / PLAN, log_dir=launch.folder / LOGS), cluster
         if failure is not None:
             keep_logs(launch.folder / LOGS, attempt - 1)
-            job, hosts = replace(launch, options=on_hosts(launch.options, left.after(failure))).planned()
+            job, hosts = replace(launch, options=on_hosts(launch.options, remaining.after(failure))).planned()
         job = replace(job, variables=(*job.variables, *restart_variables(attempt, restarts, name)))
         for warning in (*hosts.warnings, *(text for group in hosts.groups for text in _warnings(group.plan))):
             report(f"warning: {warning}")
@@ -408,8 +410,8 @@ def run_launch(
         except JobFailedError as error:
             arguments = training_arguments(job.command)
             if error.shortage is None or arguments is None or job.instances is not None:
-                raise with_absent_module(error) from None
-            from cputrain.launch.local import with_remedy  # the recipes: only where one has failed
+                raise with_missing_module(error) from None
+            from cputrain.launch.local import with_remedy  # imports the recipes: only if one has failed
 
             raise with_remedy(error, job, arguments) from None
 
@@ -426,7 +428,7 @@ def become_rank(
     keep_env: bool,
     report: Callable[[str], None],
 ) -> NoReturn:
-    """Be the rank that mpirun, srun or torchrun has started: bind to its share of this host and become the command."""
+    """Become the rank that mpirun, srun or torchrun has started: bind to its share of this host, exec the command."""
     plan, index = plan_for_rank(request, rank, command, env)
     for warning in _warnings(plan) if rank.local_rank == 0 else ():
         report(f"warning: {warning}")
@@ -434,7 +436,8 @@ def become_rank(
 
 
 def request_of_rank(options: PlanningOptions, base: Request, rank: Rank) -> Request:
-    """The request of the host that a rank shares. Raises InputError for another number of workers than it has."""
+    """Return the request for the host that a rank shares. Raises InputError if --ppn differs from its number of
+    ranks."""
     ppn = options.given["ppn"]
     if ppn not in (None, "auto", rank.local_world_size):
         raise InputError(
@@ -449,7 +452,7 @@ def _warnings(plan: Plan) -> tuple[str, ...]:
 
 
 def _run(job: Job, launch: Launch, preflight: bool | None, report: Callable[[str], None]) -> int:
-    """Check the hosts where that is wanted, run the job; its exit status."""
+    """Check the hosts if requested, or if there are several, and run the job; return its exit status."""
     if launch.launcher is None:
         wait_for_name(job.master_addr or "", job.pods)
         return run_local(job, launch.env)

@@ -1,5 +1,5 @@
-"""A recipe as the planner's request, and its training on this machine: planned, started with its own workers, and what
-to do after these ran out of memory."""
+"""Convert a recipe to the planner's request; plan and run its training on this machine; advise after a shortage of
+memory."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from cputrain.variables import is_restarted, lock_name_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTraining:
-    """A recipe, this machine's plan for it, the survey of its data, and the sizes that follow from them."""
+    """A recipe, this machine's plan for it, the summary of its data, and the sizes derived from them."""
 
     recipe: Recipe
     plan: Plan
@@ -42,12 +42,12 @@ class PlannedTraining:
 
     @property
     def ppn(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return len(self.plan.workers)
 
     @property
     def scale(self) -> ScaleRecord:
-        """What a resumed run compares with its earlier starts."""
+        """The sizes that a resumed run compares with its earlier starts."""
         return ScaleRecord(
             workers=self.ppn,
             global_batch=self.sizes.global_batch,
@@ -57,14 +57,14 @@ class PlannedTraining:
 
 
 def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = False) -> PlannedTraining:
-    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit.
+    """Plan this machine for a recipe and count its images. Raises InputError if they do not fit.
 
-    A resumed run has its weights from its checkpoint: the initial ones need not exist any more.
+    A resumed run restores its weights from a checkpoint, so the initial weights need not exist any more.
     """
     weights = recipe.model.weights
     if weights is not None and not resume and not Path(weights).exists():
         raise InputError(
-            f"model.weights={weights} does not exist: name a checkpoint or a state dict, or set it to null"
+            f"model.weights={weights} does not exist: give a checkpoint or a state dict, or set it to null"
         )
     survey = survey_recipe(recipe)
     plan = plan_recipe(recipe, env, images=survey.train)
@@ -73,7 +73,7 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
 
 
 def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = None) -> Plan:
-    """This machine's plan for a recipe with this number of training images, if known."""
+    """Return this machine's plan for a recipe, with its number of training images if known."""
     return plan_beside(request_of(recipe, images=images), env, share=recipe.plan.share)
 
 
@@ -86,14 +86,14 @@ def train_here(
     verify: bool,
     quiet: bool = False,
 ) -> int:
-    """Train to the end, in a folder that `check_folder` allows; returns the exit status.
+    """Train to the end, in a folder that `check_folder` permits; return the exit status.
 
-    Raises JobFailedError naming the rank that failed, and where memory was short, a batch that fits.
+    Raises JobFailedError naming the rank that failed; if memory ran out, with a batch that fits.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
+    named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages show the folder as the user wrote it
     given = {"--resume": resume, "--no-verify": not verify, "--quiet": quiet}
-    flags = tuple(flag for flag, wanted in given.items() if wanted)
+    flags = tuple(flag for flag, is_set in given.items() if is_set)
     command = (*own_program("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
@@ -110,7 +110,7 @@ def train_here(
 def local_job(
     plan: Plan, command: tuple[str, ...], folder: Path, *, verify: bool = True, plain_rank: int | None = None
 ) -> Job:
-    """The job of one command for each planned worker of this host; the plan and logs are in `folder`.
+    """Return the job that runs a command as each planned worker of this host, with the plan and logs in `folder`.
 
     The output of `plain_rank` is shown without a label.
     """
@@ -127,9 +127,8 @@ def local_job(
 
 
 def run_in_scratch(plan: Plan, words: tuple[str, ...], env: Mapping[str, str], *, verify: bool) -> int:
-    """Run the command of cputrain that `words` are in each planned worker of this host, with plan and logs in a
-    temporary folder; the exit status. Where a rank has failed the folder stays, as its log is there. Raises
-    JobFailedError."""
+    """Run the cputrain command `words` as each planned worker of this host, with the plan and logs in a temporary
+    folder; return the exit status. If a rank fails, the folder is kept for its log, and JobFailedError is raised."""
     scratch = Path(tempfile.mkdtemp(prefix=f"cputrain-{words[0]}-"))
     command = (*own_program("cputrain"), *words)
     status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
@@ -138,7 +137,8 @@ def run_in_scratch(plan: Plan, words: tuple[str, ...], env: Mapping[str, str], *
 
 
 def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
-    """What a recipe requests of the planner, as one of `nodes` hosts, with this number of training images if known."""
+    """Return a recipe's request for the planner on one of `nodes` hosts, with its number of training images if
+    known."""
     fields = {
         option.name: option.requested(getattr(recipe.plan, option.name))
         for option in RECIPE_OPTIONS
@@ -155,7 +155,7 @@ def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Req
 
 
 def _most_workers(recipe: Recipe, images: int | None) -> int | None:
-    """The most workers that have an image each in every step, and a whole step in an epoch; None: any number."""
+    """Return the most workers that each get an image in every step and an epoch a full step; None if unlimited."""
     batch = recipe.batch
     if batch.global_ is not None:
         return batch.global_
@@ -164,13 +164,13 @@ def _most_workers(recipe: Recipe, images: int | None) -> int | None:
 
 
 def check_local_batch(local_batch: int | None) -> None:
-    """Raise InputError where --local-batch is given beside a recipe, which has a batch of its own."""
+    """Raise InputError if --local-batch is given together with a recipe, which sets its own batch."""
     if local_batch is not None:
-        raise InputError(f"--local-batch with a recipe: set batch.local={local_batch} in the recipe instead")
+        raise InputError(f"--local-batch cannot be combined with a recipe: set batch.local={local_batch} instead")
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:
-    """The recipe for an evaluation: its images need not fill a global batch, nor come in blocks."""
+    """Adapt a recipe to an evaluation, whose images need not fill a global batch or come in blocks."""
     changes = {
         "batch": BatchSection(local=1),
         "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),
@@ -181,8 +181,8 @@ def for_evaluation(recipe: Recipe) -> Recipe:
 
 
 def with_remedy(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> JobFailedError:
-    """The error of a job that ran out of memory, with a batch that fits; `arguments` are those of its `cputrain train`.
-    Nothing about the training's recipe takes the error's place: it may be gone by now."""
+    """Add a batch that fits to the error of a job that ran out of memory; `arguments` are those of `cputrain train`.
+    Errors in the training's recipe, which may be gone by now, do not replace the original one."""
     recipe, *settings = [word for word in arguments if not word.startswith("-")] or [""]
     if error.shortage is None or not recipe:
         return error
@@ -195,8 +195,9 @@ def with_remedy(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> 
 
 
 def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: Shortage, workers: str = "plan.ppn=") -> str:
-    """A local batch that fits by the planner's estimate, with the same global batch, or half of one that should have
-    fitted; and how to measure the largest one. `ppn` workers ran on each of so many hosts; `workers` sets that number.
+    """Advise a local batch that fits by the planner's estimate, with the same global batch; if the current one should
+    have fitted, half of it. Also name the command that measures the largest. `ppn` workers ran on each of `nodes`
+    hosts; `workers` is the option that sets their number.
     """
     workload, batch = workload_of(recipe), largest_local_batch(recipe.batch, ppn * nodes)
     measure = f"cputrain sweep {recipe.name} --find-batch measures the largest that trains"

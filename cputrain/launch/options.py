@@ -1,5 +1,5 @@
-"""Planning options -> plans, several instances of a program on one host, the hosts of a launch: named, from a
-scheduler's job, or pods."""
+"""Turn planning options into plans; choose the hosts of a launch (named, a scheduler's allocation, or pods) and the
+instances of a program on one host."""
 
 import logging
 import socket
@@ -52,12 +52,12 @@ THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """What a user requests of a plan.
+    """A user's request for a plan.
 
-    `given`: the value of each of OPTIONS by its name; None: the recipe or the planner's rules decide. `real_hosts`: the
-    hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was written.
-    `groups`: the hosts and the machine of each group, where hosts differ. `components`: the hosts of each component of
-    the heterogeneous Slurm job around this process. `pods`: this host is one of so many.
+    `given` has the value of each of OPTIONS by name; None leaves it to the recipe or the planner's rules. `real_hosts`:
+    the hosts' names are real, not placeholders for a number of hosts. `hostfile_format` is the format of their list.
+    `groups` has the hosts and the machine of each group if hosts differ, `components` the hosts of each component of
+    the heterogeneous Slurm job around this process. `pods` is the number of pods, of which this host is one.
     """
 
     machine: str
@@ -74,7 +74,7 @@ class PlanningOptions:
 
     @property
     def on_this_host(self) -> bool:
-        """Whether the job is this host alone."""
+        """Whether the job runs on this host only."""
         return self.hosts == THIS_HOST
 
     @property
@@ -88,23 +88,23 @@ class PlanningOptions:
         )
 
     def with_given(self, **values: Any) -> "PlanningOptions":
-        """The same with these values of OPTIONS."""
+        """Return a copy with these values of OPTIONS."""
         return replace(self, given={**self.given, **values})
 
 
 def network_of(options: PlanningOptions) -> Fabric:
-    """The fabric between the hosts: as requested, or this host's own; for another machine that of the published run."""
+    """Return the fabric between the hosts: requested, or this host's; for another machine the published run's."""
     elsewhere = None if options.machine == THIS_MACHINE else "opa"
     return fabric_between(len(options.hosts) * options.pods, options.fabric, elsewhere=elsewhere)
 
 
 def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
-    """The variables that the fabric needs between several hosts."""
+    """Return the variables that the fabric needs if there are several hosts."""
     return network_of(options).settings if len(options.hosts) > 1 else ()
 
 
 def request_of_options(options: PlanningOptions, base: Request) -> Request:
-    """The options over `base`, which is a recipe's request or the default one."""
+    """Apply the options to `base`, a recipe's request or the default."""
     changes: dict[str, Any] = {"nodes": len(options.hosts) * options.pods, "link_gbit": network_of(options).link_gbit}
     given = ((option, options.given[option.name]) for option in OPTIONS if hasattr(base, option.name))
     changes |= {option.name: option.requested(value) for option, value in given if value is not None}
@@ -112,9 +112,9 @@ def request_of_options(options: PlanningOptions, base: Request) -> Request:
 
 
 def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], command: tuple[str, ...] = ()) -> Plan:
-    """The plan of one host of the requested machine. Raises InputError where the request does not fit.
+    """Plan one host of the requested machine. Raises InputError if the request does not fit.
 
-    `command` is the program that will run: its Python's libraries decide the OpenMP runtime and the allocator.
+    `command` is the program that will run: the libraries of its Python determine the OpenMP runtime and the allocator.
     """
     request = request_of_options(options, base)
     if options.machine == THIS_MACHINE and options.on_this_host:
@@ -123,7 +123,7 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
         raise RequestError(NOT_SHARED)
     if options.machine == THIS_MACHINE:
         return plan_this_machine(request, env, command)
-    # The other machine's libraries cannot be inspected here; its ranks run this same Python, with torch's libgomp.
+    # The other machine's libraries cannot be inspected from here; its ranks run this Python, with torch's libgomp.
     machine = find_machine(options.machine)
     return plan_machine(machine, request, Runtime(), read_measured(machine, request, env))
 
@@ -131,7 +131,7 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
 def plan_hosts(
     options: PlanningOptions, base: Request, env: Mapping[str, str], command: tuple[str, ...] = ()
 ) -> Cluster:
-    """The plans of all hosts: one plan, or one for each group of hosts that differ."""
+    """Plan all hosts: one plan, or one for each group of hosts that differ."""
     if not options.groups:
         plan = plan_host(options, base, env, command)
         if not options.components:
@@ -146,13 +146,13 @@ def plan_hosts(
 
 
 def het_groups(options: PlanningOptions, cluster: Cluster) -> tuple[int, ...]:
-    """The number of each group's component of the heterogeneous Slurm job; () where the groups are no components."""
+    """Return the number of each group's component in the heterogeneous Slurm job; () if groups are not components."""
     components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
     return tuple(components) if tuple(components.values()) == tuple(group.hosts for group in cluster.groups) else ()
 
 
 def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, ...]) -> Job:
-    """The job of a command that is planned, and started later or elsewhere."""
+    """Return the job of a command that is planned now, and started later or elsewhere."""
     return Job(
         groups=cluster.groups,
         command=command,
@@ -165,9 +165,9 @@ def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, 
 
 
 def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> InstalledLauncher:
-    """The launcher of a job that is only planned: as installed here, or else its newest version.
+    """Return the launcher of a job that is only planned: the installed one, or else its newest version.
 
-    What is on PATH here says nothing about another machine: without a request that gets Intel MPI.
+    PATH here says nothing about another machine, for which "auto" therefore selects Intel MPI.
     """
     requested = options.launcher
     if requested == "auto" and options.machine != THIS_MACHINE:
@@ -178,61 +178,61 @@ def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> Instal
         return newest_version(INTEL_MPI.name if requested == "auto" else requested)
 
 
-def assumed(options: PlanningOptions, launcher: InstalledLauncher) -> str:
-    """What a job that is only planned takes for granted, and what to give instead; "" where nothing is."""
+def assumptions(options: PlanningOptions, launcher: InstalledLauncher) -> str:
+    """List what a job that is only planned assumes, and the options to change it; "" if nothing is assumed."""
     guesses = []
     if len(options.hosts) > 1 and not options.real_hosts:
-        guesses.append(f"hosts named {options.hosts[0]} to {options.hosts[-1]} (--hosts or --hostfile gives others)")
+        guesses.append(f"hosts named {options.hosts[0]} to {options.hosts[-1]} (change with --hosts or --hostfile)")
     if options.launcher == "auto" and launcher == newest_version(launcher.launcher.name):
-        guesses.append(f"{launcher.launcher.title} (--launcher gives another)")
+        guesses.append(f"{launcher.launcher.title} (change with --launcher)")
     if len(options.hosts) > 1 and options.fabric == "auto" and options.machine != THIS_MACHINE:
-        guesses.append(f"fabric {network_of(options).name} (--fabric gives another)")
+        guesses.append(f"fabric {network_of(options).name} (change with --fabric)")
     return f"assumed: {', '.join(guesses)}" if guesses else ""
 
 
 LATENCY, THROUGHPUT = "latency", "throughput"
-LATENCY_CORES = 4  # of each copy, as in ipexrun and torch.backends.xeon.run_cpu
+LATENCY_CORES = 4  # per copy, as in ipexrun and torch.backends.xeon.run_cpu
 
 
-def with_instances(options: PlanningOptions, wanted: int | str, machine: Machine) -> PlanningOptions:
-    """The options for so many copies; LATENCY: one for every 4 cores, THROUGHPUT: one for each NUMA node.
+def with_instances(options: PlanningOptions, requested: int | str, machine: Machine) -> PlanningOptions:
+    """Set the options for this many copies; LATENCY: one for every 4 cores, THROUGHPUT: one for each NUMA node.
 
-    No cores are reserved for communication or for loading images, unless they are requested. Raises InputError where
-    options contradict this.
+    No cores are reserved for communication or image loading unless requested. Raises InputError if other options
+    contradict this.
     """
     if not options.on_this_host:
         raise InputError("--instances starts independent programs on this host: remove --hosts, --hostfile and --nodes")
     if options.given["ppn"] is not None or options.launcher not in ("auto", "local"):
-        raise InputError("--instances is a number of workers itself: remove --ppn and --launcher")
+        raise InputError("--instances already sets the number of workers: remove --ppn and --launcher")
     options = options.with_given(**{name: options.given[name] or 0 for name in ("comm_cores", "loader_cores")})
     groups = uniform_groups(usable_cores(machine, request_of_options(options, Request())).machine.allowed_cores)
-    if wanted == THROUGHPUT:
+    if requested == THROUGHPUT:
         return options.with_given(ppn=len({group[0].numa_node for group in groups}))
-    if wanted == LATENCY:
+    if requested == LATENCY:
         threads = min(LATENCY_CORES, max(map(len, groups)))
         return options.with_given(ppn=max(1, sum(len(group) // threads for group in groups)), threads=threads)
-    return options.with_given(ppn=wanted)
+    return options.with_given(ppn=requested)
 
 
-def chosen(numbers: str | None, count: int) -> tuple[int, ...]:
-    """The copies to start, of `count`: all, or those of a list such as 0,2-3. Raises InputError for others."""
+def chosen_instances(numbers: str | None, count: int) -> tuple[int, ...]:
+    """Return the copies to start, of `count`: all, or a list such as 0,2-3. Raises InputError for other numbers."""
     if numbers is None:
         return tuple(range(count))
     try:
         listed = parse_list(numbers)
     except ValueError as error:
-        raise InputError(f"--instance {numbers[:30]!r}: {error}: give numbers as in 0,2-3") from None
+        raise InputError(f"--instance {numbers[:30]!r} is invalid ({error}): give numbers like 0,2-3") from None
     if not listed or listed[-1] >= count:
-        raise InputError(f"--instance {numbers[:30]!r}: the plan has instances 0 to {count - 1}: give numbers of these")
+        raise InputError(f"--instance {numbers[:30]!r} is out of range: choose from instances 0 to {count - 1}")
     return listed
 
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
-    """The hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError where these contradict."""
+    """Return the hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError on a contradiction."""
     if nodes is not None and nodes > MAX_HOSTS:
-        raise InputError(f"--nodes {nodes} is more than {MAX_HOSTS:,}, the most hosts of a job: correct it")
+        raise InputError(f"--nodes {nodes} is more than {MAX_HOSTS:,}, the limit for a job: correct it")
     if names is not None and hostfile is not None:
-        raise InputError("--hosts and --hostfile cannot be combined: give one")
+        raise InputError("--hosts and --hostfile cannot be combined: remove one")
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
@@ -250,10 +250,10 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
 
 
 def _check_names(hosts: Sequence[str], source: str, *, by_name: bool = False, slurm: bool = False) -> None:
-    """Raise InputError where two names are of one host, or one means another host on each of them.
+    """Raise InputError if two names are the same host, or a name means a different host on each of them (localhost).
 
-    `by_name`: a short name is the only longer one that begins with it, unless their addresses differ, as Open MPI has
-    it. Slurm may have several nodes on this host.
+    `by_name`: a short name equals the only longer name that begins with it, as in Open MPI, unless their addresses
+    differ. With `slurm` several nodes may be this host.
     """
     if twice := repeated_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
@@ -266,19 +266,19 @@ def _check_names(hosts: Sequence[str], source: str, *, by_name: bool = False, sl
         )
     own, others = (next((host for host in hosts if is_loopback(host) == loopback), None) for loopback in (True, False))
     if own and others:
-        raise InputError(f"{source}: {own} is each host itself, on {others} too: give its name on {others}")
+        raise InputError(f"{source}: {own} means a different host on {others}: replace it by the host's name")
 
 
 def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
-    """`ppn` as requested, which must equal the hosts' slots, or else the number of slots."""
+    """Return the hosts' number of slots, which a requested `ppn` must equal; `ppn` if the hosts have none."""
     slots = {host.slots for host in hosts}
     if slots == {None} or (ppn == "auto" and None in slots):
         return ppn
     if len(slots) > 1:
         first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
         raise InputError(
-            f"host {first.name} has {_slots(first)}, {other.name} has {_slots(other)}: describe hosts that differ with "
-            "one --host-group for each group"
+            f"host {first.name} has {_slots(first)} but {other.name} has {_slots(other)}: describe different hosts "
+            "with one --host-group per group"
         )
     each = slots.pop()
     if isinstance(ppn, int) and ppn != each:
@@ -293,7 +293,7 @@ def _slots(host: Host) -> str:
 
 
 def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> PlanningOptions:
-    """The options with the hosts of the scheduler's job around this process, where no hosts are named."""
+    """Use the hosts of the scheduler's allocation around this process if no hosts are named."""
     components = () if found is None or len(found.components) < 2 else tuple(map(_names, found.components))
     if options.real_hosts or options.launcher == "local":
         return replace(options, components=components if options.groups else ())
@@ -303,20 +303,18 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
-        slurm = found.scheduler.name == "Slurm"  # its nodes have full names
+        slurm = found.scheduler.name == "Slurm"  # Slurm's nodes have full names
         _check_names(hosts, found.title, by_name=not slurm, slurm=slurm)
         return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
         known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
-        raise InputError(
-            f"launch needs the names of its hosts: give --hosts or --hostfile, or run it in a job of {known}"
-        )
+        raise InputError(f"launch needs host names: give --hosts or --hostfile, or run it in a job of {known}")
     return options
 
 
 def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster: Cluster) -> Iterator[str]:
-    """What the user should know of the scheduler's job around this process: hosts that are not used, components that
-    are planned alike, slots that are not the plan's workers."""
+    """Yield notes on the scheduler's allocation around this process: unused hosts, components planned alike, slots that
+    differ from the plan's workers."""
     if found is None or options.launcher == "local":
         return
     used = frozenset(options.hosts)
@@ -331,7 +329,7 @@ def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster
     if options.components and not options.groups:
         listed = "; ".join(fold(names) for names in options.components)
         yield (
-            f"{found.title} ({listed}): all are planned as this host: where they differ, give --host-group "
+            f"{found.title} ({listed}): all are planned like this host; if they differ, give --host-group "
             "HOSTS=MACHINE for each component, or --plan-on-host"
         )
     plan_of = {host: group.plan for group in cluster.groups for host in group.hosts}
@@ -344,7 +342,7 @@ def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster
 
 
 def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
-    """Whether a host's slots are neither the plan's workers nor, for schedulers that count them, its cores or CPUs."""
+    """Return whether a host's slots differ from the plan's workers and, with `cores`, also from its cores and CPUs."""
     machine = plan.machine
     return slots not in (len(plan.workers), *((len(machine.allowed_cores), len(machine.allowed_pus)) if cores else ()))
 
@@ -355,7 +353,7 @@ def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> 
     start = f"--ppn {slots} starts a worker for each" if 0 < slots <= len(plan.machine.allowed_cores) else ""
     ask = f"request {counted(len(plan.workers), found.scheduler.slot)} per host"
     if found.scheduler.slots_are_cores:
-        ask = f"request whole hosts of {cores}, or give --cores with the CPUs that are the job's"
+        ask = f"request whole hosts of {cores}, or give the job's CPUs with --cores"
     what_to_do = "; or ".join(filter(None, (start, ask)))
     return f"{found.scheduler.name} gives {on}, the plan has {workers} on {cores}: {what_to_do}"
 
@@ -365,11 +363,11 @@ def _names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> PlanningOptions:
-    """The options for hosts of several groups, each written HOSTS=MACHINE."""
+    """Set the options for several groups of hosts, each written HOSTS=MACHINE."""
     if not groups:
         return options
     if len(options.hosts) > 1 or options.real_hosts or options.machine != THIS_MACHINE:
-        raise InputError("--host-group names hosts and machines: leave out --hosts, --nodes and --machine")
+        raise InputError("--host-group names hosts and machines: remove --hosts, --nodes and --machine")
     pairs = []
     for group in groups:
         hosts, _, machine = group.partition("=")
@@ -382,32 +380,33 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
 
 
 def check_binder(options: PlanningOptions) -> None:
-    """Raise InputError where a launcher is to bind the ranks, and none starts them."""
+    """Raise InputError if a launcher is to bind the ranks but none starts them."""
     if options.bind == "launcher" and not uses_launcher(options):
-        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+        raise InputError("--bind launcher needs a launcher: choose one with --launcher")
 
 
 def uses_launcher(options: PlanningOptions) -> bool:
-    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
+    """Return whether a launcher starts the ranks, rather than this process on this host."""
     return not options.on_this_host or options.launcher not in ("auto", "local")
 
 
 def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) -> str | None:
-    """A note that the hostfile is in another launcher's format, so that this one gets a converted copy."""
+    """Return a note if the hostfile is in another launcher's format, so that this one gets a converted copy."""
     own = launcher.launcher.hosts
     if own is None or options.hostfile_format in ("plain", own.file_format):
         return None
-    return f"the hostfile is in {FORMATS[options.hostfile_format]}: converted for {launcher.launcher.title}"
+    return f"the hostfile is in {FORMATS[options.hostfile_format]} and was converted for {launcher.launcher.title}"
 
 
-NAME_S = 300.0  # for the first pod to be scheduled and named, when its image is pulled
+NAME_S = 300.0  # until the first pod has a name: it must be scheduled, and its image may be pulled
 logger = logging.getLogger(__name__)
 
 
 def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
-    """The options for this host, which may be one of several pods. Raises InputError where they contradict that.
+    """Set the options for this host, which may be one of several pods. Raises InputError if the options exclude pods.
 
-    It is localhost where it is the job's only host, by any of its names, and no launcher is named: then none is needed.
+    If this host is the only one, under any of its names, and no launcher is named, it becomes localhost, which needs
+    none.
     """
     alone = len(options.hosts) == 1 and not options.groups and options.machine == THIS_MACHINE
     if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
@@ -415,15 +414,15 @@ def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptio
     pods = pods_of(env)
     if pods.count > 1 and (not options.on_this_host or not isinstance(options.given["ppn"], int)):
         raise InputError(
-            f"{COUNT}={pods.count}: this is one of {pods.count} pods, which all need the same --ppn N, and no --hosts, "
-            "--hostfile and --nodes"
+            f"{COUNT}={pods.count} makes this one of {pods.count} pods, which all need the same --ppn N: set it, and "
+            "remove --hosts, --hostfile and --nodes"
         )
     return replace(options, pods=pods.count)
 
 
 def in_pods(job: Job, env: Mapping[str, str]) -> Job:
-    """The job of one host as this pod's part of a job. Raises InputError where its first pod is not named, or where the
-    pods share no secret, by which their ranks know each other."""
+    """Make the job of one host this pod's part of a larger job. Raises InputError if the first pod is not named, or if
+    the pods share no secret to authenticate their ranks."""
     pods = pods_of(env)
     if pods.count == 1:
         return job

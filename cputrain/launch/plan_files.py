@@ -1,4 +1,4 @@
-"""Plans in every printed form, and the files of a launch by hand."""
+"""Plans in every output format, and files to launch a plan by hand."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from cputrain.launch.options import (
     THIS_HOST,
     THIS_MACHINE,
     PlanningOptions,
-    assumed,
+    assumptions,
     check_binder,
     converted_hostfile,
     planned_launcher,
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
-    """The command line that starts the job from any folder, and a hint where it needs files of `plan --write`."""
+    """Return the command line that starts the job from any directory, and a hint about files of `plan --write`."""
     check_binder(options)
     if not uses_launcher(options):
         if options.machine == THIS_MACHINE:
             return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
-        return workers_line(job, MASTER_PORT), "plan.json is the output of --format json"
+        return workers_line(job, MASTER_PORT), "write plan.json with --format json"
     launcher = planned_launcher(options, env)
     real = options.machine == THIS_MACHINE and (options.real_hosts or job.hosts == THIS_HOST)
     if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
@@ -49,7 +49,7 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
     made = launch_command(job, launcher, bound_command(job), Path())
     files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     written = f"--write DIR writes {files} and a launch.sh with this command"
-    return shell_line(made), "; ".join(filter(None, (assumed(options, launcher), written)))
+    return shell_line(made), "; ".join(filter(None, (assumptions(options, launcher), written)))
 
 
 def write_plan_files(
@@ -60,19 +60,19 @@ def write_plan_files(
     env: Mapping[str, str],
     report: Callable[[str], None],
 ) -> str:
-    """Write the plan's files into a new folder; a line that says how to start from them. `report` shows a note to the
-    user. Raises InputError where the folder has something in it, or no launcher starts the job."""
+    """Write the plan's files into a new folder; return a line that says how to start them. `report` shows a note to the
+    user. Raises InputError if the folder is not empty, or no launcher starts the job."""
     check_writable(folder, "--write")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"--write {folder} already exists: name another folder")
+        raise InputError(f"--write {folder} already exists: choose another folder")
     if options.launcher == "local":
-        raise InputError("--write makes files for a launcher: name it with --launcher")
+        raise InputError("--write writes files for a launcher: choose one with --launcher")
     launcher = planned_launcher(options, env)
     if job.het_groups and launcher.launcher.component is not None and recipe is None:
         raise InputError(
-            "--write makes no launch.sh for any command in a heterogeneous job: name a RECIPE, or run cputrain launch"
+            "--write cannot make a launch.sh for any command in a heterogeneous job: give a RECIPE, or use launch"
         )
-    for note in filter(None, (converted_hostfile(options, launcher), assumed(options, launcher))):
+    for note in filter(None, (converted_hostfile(options, launcher), assumptions(options, launcher))):
         report(note)
     files = plan_files(job, launcher, recipe)
     for name, text in files.items():
@@ -82,16 +82,16 @@ def write_plan_files(
     shell = ""
     try:
         check_execution(folder / "launch.sh")
-    except PermissionError:  # a mount with noexec: the shell reads the script
+    except PermissionError:  # mounted with noexec, so a shell must read the script
         shell = "sh "
     return f"{folder}: {', '.join(sorted(files))}; start with {shell}{folder}/launch.sh{arguments}"
 
 
 def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> dict[str, str]:
-    """By name: plan.json, plan.svg, hostfile, rankfile where the launcher has one, recipe, and launch.sh, which starts
-    it all.
+    """Return texts by file name: plan.json, plan.svg, hostfile and rankfile if the launcher uses them, recipe, and
+    launch.sh, which starts them.
 
-    Without a recipe launch.sh takes the command to start as its arguments.
+    Without a recipe the arguments of launch.sh are the command to start.
     """
     texts = {PLAN_FILE: job_plan_json(job.groups)}
     command: tuple[str, ...] = ()
@@ -112,17 +112,17 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
 
 
 def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, live: bool) -> str:
-    """The plans of a launch and the command that would run; `live`: the ranks' progress bars would be redrawn."""
+    """Return the plans of a launch and the command that would run; `live`: with redrawn progress bars of the ranks."""
     plans = (f"{plan_to_text(group.plan, wording=as_option)}\n" for group in job.groups)
     if launcher is not None:
-        from cputrain.mpi.supervise.run import remote_command  # it supervises ranks: a plan alone needs none of it
+        from cputrain.mpi.supervise.run import remote_command  # imports supervision, which a plan alone does not need
 
         start = remote_command(job, launcher, folder, "ADDRESS", "PORT", "TOKEN", live=live)
         return "\n".join(
             (
                 *plans,
                 f"command\n  {shell_line(start)}",
-                "cputrain.mpi.supervise.agent reports to this host's ADDRESS and PORT, with the TOKEN of the launch. "
+                "cputrain.mpi.supervise.agent reports to this host's ADDRESS and PORT with the launch's TOKEN. "
                 "To start the ranks without it:",
                 "cputrain plan --write DIR with the same planning options, then DIR/launch.sh CMD",
             )
@@ -141,12 +141,12 @@ def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, l
 
 
 def cluster_json(cluster: Cluster) -> str:
-    """The plan of all hosts, or the plans of the groups of hosts that differ, as JSON."""
+    """Return the plan of all hosts, or the plans of the groups of hosts that differ, as JSON."""
     return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
 
 
 def _env(cluster: Cluster) -> str:
-    """Shell assignments, one block for each worker."""
+    """Return shell assignments, one block for each worker."""
     blocks = (
         f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env.items())
         for worker in cluster.groups[0].plan.workers
@@ -155,7 +155,7 @@ def _env(cluster: Cluster) -> str:
 
 
 def _yaml(cluster: Cluster) -> str:
-    import yaml  # slow to import, and one format of several
+    import yaml  # slow to import, and needed for one format only
 
     return str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip()
 
@@ -169,7 +169,7 @@ FORMATS: dict[str, Callable[[Cluster], str]] = {
 
 
 def formatted(cluster: Cluster, output_format: str) -> str:
-    """The plans in one of FORMATS. Raises InputError for several groups of hosts in a format of one."""
+    """Convert the plans to one of FORMATS. Raises InputError for several groups if the format shows one."""
     if output_format != "json" and len(cluster.groups) > 1:
         raise InputError(
             f"--format {output_format} shows one group of hosts: use text, json or command, or plan each group alone"
@@ -178,7 +178,7 @@ def formatted(cluster: Cluster, output_format: str) -> str:
 
 
 def cluster_text(cluster: Cluster, *, colored: bool, explained: bool) -> str:
-    """The plans as text, one for each group of hosts, and the warnings about them together."""
+    """Return the plans as text, one for each group of hosts, followed by warnings about the cluster."""
     several, lines = len(cluster.groups) > 1, []
     for group in cluster.groups:
         if several:

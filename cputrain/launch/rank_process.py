@@ -1,4 +1,4 @@
-"""A rank of a training: bound by its plan, started, and its first lines."""
+"""A training's rank: bind it to its plan, start it, and print its first lines."""
 
 import importlib
 import json
@@ -28,10 +28,10 @@ from cputrain.recipe.schema import Recipe
 
 
 def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool, shown: bool = False) -> "RankContext":
-    """This process as a rank that is bound; rank 0 tells its start if `shown`.
+    """Make this process a bound rank; rank 0 reports the start if `shown`.
 
-    To be called before any library can move a thread. A rank that no plan has bound (one that mpirun, srun or torchrun
-    has started directly) plans this host and starts again, bound. Raises RunError where `check` finds a difference.
+    Call this before any library can rebind a thread. A rank that no plan has bound (one that mpirun, srun or torchrun
+    started directly) plans this host and restarts itself, bound. Raises RunError if `check` finds a difference.
     """
     worker = bound_worker(env)
     if worker is None:
@@ -43,30 +43,30 @@ def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool
 def rank_context(
     rank: Rank, worker: WorkerPlan, env: Mapping[str, str], *, check: bool, shown: bool = False
 ) -> "RankContext":
-    """This process, which is bound as a worker of a plan, as a rank; rank 0 tells its start if `shown`.
+    """Describe this process, bound as a worker of a plan, as a rank; rank 0 reports the start if `shown`.
 
-    Raises RunError where `check` finds that the kernel has bound it otherwise.
+    Raises RunError if `check` finds that the kernel bound it differently.
     """
     if check:
         verify(worker)
-    # Where a connection is lost, torch warns with stacks of its C++, several for each rank; the error is reported, too.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+    # If a connection is lost, torch warns with C++ stacks, several per rank; the error itself is reported anyway.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at import
     startup = startup_of(rank, env, shown=shown)
     return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
 
 
 def run_rank(rank: Rank, work: Callable[[], object]) -> None:
-    """Do a rank's work; end the process at once where that fails.
+    """Do a rank's work; if it fails, exit immediately.
 
-    Without any cleanup: threads of its libraries may hang in a collective for good. And other ranks, which lose their
-    connections to this one, would be blamed for the failure if they ended first.
+    There is no cleanup: library threads may hang in a collective forever, and other ranks, which lose their connections
+    to this one, would be blamed for the failure if they exited first.
     """
-    from cputrain.comm.group import convert_lost_peer_errors  # torch: after the binding is read back
+    from cputrain.comm.group import convert_lost_peer_errors  # imports torch: after the binding has been read back
 
     try:
         with convert_lost_peer_errors(rank.rank):
             work()
-    except KeyboardInterrupt:  # a rank of its own session: somebody has sent it to this one
+    except KeyboardInterrupt:  # a rank has its own session, so the signal was sent to this rank
         end_by(signal.SIGINT)
     except Exception as error:  # noqa: BLE001  every error is printed and ends the rank
         if one_line(error) is None:
@@ -80,10 +80,10 @@ def run_rank(rank: Rank, work: Callable[[], object]) -> None:
 
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> None:
-    """Plan this host for its ranks and become the same command, bound."""
+    """Plan this host for its ranks and exec the same command, bound."""
     if recipe.plan.share:
         raise InputError(
-            "plan.share=true, but a launcher has started this rank, which cannot tell its own job from others: start "
+            "plan.share=true, but this rank was started by a launcher and cannot tell its job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
     plan, index = plan_for_rank(request_of(recipe), rank, (), env)
@@ -96,8 +96,8 @@ WORTH_TELLING_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Startup:
-    """The phases of a start, and their seconds; silent unless `shown`. The line is redrawn in its place, or where that
-    cannot be (`redrawn` is False) each phase is a line of its own."""
+    """Time the phases of a start and show the current one if `shown`. The line is redrawn in place; if `redrawn` is
+    False, each phase is printed on a new line."""
 
     shown: bool
     redrawn: bool = True
@@ -113,13 +113,13 @@ class Startup:
         self._begun = self.clock()
 
     def phase(self, name: str) -> None:
-        """Begin a phase, which ends the one before."""
+        """Begin a phase and end the previous one."""
         self._end()
         self._phase, self._since = name, self.clock()
         self._draw(f"starting: {name}")
 
     def done(self) -> str:
-        """End the last phase and take the line away; returns what took how long."""
+        """End the last phase and erase the line; return the times of the phases."""
         self._end()
         self._draw("")
         parts = ", ".join(
@@ -134,8 +134,8 @@ class Startup:
             self._phase = ""
 
     def _draw(self, text: str) -> None:
-        """Over the line before, as a progress bar is drawn, with the cursor back at its begin: whatever is printed
-        next, an error as well, is a line of its own."""
+        """Redraw the line like a progress bar and return the cursor to its start, so that whatever is printed next,
+        even an error, starts a line."""
         if self.shown and (self.redrawn or text):
             self.file.write(f"\r{text.ljust(self._width)}\r" if self.redrawn else f"{text}\n")
             self.file.flush()
@@ -143,16 +143,16 @@ class Startup:
 
 
 def startup_of(rank: Rank, env: Mapping[str, str], *, shown: bool) -> Startup:
-    """The start of a rank, which rank 0 tells if `shown`: drawn on a terminal, or for the process that has started it;
-    as lines of a log where another launcher writes that."""
+    """Return the start's timer, shown on rank 0 if `shown`: redrawn on a terminal or under cputrain's launcher, as log
+    lines under other launchers."""
     redrawn = redraws(sys.stderr, env) or TOKEN_VARIABLE in env
     return Startup(shown=shown and rank.rank == 0, redrawn=redrawn, file=sys.stderr if redrawn else sys.stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """This process as a rank: its place in the job, its worker of the plan, and what the kernel gave it (PUs and memory
-    at its start, `observed`). With `check` its threads and memory are compared with the plan; `startup` hears what
+    """This process as a rank: its place in the job, its worker of the plan, and what the kernel gave it at its start
+    (`observed`: PUs and memory). With `check` its threads and memory are compared with the plan; `startup` times what
     happens before the first step."""
 
     rank: Rank
@@ -164,7 +164,7 @@ class RankContext:
 
     @property
     def loader_pus(self) -> tuple[int, ...]:
-        """The PUs that decode images. Set even if they are the compute PUs: OpenMP has bound this thread to one PU."""
+        """The PUs that decode images, set even if they are the compute PUs: OpenMP has bound this thread to one PU."""
         return self.worker.loader_pus or self.worker.compute_pus
 
     @property
@@ -175,11 +175,11 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """How a training starts: `resume` continues from the newest checkpoint of the run in the recipe's folder, if it has
-    one, and `overwrite` deletes that run; `quiet` leaves warnings and the summary.
+    """How a training starts. `resume` continues from the newest checkpoint in the recipe's folder, if there is one;
+    `overwrite` deletes the run there; `quiet` limits the output to warnings and the summary.
 
-    With `prepared`, a launcher has made the run's folder, samples the ranks' use of resources and tells them when to
-    stop; otherwise rank 0 checks and makes the folder, and each rank samples itself and handles signals.
+    With `prepared`, a launcher has created the run folder, samples the ranks' resource use and tells them when to stop;
+    otherwise rank 0 checks and creates the folder, and each rank samples itself and handles signals.
     """
 
     resume: bool = False
@@ -195,13 +195,13 @@ SIGNALED = 128
 def run_on_ranks(
     plan: Plan, target: str, spec: Any, folder: Path, env: Mapping[str, str], *, what: str | None = None
 ) -> list[Any]:
-    """Call a function, "module:name", in each worker of the plan, with `spec` and its RankContext; the results by rank.
+    """Call a function "module:name" in each worker of the plan with `spec` and its RankContext; return results by rank.
 
-    `spec` and results are plain values, as JSON has them. `folder` gets the plan and the ranks' logs.
+    `spec` and the results are plain JSON values. `folder` receives the plan and the ranks' logs.
 
-    Raises JobFailedError naming the rank that failed, InputError where ranks refuse their input, KeyboardInterrupt
-    where SIGINT or SIGTERM has stopped them. With `what`, which names the work, a RunError with the failed rank's own
-    line instead.
+    Raises JobFailedError naming the rank that failed, InputError if ranks reject their input, KeyboardInterrupt if
+    SIGINT or SIGTERM stopped them. If `what` names the work, RunError with the failed rank's message replaces
+    JobFailedError.
     """
     with tempfile.TemporaryDirectory() as name, Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         results = Path(name)
@@ -221,18 +221,18 @@ def run_on_ranks(
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """What a rank has returned."""
+    """Return the path of a rank's result."""
     return folder / f"rank-{rank}.json"
 
 
 def _last_lines(logs: Path) -> list[str]:
-    """The last line of each rank's log; a rank that others' refusal has ended has none."""
+    """Return the last line of each rank's log; ranks that were ended because others rejected their input have none."""
     texts = (log.read_text(encoding="utf-8", errors="backslashreplace") for log in sorted(logs.glob("rank-*.log")))
     return [line for text in texts for line in text.splitlines()[-1:]]
 
 
 def _cause(lines: list[str]) -> str:
-    """The line that a rank has printed about its failure, else the launcher's own."""
+    """Return the line that a rank printed about its failure, else the launcher's line."""
     texts = [line.strip().removeprefix("| ") for line in lines]
     printed = [text.removeprefix("cputrain: ") for text in texts if text.startswith("cputrain: ")]
     return (printed or texts or ["no message"])[0]

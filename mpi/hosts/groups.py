@@ -1,4 +1,4 @@
-"""Groups of hosts with a plan each, and the address by which hosts reach this one."""
+"""Groups of equal hosts, each with one plan, and the address at which the hosts reach this one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from cputrain.mpi.hosts.hostfile import fold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """Equal hosts, by name, and the plan of each of them."""
+    """Names of equal hosts, and the plan that each of them uses."""
 
     hosts: tuple[str, ...]
     plan: Plan
@@ -24,19 +24,19 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The host groups of a job, in the order of the ranks, and warnings about their differences."""
+    """The host groups of a job in rank order, and warnings about their differences."""
 
     groups: tuple[HostGroup, ...]
     warnings: tuple[str, ...]
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks in the job."""
         return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
 
 
 def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Request) -> Cluster:
-    """Plan each group of hosts once, as part of one job. Raises InputError when a host is in two groups."""
+    """Plan each group of hosts once, as part of one job. Raises InputError if a host is in two groups."""
     hosts = [host for names, _ in groups for host in names]
     if (twice := repeated_host(hosts)) is not None:
         same = "" if twice[0] == twice[1] else f", as {twice[0]}"
@@ -53,19 +53,19 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
 
 
 def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:
-    """A cluster of equal hosts."""
+    """Return a cluster of equal hosts."""
     return Cluster(groups=(HostGroup(hosts=hosts, plan=plan),), warnings=())
 
 
 def job_plan_json(groups: Sequence[HostGroup]) -> str:
-    """The plan file of a job's ranks: the plan of all hosts, or that of each group with its hosts' names."""
+    """Return the plan file for a job's ranks: one plan if all hosts share it, else each group's hosts and plan."""
     if all(group.plan == groups[0].plan for group in groups):
         return plan_to_json(groups[0].plan)
     return dumps({"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]})
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The cluster's plans as JSON data: for each group its folded host names and one plan."""
+    """Convert a cluster's plans to JSON data: for each group its folded host names and one plan."""
     return {
         "schema_version": SCHEMA_VERSION,
         "world_size": cluster.world_size,
@@ -78,14 +78,14 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 
 
 def own_address(hosts: tuple[str, ...]) -> str:
-    """This host's address on the way to a job's hosts: the one that packets to the first other host leave from."""
+    """Return this host's address as other hosts see it: the source address of packets to the first other host."""
     for host in hosts:
         if is_this_host(host):
             continue
         try:
             address = address_to(network_name(host))
         except OSError as error:
-            raise InputError(f"host {host} cannot be reached from here: {error}: correct its name") from None
-        if not is_loopback(address):  # else it is another name of this host
+            raise InputError(f"host {host} cannot be reached from here ({error}): correct its name") from None
+        if not is_loopback(address):  # a loopback address means another name of this host
             return address
     return LOOPBACK

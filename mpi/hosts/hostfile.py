@@ -1,4 +1,4 @@
-"""Host lists and hostfiles: Slurm's node lists, files of Open MPI, Intel MPI and MPICH."""
+"""Host lists and hostfiles: Slurm's node lists and the hostfiles of Open MPI, Intel MPI, MPICH and schedulers."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,29 +11,29 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.host_names import host_key, is_address, network_name, repeated_host
 from cputrain.affinity.wording import MIB
 
-ADDRESS = r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]"  # of IPv6
+ADDRESS = r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]"  # IPv6
 NAMES = re.compile(rf"(?:[^\[\],\s]|\[[0-9,-]+\]|{ADDRESS})*")
 SEPARATORS = re.compile(r"[,\s]")
 RANGES = re.compile(r"\[([0-9,-]+)\]")
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.DOTALL)
-MAX_HOSTS = 200_000  # more than any machine has
+MAX_HOSTS = 200_000  # more than any cluster has
 MAX_DIGITS = 9
 
 
 def expand(text: str, source: str = "") -> tuple[str, ...]:
-    """Host names of a list, in its order; commas or blanks are between them. `source` is what has the list. Raises
-    InputError, which names it, on an empty list, a bad range or a host that is in it twice."""
+    """Return the host names of a list in order; commas or blanks separate them. Raises InputError, which names
+    `source`, if the list is empty or contains a bad range or the same host twice."""
     listed = f"{source}: hosts {text[:60]!r}" if source else f"hosts {text[:60]!r}"
     hosts: list[str] = []
     place = 0
     while place < len(text):
         match = NAMES.match(text, place)
-        assert match is not None  # it matches the empty text too
+        assert match is not None  # NAMES matches the empty text
         place = match.end()
         if place < len(text) and not SEPARATORS.match(text, place):
             raise InputError(
-                f"{listed}: {text[place:][:20]!r} is neither a name nor a range: give names as in "
+                f"{listed} contain {text[place:][:20]!r}, which is neither a name nor a range: write names like "
                 "n1,n2 or n[001-128,130]"
             )
         place += 1
@@ -41,16 +41,16 @@ def expand(text: str, source: str = "") -> tuple[str, ...]:
         if len(hosts) > MAX_HOSTS:
             raise _too_many(listed)
     if not hosts:
-        raise InputError(f"{listed}: the list is empty: give HOST,HOST,...")
+        raise InputError(f"{listed} are an empty list: give HOST,HOST,...")
     twice = repeated_host(hosts)
     if twice is not None:
         what = f"{twice[0]} twice" if twice[0] == twice[1] else f"{twice[0]} and {twice[1]}, the same host"
-        raise InputError(f"{listed}: the list contains {what}: remove one of the two")
+        raise InputError(f"{listed} contain {what}: remove one of the two")
     return tuple(hosts)
 
 
 def _names(item: str, listed: str) -> list[str]:
-    """The names of one item of a list, with any number of ranges, in Slurm's order: the last number changes fastest,
+    """Return the names of one list item with any number of ranges, in Slurm's order: the last range varies fastest,
     then the first, the second and so on."""
     words, ranges = RANGES.split(item)[::2], RANGES.split(item)[1::2]
     if not ranges:
@@ -69,9 +69,9 @@ def _numbers(ranges: str, listed: str) -> list[str]:
     for part in ranges.split(","):
         match = RANGE.fullmatch(part)
         if any(len(number) > MAX_DIGITS for number in part.split("-")):
-            raise InputError(f"{listed}: {part[:30]!r} has more than {MAX_DIGITS} digits: correct the range")
+            raise InputError(f"{listed} contain {part[:30]!r}, which has more than {MAX_DIGITS} digits: correct it")
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise InputError(f"{listed}: {part[:30]!r} is not a range of numbers: write it as in n[001-128,130]")
+            raise InputError(f"{listed} contain {part[:30]!r}, which is not a range: write ranges like n[001-128,130]")
         first, last = match[1], match[2] or match[1]
         if len(numbers) + int(last) - int(first) >= MAX_HOSTS:
             raise _too_many(listed)
@@ -80,11 +80,11 @@ def _numbers(ranges: str, listed: str) -> list[str]:
 
 
 def _too_many(listed: str) -> InputError:
-    return InputError(f"{listed}: the list has more than {MAX_HOSTS:,} hosts: correct the range")
+    return InputError(f"{listed} expand to more than {MAX_HOSTS:,} hosts: correct the range")
 
 
 def fold(hosts: Iterable[str]) -> str:
-    """The shortest list that `expand` turns into these hosts, in this order; consecutive numbers become ranges."""
+    """Return the shortest list that `expand` turns into these hosts in this order, with ranges."""
     parts: list[str] = []
     runs: list[tuple[int, int, int]] = []  # first, last, digits of the first
     around: tuple[str, str] | None = None
@@ -117,27 +117,27 @@ def fold(hosts: Iterable[str]) -> str:
     return ",".join(parts)
 
 
-# Names reach shells, ssh and files: nothing else is let through. No label is empty, an absolute name ends with a dot.
+# Names reach shells, ssh and file names, hence this whitelist. Labels are not empty; absolute names end with a dot.
 NAME = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-# Never a name: sockets take up to four numbers for an address, 28 for 0.0.0.28 (inet_aton(3)).
+# Never a name: sockets parse one to four numbers as an address, 28 as 0.0.0.28 (inet_aton(3)).
 NUMERIC = re.compile(r"(?:0[xX][0-9A-Fa-f]+|[0-9]+)(?:\.(?:0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
-MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
+MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and the limit of DNS
 MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
 SSH_PORT = "22"
 NUMBER = re.compile("[0-9]{1,9}")
 WITH_SLOTS = re.compile("(.+):([0-9]+)")
 COMMENT = re.compile(r"#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-END_OF_LINE = "\0"  # Open MPI takes a block comment for one
+END_OF_LINE = "\0"  # stands for a block comment, which ends a line for Open MPI
 EQUALS = re.compile(r"[ \t]*=[ \t]*")
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
     "hydra": "Intel MPI's and MPICH's format (h1:4)",
     "sge": "Grid Engine's format (h1 4 all.q@h1 UNDEFINED)",
     "lsf": "the format of LSF's affinity file (h1 0,1 0 2)",
-    "plain": "no launcher's format (h1)",
+    "plain": "the plain format (h1)",
 }
-# The settings of a line, as Open MPI's lexer (hostfile_lex.l) and Hydra's have them -> what they mean.
+# Settings of a line, as in Open MPI's lexer (hostfile_lex.l) and Hydra's parser -> their meaning here.
 MOST = {word for one in ("slots", "cpu", "count") for word in (f"{one}-max", f"{one}_max", f"max-{one}", f"max_{one}")}
 OPEN_MPI = {
     **dict.fromkeys(("slots", "cpu", "count"), "slots"),
@@ -145,8 +145,8 @@ OPEN_MPI = {
     **dict.fromkeys(("username", "user-name", "user_name"), "user"),
     "port": "port",
 }
-GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and the processors where they are known
-# Behind a host, the CPUs of a task, and where memory is bound their NUMA nodes and the policy.
+GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and optionally processors
+# The words after the host: the CPUs of a task, and, if memory is bound, its NUMA nodes and the policy.
 AFFINITY = re.compile("[0-9]+[,-][0-9,-]+|[0-9][0-9,-]*( [0-9][0-9,-]*){2}")
 SETTINGS = {"openmpi": OPEN_MPI, "hydra": {"binding": "binding", "user": "user"}}
 VALUES = {
@@ -163,7 +163,7 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host by name, and its number of ranks; None where its list has none."""
+    """A host name and its number of ranks, None if its list has none."""
 
     name: str
     slots: int | None = None
@@ -171,7 +171,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostList:
-    """Hosts in order, each once, and the format of their list, a key of FORMATS."""
+    """Distinct hosts in order, and the format of their list, a key of FORMATS."""
 
     hosts: tuple[Host, ...]
     format: str
@@ -179,7 +179,7 @@ class HostList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """What a line of a hostfile says: names, slots and its format, a key of FORMATS."""
+    """Parsed hostfile line: host names, slots, and the line's format, a key of FORMATS."""
 
     names: tuple[str, ...]
     slots: int | None
@@ -188,7 +188,7 @@ class _Line:
 
 @dataclass(slots=True, kw_only=True)
 class _Listed:
-    """A host as the lines so far have it: the line that was first, slots, and how many lines were without."""
+    """A host in the lines read so far: its first line, its slots, and the number of lines without slots."""
 
     name: str
     line: int
@@ -197,32 +197,32 @@ class _Listed:
 
 
 def read_hostfile(path: Path, title: str = "hostfile", *, any_spelling: bool = False) -> HostList:
-    """The hosts of a file in any launcher's format. Raises InputError naming file and line; `title` is what names the
-    file, for messages. `any_spelling`: see `parse_hosts`."""
+    """Read a hostfile in any launcher's format. Raises InputError naming file and line, with `title` before the path.
+    `any_spelling`: see `parse_hosts`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")  # editors of Windows write a byte-order mark
+        text = data.decode("utf-8-sig")  # Windows editors write a byte-order mark
     except OSError as error:
         raise InputError(f"{title} {path}: {error.strerror}: give a file with one host per line") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{title} {path} is not UTF-8: {error}: save it as UTF-8 text: one host per line") from None
+        raise InputError(f"{title} {path} is not UTF-8 ({error}): save it as UTF-8 text, one host per line") from None
     if len(data) > MAX_BYTES:
-        raise InputError(f"{title} {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
+        raise InputError(f"{title} {path} is larger than {MAX_BYTES // MIB} MiB: give a file with one host per line")
     return parse_hosts(text, str(path), any_spelling=any_spelling)
 
 
 def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostList:
-    """Hosts of a text from a source, one per line, as the launcher or scheduler reads them that has the format.
+    """Parse hosts, one per line, in the format of any launcher or scheduler.
 
-    Comments begin with #, in Open MPI's format also with // or are between /* and */. A host on several lines: those
-    without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Hydra's slots add up, as do
-    Grid Engine's in several queues and the tasks of LSF's affinity file. A host has one spelling, or the first where
-    `any_spelling` may follow, as in files that no user writes. Raises InputError naming a line that is wrong, or that
-    has another format than those before.
+    Comments begin with #; in Open MPI's format also with //, or they are between /* and */. If a host is on several
+    lines, each line without slots adds one slot (PBS's and LSF's node files), also after a line with slots. Hydra's
+    slots add up, as do Grid Engine's over queues and the tasks of LSF's affinity file. A host must be spelled the same
+    everywhere; with `any_spelling`, for files that no user writes, the first spelling is used. Raises InputError naming
+    the first line that is wrong or in another format than the lines before.
     """
     if END_OF_LINE in text:
-        raise InputError(f"{source} contains null characters, as UTF-16 does: save it as UTF-8 text")
+        raise InputError(f"{source} contains null characters, perhaps because it is UTF-16: save it as UTF-8 text")
     formats: dict[str, int] = {}
     hosts: dict[str, _Listed] = {}
     for number, line in _lines(text, source, formats):
@@ -238,8 +238,8 @@ def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostLi
     if len(formats) > 1:
         (first, line_of_first), (second, line_of_second) = sorted(formats.items(), key=lambda one: one[1])[:2]
         raise InputError(
-            f"{source} mixes two formats: line {line_of_first} is in {FORMATS[first]}, line {line_of_second} in "
-            f"{FORMATS[second]}: use one of them"
+            f"{source} mixes two formats, {FORMATS[first]} in line {line_of_first} and {FORMATS[second]} in line "
+            f"{line_of_second}: use one format"
         )
     several = any(host.slots is None and host.repeats > 1 for host in hosts.values())
     return HostList(
@@ -252,12 +252,12 @@ def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostLi
 
 
 def _lines(text: str, source: str, formats: dict[str, int]) -> Iterator[tuple[int, str]]:
-    """The lines that say something, without comments, and their numbers; adds the format that comments are of."""
+    """Yield non-empty lines without comments, and their numbers; record the format of comments in `formats`."""
 
     def blank(match: re.Match[str]) -> str:
         comment, line = match[0], text.count("\n", 0, match.start()) + 1
         if comment.startswith("/*") and not (comment.endswith("*/") and len(comment) > len("/*/")):
-            raise InputError(f"{source}:{line}: the comment after /* has no end: write */ behind it")
+            raise InputError(f"{source}:{line}: the comment after /* is not closed: add */")
         if not comment.startswith("#"):
             formats.setdefault("openmpi", line)
         return END_OF_LINE + "\n" * comment.count("\n") if comment.startswith("/*") else ""
@@ -269,9 +269,9 @@ def _lines(text: str, source: str, formats: dict[str, int]) -> Iterator[tuple[in
 
 
 def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
-    """Add a line that names a host to what is known of it."""
+    """Add a line that names a host to the host's record."""
     if name != host.name:
-        raise InputError(f"{place}: {name} is {host.name} of line {host.line}: write its name in one way")
+        raise InputError(f"{place}: {name} is spelled {host.name} in line {host.line}: use one spelling")
     if line.slots is None:
         host.slots = None if host.slots is None else host.slots + 1
         host.repeats += 1
@@ -283,15 +283,15 @@ def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
         host.slots = line.slots + (host.slots or host.repeats)
     else:
         raise InputError(
-            f"{place}: the file contains {name} twice, with slots, in {FORMATS[line.format]}: remove this line or "
-            f"line {host.line}"
+            f"{place}: {name} is listed again, with slots, which {FORMATS[line.format]} does not allow: remove this "
+            f"line or line {host.line}"
         )
     if (slots := host.slots or host.repeats) > MAX_SLOTS:
-        raise InputError(f"{place}: {name} has {slots:,} slots by now, more than {MAX_SLOTS:,}: correct its lines")
+        raise InputError(f"{place}: {name} has {slots:,} slots in total, more than {MAX_SLOTS:,}: correct its lines")
 
 
 def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
-    """Host names, format and slots of a line of a file that has had this format so far."""
+    """Parse a line of a file whose earlier lines have this format."""
     first = words[0]
     if AFFINITY.fullmatch(" ".join(words[1:])) or (file_format == "lsf" and NUMBER.fullmatch("".join(words[1:]))):
         return _Line(names=(check_name(first, place),), slots=1, format="lsf")
@@ -299,7 +299,7 @@ def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
         return _Line(names=(check_name(first, place),), slots=_slots(words[1], place), format="sge")
     name, digits = split_slots(first)
     line_format = "plain" if digits is None else "hydra"
-    said: dict[str, str] = {}
+    given: dict[str, str] = {}
     for word in words[1:]:
         key, _, value = word.partition("=")
         if line_format == "plain":
@@ -308,69 +308,69 @@ def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
         if meaning not in VALUES or not VALUES[meaning].fullmatch(value):
             if NUMBER.fullmatch(word):
                 raise InputError(
-                    f"{place}: {word} is not slots={word}, and may be a CPU, as in LSF's affinity file: write "
-                    f"slots={word} where it is a number of slots"
+                    f"{place}: {word} alone is not a number of slots and could be a CPU of LSF's affinity file: write "
+                    f"slots={word} if it is meant as slots"
                 )
             known = file_format if line_format == "plain" else line_format
             raise InputError(
                 f"{place}: {word[:60]!r} is not {KNOWN.get(known, KNOWN['plain'])}; the line is in {FORMATS[known]}: "
                 "remove or correct it"
             )
-        if meaning in said:
+        if meaning in given:
             raise InputError(
-                f"{place}: {word[:60]!r} says again what the line says before, which {FORMATS[line_format]} excludes: "
+                f"{place}: {word[:60]!r} repeats a setting of this line, which {FORMATS[line_format]} does not allow: "
                 "remove one of the two"
             )
-        said[meaning] = value
-    if said.get("port", SSH_PORT) != SSH_PORT:
+        given[meaning] = value
+    if given.get("port", SSH_PORT) != SSH_PORT:
         raise InputError(
-            f"{place}: port={said['port']} is of {FORMATS[line_format]}, which not every launcher takes: write "
-            f"'Port {said['port']}' under 'Host {network_name(name)}' into ~/.ssh/config, and remove it here"
+            f"{place}: port={given['port']} is a setting of {FORMATS[line_format]} that not every launcher knows: "
+            f"write 'Port {given['port']}' under 'Host {network_name(name)}' into ~/.ssh/config and remove it here"
         )
-    text = digits or said.get("slots") or said.get("most")
+    text = digits or given.get("slots") or given.get("most")
     slots = None if text is None else _slots(text, place)
-    if slots is not None and int(said.get("most", slots)) < slots:
-        raise InputError(f"{place}: max_slots={said['most']} is less than slots={slots}: correct one of the two")
+    if slots is not None and int(given.get("most", slots)) < slots:
+        raise InputError(f"{place}: max_slots={given['most']} is less than slots={slots}: correct one of the two")
     names = expand(name, place) if "[" in name else (name,)
-    if "user" in said:
-        names = tuple(f"{said['user']}@{one.rpartition('@')[2]}" for one in names)
+    if "user" in given:
+        names = tuple(f"{given['user']}@{one.rpartition('@')[2]}" for one in names)
     return _Line(names=tuple(check_name(one, place) for one in names), slots=slots, format=line_format)
 
 
 def split_slots(text: str) -> tuple[str, str | None]:
-    """A host's name, and the digits of its slots where they are behind it: "h1:4", "[fe80::1]:4"."""
+    """Split "h1:4" or "[fe80::1]:4" into the host's name and the digits of its slots, None without slots."""
     match = None if is_address(text) else WITH_SLOTS.fullmatch(text)
     return (text, None) if match is None else (match[1], match[2])
 
 
 def host_with_slots(text: str, source: str) -> Host:
-    """A host as mpirun and horovodrun list it: NAME or NAME:SLOTS. Raises InputError on anything else."""
+    """Parse a host as in mpirun's and horovodrun's lists: NAME or NAME:SLOTS. Raises InputError on anything else."""
     name, digits = split_slots(text)
     return Host(name=check_name(name, source), slots=None if digits is None else _slots(digits, source))
 
 
 def _slots(text: str, place: str) -> int:
     if not NUMBER.fullmatch(text) or not 1 <= int(text) <= MAX_SLOTS:
-        raise InputError(f"{place}: {text[:30]} slots: set slots to 1 to {MAX_SLOTS:,}, or remove the line")
+        raise InputError(f"{place}: {text[:30]} slots are out of range: set 1 to {MAX_SLOTS:,} slots, or drop the line")
     return int(text)
 
 
 def check_name(name: str, source: str) -> str:
-    """The name, if it is a valid name of a host. Raises InputError otherwise."""
+    """Return the name if it is a valid host name. Raises InputError otherwise."""
     if len(name) > MAX_NAME:
-        raise InputError(f"{source}: the host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
+        raise InputError(f"{source}: host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
     if not NAME.fullmatch(name) and not is_address(name):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
     if NUMERIC.fullmatch(network_name(name)) and not is_address(name):
         raise InputError(
-            f"{source}: {name[:60]!r} is not an address, for which programs take it: write four numbers from 0 to 255, "
-            "without zeros before them, or the host's name"
+            f"{source}: {name[:60]!r} looks like an address but is not one: write four numbers from 0 to 255 without "
+            "leading zeros, or the host's name"
         )
     return name
 
 
 def format_hosts(hosts: Iterable[Host], file_format: str) -> str:
-    """A hostfile in a format of FORMATS; the inverse of `parse_hosts` where slots are given."""
+    """Write a hostfile in a format of FORMATS; the inverse of `parse_hosts` for hosts with slots."""
     if file_format == "openmpi":
         lines = [_unbracketed(host.name) + ("" if host.slots is None else f" slots={host.slots}") for host in hosts]
     elif file_format == "hydra":
@@ -381,12 +381,12 @@ def format_hosts(hosts: Iterable[Host], file_format: str) -> str:
 
 
 def hosts_with_slots(hosts: Iterable[Host]) -> str:
-    """h1:2,h2:2, as the command lines of Open MPI and MPICH take hosts and their ranks."""
+    """Return h1:2,h2:2, the host list with ranks for the command lines of Open MPI and MPICH."""
     return ",".join(format_hosts(hosts, "hydra").split())
 
 
 def _unbracketed(name: str) -> str:
-    """The name, of an IPv6 address the form that ssh takes."""
+    """Return the name with an IPv6 address in ssh's form, without brackets."""
     user, at, host = name.rpartition("@")
     return f"{user}{at}{network_name(host)}"
 
@@ -394,6 +394,7 @@ def _unbracketed(name: str) -> str:
 def _in_hydra(name: str) -> str:
     if ":" in name:
         raise InputError(
-            f"host {name}: lists of Intel MPI and MPICH, and Open MPI's --host, take no IPv6 addresses: give its name"
+            f"host {name} is an IPv6 address, which Intel MPI, MPICH and Open MPI's --host do not take in lists: give "
+            "its name"
         )
     return name

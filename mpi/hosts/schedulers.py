@@ -1,4 +1,4 @@
-"""The scheduler's job around this process: its hosts and their slots, from one record for each scheduler."""
+"""The scheduler's allocation around this process: its hosts and slots, with one record per scheduler."""
 
 import json
 import os
@@ -28,8 +28,8 @@ LISTED = re.compile(r'[^\s,\[\]"]+')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a scheduler's variables tell: the hosts of each component of the job, and a note about a host left out."""
+class JobHosts:
+    """Hosts from a scheduler's variables, by component of the job, and a note about hosts left out."""
 
     components: tuple[Hosts, ...]
     note: str = ""
@@ -39,17 +39,18 @@ class Found:
 class Scheduler:
     """A scheduler's record.
 
-    `variables` tell that this process is in its job; the first that is set is its id, unless `job_id` is, a variable
-    that other programs set as well. `found` reads the hosts, and gives None where the variables do not name them; None:
-    they are not read here. `slot` is what it counts on a host, `slots_are_cores` whether that may be cores as well as
-    ranks. `give` names the hosts to `cputrain launch`. Where `found` does not read them, `hosts_in` matches the names
-    of variables that hold their number, their names or their file; `one_if_unset`: jobs of one host do not have these.
+    `variables` are set in its jobs; the first that is set holds the job's ID, unless `job_id` names another variable
+    (one that other programs set, too). `found` reads the hosts and returns None if the variables do not name them;
+    without it reading is not implemented. `slot` is the scheduler's unit on a host; `slots_are_cores` whether slots may
+    be cores rather than ranks. `give` is the option that passes the hosts to `cputrain launch`. Without `found`,
+    `hosts_in` matches variables with the number of hosts, their names or their file; `one_if_unset`: jobs of one host
+    lack them.
     """
 
     name: str
     variables: tuple[str, ...]
     job_id: str = ""
-    found: Callable[[Env], Found | None] | None = None
+    found: Callable[[Env], JobHosts | None] | None = None
     slot: str = "slot"
     slots_are_cores: bool = False
     give: str = "--hosts or --hostfile"
@@ -59,10 +60,10 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The job around this process.
+    """The scheduler's allocation around this process.
 
-    `components` are the hosts of each component: several for a heterogeneous job of Slurm, none where the hosts are
-    not known. `note` says what was left out of them. `alone`: they are not known, but this is the only one.
+    `components` are the hosts of each component: several in a heterogeneous Slurm job, none if the hosts are unknown.
+    `note` describes hosts left out. `alone`: the hosts are not listed, but the job has only this one.
     """
 
     scheduler: Scheduler
@@ -73,36 +74,36 @@ class Allocation:
 
     @property
     def hosts(self) -> Hosts:
-        """Every host, component after component."""
+        """All hosts, component by component."""
         return tuple(host for component in self.components for host in component)
 
     @property
     def title(self) -> str:
-        """ "Slurm job 17 of 2 components, 3 hosts"."""
+        """Title such as "Slurm job 17 of 2 components, 3 hosts"."""
         many = f" of {len(self.components)} components" if len(self.components) > 1 else ""
         known = f", {counted(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
         return f"{self.scheduler.name} job {self.job}{many}{known}"
 
     @property
     def uses_one_host(self) -> str:
-        """A line that this host alone is used, and what to do; "" where the job has no other."""
+        """A note that only this host is used, and what to do; "" if the job has only this host."""
         if self.alone or (len(self.hosts) == 1 and not self.note):
             return ""
         if len(self.hosts) == 1:
-            return f"{self.title}: only this host is used; for cputrain launch, {self.note}"
-        return f"{self.title}: only this host is used: " + (
+            return f"{self.title}; only this host is used; for cputrain launch, {self.note}"
+        return f"{self.title}; only this host is used: " + (
             "cputrain launch uses all of them" if self.hosts else f"name the job's hosts with {self.scheduler.give}"
         )
 
 
 def allocation(env: Env) -> Allocation | None:
-    """The scheduler's job around this process; None outside one. Raises InputError where its variables are damaged."""
+    """Return the scheduler's allocation around this process, if any. Raises InputError if its variables are damaged."""
     for scheduler in SCHEDULERS:
         job = next((env[name] for name in scheduler.variables if env.get(name)), None)
         if job is None:
             continue
         found = None if scheduler.found is None else scheduler.found(env)
-        found = found or Found(components=())
+        found = found or JobHosts(components=())
         job = env.get(scheduler.job_id) or job
         return Allocation(
             scheduler=scheduler,
@@ -114,31 +115,32 @@ def allocation(env: Env) -> Allocation | None:
     return None
 
 
-def _slurm(env: Env) -> Found | None:
-    """sbatch(1), OUTPUT ENVIRONMENT VARIABLES: the components of a heterogeneous job have numbers at the end."""
+def _slurm(env: Env) -> JobHosts | None:
+    """Read Slurm's variables, which end in component numbers in heterogeneous jobs (sbatch(1), OUTPUT ENVIRONMENT
+    VARIABLES)."""
     is_new = "SLURM_HET_SIZE" in env or any(name.startswith(f"{LIST}_HET_GROUP_") for name in env)
     word = "HET" if is_new else "PACK"  # before Slurm 20.02
-    said = env.get(f"SLURM_{word}_SIZE", "1")
+    size_text = env.get(f"SLURM_{word}_SIZE", "1")
     numbers = [int(match[1]) for name in env if (match := re.fullmatch(rf"{LIST}_{word}_GROUP_([0-9]{{1,4}})", name))]
-    size = max(int(said) if SLOTS.fullmatch(said) else 1, *(number + 1 for number in numbers), 1)
+    size = max(int(size_text) if SLOTS.fullmatch(size_text) else 1, *(number + 1 for number in numbers), 1)
     suffixes = [""]
     if size > 1:
         suffixes = [f"_{word}_GROUP_{number}" for number in range(min(size, MAX_SLOTS))]
         absent = [suffix for suffix in suffixes if not env.get(f"{LIST}{suffix}")]
         if absent:
             raise InputError(
-                f"this Slurm job has {size} components (SLURM_{word}_SIZE={said[:30]}), but {LIST}{absent[0]} is not "
-                "set: name the hosts with --hosts"
+                f"this Slurm job has {size} components (SLURM_{word}_SIZE={size_text[:30]}), but {LIST}{absent[0]} "
+                "is not set: name the hosts with --hosts"
             )
     if not env.get(f"{LIST}{suffixes[0]}"):
         return None
-    return Found(components=tuple(_slurm_component(env, suffix) for suffix in suffixes))
+    return JobHosts(components=tuple(_slurm_component(env, suffix) for suffix in suffixes))
 
 
 def _slurm_component(env: Env, suffix: str) -> Hosts:
     source, tasks_name = f"{LIST}{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
     names = expand(env[source], source)
-    tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # else a number of CPUs
+    tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # without NTASKS it counts CPUs
     counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
     if len(counts) != len(names):
         raise InputError(
@@ -148,16 +150,18 @@ def _slurm_component(env: Env, suffix: str) -> Hosts:
     return tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
 
 
-def _pbs(env: Env) -> Found | None:
-    """PBS Professional, User's Guide, 5.1.3 The Job Node File: a host's line is there once for each MPI process."""
+def _pbs(env: Env) -> JobHosts | None:
+    """Read the node file, which has a line per MPI process (PBS Professional User's Guide, 5.1.3 The Job Node File)."""
     path = env.get("PBS_NODEFILE")
-    return Found(components=(_file_of_slots(path, "PBS_NODEFILE"),)) if path else None
+    return JobHosts(components=(_file_of_slots(path, "PBS_NODEFILE"),)) if path else None
 
 
-def _lsf(env: Env) -> Found | None:
-    """IBM Spectrum LSF, environment variables: LSB_MCPU_HOSTS is "HOST SLOTS HOST SLOTS", the file of
-    LSB_DJOB_HOSTFILE and LSB_HOSTS have each host once for each slot, the file of LSB_AFFINITY_HOSTFILE a line for each
-    task. The first is used, and a note names those that differ from it."""
+def _lsf(env: Env) -> JobHosts | None:
+    """Read LSF's host lists and note lists that contradict the first (IBM Spectrum LSF, environment variables).
+
+    LSB_MCPU_HOSTS is "HOST SLOTS HOST SLOTS"; LSB_HOSTS and the file LSB_DJOB_HOSTFILE have each host once per slot;
+    the file LSB_AFFINITY_HOSTFILE has a line per task.
+    """
     lists = dict(_lists_of_lsf(env))
     if not lists:
         return None
@@ -167,22 +171,22 @@ def _lsf(env: Env) -> Found | None:
     if rest and first.slots == 1 and all(host.slots and host.slots > 1 for host in rest):
         used = tuple(rest)
         notes.append(
-            f"LSF's first host, {first.name}, has 1 slot, the others have more: it is taken for the batch host and "
-            "gets no workers: name all hosts with --hosts to use it, too"
+            f"LSF's first host, {first.name}, has 1 slot and the others have more, so it is treated as the batch host "
+            "without workers: name all hosts with --hosts to use it, too"
         )
     for other, listed in others:
-        tasks = other == AFFINITY_FILE  # not on the batch host, and of any number of slots each
+        tasks = other == AFFINITY_FILE  # lists tasks with any number of slots, none on the batch host
         if not (_are_same(listed, used, slots=False) if tasks else _are_same(listed, hosts, slots=True)):
             notes.append(
                 f"LSF's variables differ: {variable} is used, {_in_words(hosts)}; {other} has {_in_words(listed)}: "
-                "name the hosts with --hosts where that is right"
+                "name the hosts with --hosts if that is right"
             )
-    return Found(components=(used,), note="; ".join(notes))
+    return JobHosts(components=(used,), note="; ".join(notes))
 
 
 def _lists_of_lsf(env: Env) -> Iterator[tuple[str, Hosts]]:
-    """The variables of LSF that list a job's hosts, and their lists. Files that cannot be read are passed over where
-    LSB_MCPU_HOSTS is set: they may be on other hosts."""
+    """Yield LSF's variables that list a job's hosts, with their lists. Unreadable files are skipped if LSB_MCPU_HOSTS
+    is set: they may be on other hosts."""
     words = env.get("LSB_MCPU_HOSTS", "").split()
     if words:
         if len(words) % 2:
@@ -197,7 +201,7 @@ def _lists_of_lsf(env: Env) -> Iterator[tuple[str, Hosts]]:
     if names := env.get("LSB_HOSTS", "").split():
         yield "LSB_HOSTS", _summed(((name, "1") for name in names), "LSB_HOSTS")
     path = env.get(AFFINITY_FILE)
-    if path and _has_lines(path):  # empty without affinity
+    if path and _has_lines(path):  # empty if the job has no affinity requirement
         yield AFFINITY_FILE, _host_of_each_line(path, AFFINITY_FILE)
 
 
@@ -210,7 +214,7 @@ def _host_of_each_line(path: str, variable: str) -> Hosts:
 
 
 def _are_same(some: Hosts, others: Hosts, *, slots: bool) -> bool:
-    """Whether two lists have the same hosts, short names among them, and with `slots` as many slots on each."""
+    """Return whether two lists have the same hosts (short names match), and with `slots` the same slots on each."""
     places = [find_host(host.name, [other.name for other in others]) for host in some]
     if None in places or len(set(places)) != len(others):
         return False
@@ -220,13 +224,13 @@ def _are_same(some: Hosts, others: Hosts, *, slots: bool) -> bool:
 
 
 def _in_words(hosts: Hosts) -> str:
-    """ "85 slots on 3 hosts (a, b, c)"."""
+    """Return text such as "85 slots on 3 hosts (a, b, c)"."""
     slots = counted(sum(host.slots or 0 for host in hosts), "slot")
     return f"{slots} on {counted(len(hosts), 'host')} ({first_named([host.name for host in hosts])})"
 
 
 def _lines(path: str, variable: str) -> list[list[str]]:
-    """The words of each line of the file that a variable names."""
+    """Return the words of each line in the file that a variable names."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
@@ -234,24 +238,24 @@ def _lines(path: str, variable: str) -> list[list[str]]:
     return [words for line in text.splitlines() if (words := line.split())]
 
 
-def _grid_engine(env: Env) -> Found | None:
-    """sge_pe(5), $PE_HOSTFILE: HOST SLOTS QUEUE PROCESSORS on each line; a host has a line for each of its queues."""
+def _grid_engine(env: Env) -> JobHosts | None:
+    """Read lines of HOST SLOTS QUEUE PROCESSORS; a host has a line for each of its queues (sge_pe(5), $PE_HOSTFILE)."""
     path = env["PE_HOSTFILE"]
     lines = _lines(path, "PE_HOSTFILE")
     short = next((line for line in lines if len(line) < 2), None)
     if short is not None or not lines:
         found = "is empty" if short is None else f"has the line {short[0][:40]!r}"
         raise InputError(f"PE_HOSTFILE={path} {found}, not HOST SLOTS QUEUE: name the hosts with --hosts")
-    return Found(components=(_summed(((line[0], line[1]) for line in lines), f"PE_HOSTFILE={path}"),))
+    return JobHosts(components=(_summed(((line[0], line[1]) for line in lines), f"PE_HOSTFILE={path}"),))
 
 
-def _flux(env: Env) -> Found | None:
-    """flux-environment(7): no variable names the hosts, `flux` tells them as a resource set (Flux RFC 20)."""
+def _flux(env: Env) -> JobHosts | None:
+    """Read the hosts from `flux` as a resource set (Flux RFC 20): no variable names them (flux-environment(7))."""
     job = env.get("FLUX_JOB_ID")
-    # A batch script has no FLUX_JOB_ID; its own Flux instance has the job's resources and no others.
+    # A batch script has no FLUX_JOB_ID; its Flux instance has exactly the job's resources.
     words = ("job", "info", job, "R") if job else ("resource", "R")
     known = job or env.get("FLUX_ENCLOSING_ID") or _flux_prints(env, "getattr", "jobid")
-    shown = _flux_prints(env, *words) if known else None  # an instance that is no job has the whole cluster
+    shown = _flux_prints(env, *words) if known else None  # an instance outside a job has the whole cluster
     if shown is None:
         return None
     try:
@@ -273,11 +277,11 @@ def _flux(env: Env) -> Found | None:
             "hosts with --hosts"
         )
     each = zip(names, (str(cores[rank]) for rank in sorted(cores)), strict=True)
-    return Found(components=(_summed(each, "flux"),))
+    return JobHosts(components=(_summed(each, "flux"),))
 
 
 def _flux_prints(env: Env, *words: str) -> str | None:
-    """What a command of flux prints; None where there is no flux, or it fails."""
+    """Return the output of a flux command; None if flux is missing or fails."""
     program = shutil.which("flux", path=env.get("PATH"))
     if program is None:
         return None
@@ -291,14 +295,13 @@ def _flux_prints(env: Env, *words: str) -> str | None:
 
 
 def _file_of_slots(path: str, variable: str) -> Hosts:
-    """The hosts of the file that a variable names. It repeats a host's line for each slot; a host that is there once
-    has one."""
+    """Return the hosts of the file that a variable names; the file has a line per slot."""
     listed = read_hostfile(Path(path), variable, any_spelling=True).hosts
     return tuple(replace(host, slots=host.slots or 1) for host in listed)
 
 
 def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
-    """Each host once, as it is spelled first, with the sum of its slots. Raises InputError for a wrong name or
+    """Return each host once, in its first spelling, with the sum of its slots. Raises InputError on a bad name or
     number."""
     spelled: dict[str, str] = {}
     slots: Counter[str] = Counter()
@@ -313,7 +316,7 @@ def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
 
 
 def _has_one_host(scheduler: Scheduler, env: Env) -> bool:
-    """Whether a job's variables say that it has one host."""
+    """Return whether a job's variables show that it has one host."""
     values = [env[name] for name in env if re.fullmatch(scheduler.hosts_in, name) and env[name] not in ("", "0")]
     if len(values) != 1:
         return scheduler.one_if_unset and not values
@@ -325,10 +328,10 @@ def _has_one_host(scheduler: Scheduler, env: Env) -> bool:
         return False
 
 
-# The first whose variables are set is the job's.
+# The first one whose variables are set is the job's scheduler.
 SCHEDULERS = (
     Scheduler(name="Slurm", variables=("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), found=_slurm, slot="task"),
-    # Torque has PBS's variables and these; nodes=2:ppn=16 are 16 cores of a host, each with a line in PBS_NODEFILE.
+    # Torque sets PBS's variables and these. With nodes=2:ppn=16, PBS_NODEFILE has 16 lines per host, one per core.
     Scheduler(
         name="Torque",
         variables=("PBS_NUM_PPN", "PBS_VNODENUM"),
@@ -344,7 +347,7 @@ SCHEDULERS = (
         slots_are_cores=True,
         give='--hosts or --hostfile "$LSB_DJOB_HOSTFILE"',
     ),
-    # A job without a parallel environment has no such file, and one host.
+    # A job without a parallel environment has no PE_HOSTFILE, and runs on one host.
     Scheduler(
         name="Grid Engine",
         variables=("PE_HOSTFILE",),
@@ -378,7 +381,7 @@ SCHEDULERS = (
         give='--hostfile "$LOADL_HOSTFILE"',
         hosts_in="LOADL_HOSTFILE",
     ),
-    # Set in the parallel universe only.
+    # Set only in the parallel universe.
     Scheduler(
         name="HTCondor",
         variables=("_CONDOR_JOB_AD", "_CONDOR_SCRATCH_DIR"),
@@ -406,7 +409,7 @@ SCHEDULERS = (
         give='--hostfile "$CCS_NODEFILE"',
         hosts_in="CCS_NODEFILE",
     ),
-    # The hostfile of an MPI's launcher, which Kubernetes' MPI operator names to its launcher's pod; it lists others.
+    # Kubernetes' MPI operator sets these in its launcher pod to the launcher's hostfile, which lists other hosts.
     *(
         Scheduler(name="MPI operator", variables=(name,), job_id="HOSTNAME", give=f'--hostfile "${name}"')
         for name in (
@@ -434,7 +437,7 @@ SCHEDULERS = (
         give='--hosts "$DSTACK_NODES_IPS", on one of them only',
         hosts_in="DSTACK_NODES_IPS",
     ),
-    # The variables of torchrun, as its pods have them.
+    # torchrun's variables, as Kubeflow sets them in its pods.
     Scheduler(
         name="Kubeflow Trainer",
         variables=("PET_NODE_RANK",),
@@ -455,7 +458,7 @@ SCHEDULERS = (
         give="--hosts, on one of them only",
         hosts_in="AZUREML_NODE_COUNT",
     ),
-    # Set in multi-node parallel jobs and in multi-instance tasks only.
+    # Set only in multi-node parallel jobs and multi-instance tasks.
     Scheduler(
         name="AWS Batch",
         variables=("AWS_BATCH_JOB_ID",),

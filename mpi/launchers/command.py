@@ -1,4 +1,4 @@
-"""Which launcher this host has, found on PATH and identified by its version; a job's command line, and launch.sh."""
+"""Find the launcher on PATH and identify it by its version; turn a job into its command line, or into launch.sh."""
 
 import os
 import shlex
@@ -25,18 +25,18 @@ from cputrain.mpi.launchers.programs import (
 
 VERSION_TIMEOUT_S = 60.0
 SYSTEM_PREFIXES = ("/usr", "/usr/local")
-SUGGESTED = "openmpi"  # to those who have no launcher
+SUGGESTED = "openmpi"  # to install if no launcher is found
 
 
 def newest_version(name: str) -> InstalledLauncher:
-    """The launcher in its newest version, for hosts that cannot be inspected."""
+    """Return the launcher in its newest version, for hosts that cannot be inspected."""
     launcher = LAUNCHERS[name]
     return InstalledLauncher(launcher=launcher, version=launcher.newest, program=launcher.programs[0])
 
 
 def on_job_hosts(name: str) -> InstalledLauncher:
-    """The launcher as job scripts call it: in its newest version, whose options all versions take, and by its binary,
-    as a shell script would end at a signal that is meant for the ranks."""
+    """Return the launcher as job scripts call it: the newest version, whose options all versions accept, and its
+    binary, because a shell wrapper would exit at a signal that is meant for the ranks."""
     newest = newest_version(name)
     return replace(newest, program=newest.launcher.binary or newest.program)
 
@@ -44,9 +44,9 @@ def on_job_hosts(name: str) -> InstalledLauncher:
 def find_launcher(
     requested: str, env: Mapping[str, str], launchers: Mapping[str, Launcher] = LAUNCHERS
 ) -> InstalledLauncher:
-    """The requested launcher on PATH; "auto" takes that of the job around this process, else whatever mpirun is.
+    """Find the requested launcher on PATH; "auto" takes the launcher of the scheduler's job, else whatever mpirun is.
 
-    Raises InputError naming the package to install where there is none, or where mpirun is another launcher.
+    Raises InputError naming the package to install if none is found or mpirun belongs to another launcher.
     """
     path = env.get("PATH")
     if requested == "auto":
@@ -71,8 +71,8 @@ def find_launcher(
 
 
 def without_path(installed: InstalledLauncher) -> InstalledLauncher:
-    """The same launcher, to be called from any environment: a script among its programs looks for the binary on PATH,
-    which nothing has set where the installation needs variables of its own."""
+    """Return the launcher in a form that works in any environment: a wrapper script finds its binary on PATH, which is
+    not set if the installation needs variables of its own, so the binary is called directly."""
     if installed.launcher.binary is None or not installed.variables:
         return installed
     binary = Path(installed.program).with_name(installed.launcher.binary)
@@ -82,8 +82,7 @@ def without_path(installed: InstalledLauncher) -> InstalledLauncher:
 def identify(
     name: str, env: Mapping[str, str], launchers: Mapping[str, Launcher] = LAUNCHERS
 ) -> InstalledLauncher | None:
-    """The program of this name on PATH, or of this path, as the launcher whose version it prints; None where there is
-    none."""
+    """Identify the program with this name or path by the version it prints; None if it is not on PATH."""
     program = shutil.which(name, path=env.get("PATH"))
     if program is None:
         return None
@@ -102,7 +101,7 @@ def identify(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"{program} --version fails: {error}: put a working launcher first on PATH") from None
+        raise InputError(f"{program} --version fails ({error}): put a working launcher first on PATH") from None
     for launcher in candidates:
         assert launcher.version is not None
         match = launcher.version.search(result.stdout + result.stderr)
@@ -120,7 +119,7 @@ def identify(
 
 
 def _any_program(launchers: Mapping[str, Launcher]) -> str:
-    """The programs that "auto" looks for, in every job or in one of the launcher's own."""
+    """Return the programs that "auto" looks for, both in every job and in a scheduler's job only."""
     found = [one for one in launchers.values() if one.version is not None or one.job_variable is not None]
     return either(list(dict.fromkeys(name for one in found for name in one.programs)))
 
@@ -131,9 +130,10 @@ HOSTS = "hosts"
 def launch_command(
     job: Job, installed: InstalledLauncher, command: tuple[str, ...], folder: Path | None
 ) -> LaunchCommand:
-    """What starts `command` as every rank of the job. Its files are to be in the folder; None: it gets no files.
+    """Return the command that starts `command` as every rank of the job. Its files belong in the folder; with None
+    there are no files.
 
-    Raises InputError where the launcher cannot start this job.
+    Raises InputError if the launcher cannot start this job.
     """
     launcher = installed.launcher
     _check(job, launcher)
@@ -163,10 +163,10 @@ def launch_command(
 def _of_components(
     job: Job, installed: InstalledLauncher, component: Callable[[int], Tokens], command: tuple[str, ...]
 ) -> LaunchCommand:
-    """What starts the ranks of a heterogeneous job: the launcher's options and the command for each component."""
+    """Return the command for a heterogeneous job, with options and the ranks' command for each component."""
     if ":" in command:
         raise InputError(
-            f"{installed.launcher.title} takes the command's word ':' for its own in a heterogeneous job: leave it out"
+            f"{installed.launcher.title} separates a heterogeneous job's commands with ':': remove this word from yours"
         )
     words: Tokens = (installed.program,)
     for number, group in zip(job.het_groups, job.groups, strict=True):
@@ -177,22 +177,22 @@ def _of_components(
 
 
 def _check(job: Job, launcher: Launcher) -> None:
-    """Raise InputError where the launcher cannot start this job."""
+    """Raise InputError if the launcher cannot start this job."""
     if job.binder == "launcher":
         if len(job.groups) > 1:
-            raise InputError("--bind launcher gives all hosts the same masks: hosts that differ need --bind self")
+            raise InputError("--bind launcher gives all hosts the same masks: use --bind self for hosts that differ")
         if any(group.plan.oversubscribed for group in job.groups):
-            raise InputError("--bind launcher gives each rank cores of its own: remove it or --oversubscribe")
+            raise InputError("--bind launcher gives each rank separate cores: remove it or --oversubscribe")
         if launcher.bound is None:
             raise InputError(f"{launcher.title} cannot bind its ranks as planned: remove --bind launcher")
     if launcher.equal_hosts and len(job.groups) > 1 and not job.het_groups:
         raise InputError(
-            f"{launcher.title} starts the same number of ranks on every host: hosts that differ need an MPI's launcher"
+            f"{launcher.title} starts the same number of ranks on every host: use an MPI launcher for hosts that differ"
         )
 
 
 def _hosts(job: Job, launcher: Launcher, folder: Path | None) -> tuple[Tokens, Files]:
-    """The tokens that name the job's hosts, and the hostfile where there is a folder for it."""
+    """Return the tokens that name the job's hosts, and the hostfile if there is a folder for it."""
     options = launcher.hosts
     if options is None:
         return (), ()
@@ -203,16 +203,17 @@ def _hosts(job: Job, launcher: Launcher, folder: Path | None) -> tuple[Tokens, F
     return options.from_file(path), ((path, format_hosts(hosts, options.file_format)),)
 
 
-# Stands for the script's own folder in a command's tokens: no real path can hold it.
+# Placeholder for the script's directory in a command's tokens: no path can contain it.
 HERE = Path("\0")
 BY_WORKER = ("RANK", "LOCAL_RANK")
 
 
 def launch_script(command: LaunchCommand, about: str, *, open_end: bool = False) -> str:
-    """A POSIX shell script, which runs in its caller's folder; HERE in its tokens becomes the script's own folder.
+    """Return a POSIX shell script that runs the command in the caller's directory.
 
-    With `open_end` the script's arguments are the end of the command; `python` among them is the Python that planned,
-    for which the plan's OpenMP settings are made, and not a launcher's own Python that comes first on PATH.
+    HERE in the tokens becomes the script's directory. With `open_end` the script's arguments are appended to the
+    command; a leading `python` among them becomes the Python that planned, to which the plan's OpenMP settings apply,
+    instead of a launcher's Python that comes first on PATH.
     """
     python = f'case ${{1-}} in python | python3) shift; set -- {quoted(sys.executable)} "$@" ;; esac'
     exports = [f"export {name}={quoted(value)}" for name, value in command.variables]
@@ -221,7 +222,7 @@ def launch_script(command: LaunchCommand, about: str, *, open_end: bool = False)
         f"# {' '.join(about.split())}",
         "set -eu",
         """here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)""",
-        "unset MASTER_PORT  # not every launcher passes it on: the ranks find a port themselves",
+        "unset MASTER_PORT  # not every launcher passes it on, so the ranks choose a port themselves",
         *exports,
         *((python,) if open_end else ()),
         f"exec {wrapped(command.argv)}" + (' "$@"' if open_end else ""),
@@ -230,17 +231,17 @@ def launch_script(command: LaunchCommand, about: str, *, open_end: bool = False)
 
 
 def shell_line(command: LaunchCommand) -> str:
-    """A line for any shell that sets the command's variables and runs it; a MASTER_PORT of the shell is left out, as
-    not every launcher passes it on to all ranks."""
+    """Return a line for any shell that sets the command's variables and runs it. It unsets the shell's MASTER_PORT,
+    which not every launcher passes on to all ranks."""
     assignments = tuple(f"{name}={value}" for name, value in command.variables)
     unset = () if "MASTER_PORT" in dict(command.variables) else ("-u", "MASTER_PORT")
     return shlex.join(("env", *unset, *assignments, *command.argv))
 
 
 def workers_line(job: Job, port: int) -> str:
-    """A line for a POSIX shell that starts the job's workers on this host, as `local_commands` has them, and waits.
+    """Return a POSIX shell line that starts the job's workers on this host, as in `local_commands`, and waits.
 
-    Its exit status is 0 where all of theirs are.
+    Its exit status is 0 if theirs all are.
     """
     commands = local_commands(job, port)
     first = commands[0]
@@ -254,12 +255,12 @@ def workers_line(job: Job, port: int) -> str:
 
 
 def _assigned(command: LaunchCommand) -> str:
-    """A command with its variables."""
+    """Return the command with its variables."""
     return shlex.join(("env", *(f"{name}={value}" for name, value in command.variables), *command.argv))
 
 
 def wrapped(argv: tuple[str, ...], width: int = 100) -> str:
-    """A command over several lines, every token quoted."""
+    """Break a command into several lines, every token quoted."""
     lines, line = [], ""
     for token in map(quoted, argv):
         if line and len(line) + len(token) + 1 > width:
@@ -271,6 +272,6 @@ def wrapped(argv: tuple[str, ...], width: int = 100) -> str:
 
 
 def quoted(token: str) -> str:
-    """A token as a shell takes it; HERE in it is left to the shell."""
+    """Quote a token for a shell, leaving HERE to the script's variable."""
     parts = [shlex.quote(part) if part else "" for part in token.split(str(HERE))]
     return '"$here"'.join(parts) or "''"

@@ -1,7 +1,6 @@
-"""A job as frozen values, and the launchers, one record each: Intel MPI, Open MPI, MPICH, srun, torchrun; and this host
-without one.
+"""A job as frozen values, and one record per launcher: Intel MPI, Open MPI, MPICH, srun and torchrun.
 
-srun takes each host whole: only then does Slurm honor masks, and may a rank bind itself to any CPU of the plan.
+srun requests whole hosts: only then does Slurm apply masks, and may a rank bind itself to any CPU of the plan.
 """
 
 import re
@@ -37,20 +36,20 @@ Variables = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One command, started on each host as often as its plan has workers, every copy bound by that plan.
+    """One command, started on each host once per worker of its plan, each copy bound by that plan.
 
-    `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` is "self" where each rank
-    binds itself, "launcher" where the launcher binds the ranks. With `verify` a rank fails if the kernel bound it
-    otherwise, or if its host is laid out otherwise and `allow_other_layout` is not set. With `keep_env` variables that
-    a rank inherits win over the plan's. The output of `plain_rank` is shown without a label. `master_addr` and
-    `master_port` are where the ranks meet; by default that is the first host, at a port that the ranks choose.
-    `variables` are set for every rank; `secrets` too, but in no command line, where every user of a host can read them.
-    With `plan_on_host` the ranks of each host plan it themselves, by the request of the groups' plans: hosts may
-    differ. `instances` are the workers of this host to start as programs that know nothing of each other; None: all,
-    as ranks of one job. `pods`: which part of a larger job this host's ranks are, where each pod starts its own. With
-    `names_errors` the command itself says in a line what is wrong with its input before it exits with status 2. A rank
-    has not started yet while it imports, or while one of the texts `starting` is in its Python stack. `het_groups` are
-    the numbers of the components of a heterogeneous Slurm job that the groups are; () outside one.
+    `plan_path` is the plan file that the ranks read; `log_dir` receives rank-N.log of each rank. `binder` is "self" if
+    each rank binds itself, "launcher" if the launcher does. With `verify` a rank fails if the kernel bound it
+    differently, or if its host has another layout and `allow_other_layout` is not set. With `keep_env` inherited
+    variables override the plan's. The output of `plain_rank` is shown without a label. The ranks meet at `master_addr`
+    and `master_port`, by default on the first host at a port that the ranks choose. `variables` are set for every rank;
+    so are `secrets`, but never on a command line, which every user of a host can read. With `plan_on_host` the ranks of
+    each host plan it themselves from the request in the groups' plans, so hosts may differ. `instances` are the workers
+    of this host to start as independent programs; None starts all of them as ranks of one job. `pods`: the part of a
+    larger job that this host's ranks are, if each pod starts its own ranks. With `names_errors` the command itself
+    prints a line about wrong input before it exits with status 2. A rank counts as starting while it imports, or while
+    one of the texts `starting` is in its Python stack. `het_groups` are the component numbers of the groups in a
+    heterogeneous Slurm job; () outside one.
     """
 
     groups: tuple[HostGroup, ...]
@@ -75,44 +74,44 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first host group, which is the only one where all hosts are equal."""
+        """The plan of the first host group; if all hosts are equal, it is the only one."""
         return self.groups[0].plan
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every host, in the order of the ranks."""
+        """All hosts in rank order."""
         return tuple(host for group in self.groups for host in group.hosts)
 
     @property
     def host_of_ranks(self) -> tuple[str, ...]:
-        """Each rank's host."""
+        """The host of each rank."""
         return tuple(host for group in self.groups for host in group.hosts for _ in group.plan.workers)
 
     @property
     def slots(self) -> tuple[Host, ...]:
-        """Every host with its number of ranks, in the order of the ranks."""
+        """All hosts in rank order, with their number of ranks."""
         return tuple(Host(name=host, slots=len(group.plan.workers)) for group in self.groups for host in group.hosts)
 
     @property
     def ppn(self) -> int:
-        """Workers per host, in the first group."""
+        """Workers per host in the first group."""
         return len(self.plan.workers)
 
     @property
     def started(self) -> tuple[int, ...]:
-        """The ranks that are started on this host, or the numbers of programs without a rank."""
+        """The ranks started on this host, or the numbers of independent programs."""
         first = self.pods.index * self.ppn
         return tuple(range(first, first + self.ppn)) if self.instances is None else self.instances
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks in the job."""
         return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
 
 
 def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
-    """The job's command behind affinity/bind.py, the same tokens for every rank; for a program without a rank, those of
-    its number."""
+    """Return the job's command wrapped in affinity/bind.py: the same tokens for every rank, or the tokens of an
+    independent program by its number."""
     flags = (
         *(() if instance is None else ("--local-rank", str(instance))),
         *(("--bound",) if job.binder == "launcher" else ()),
@@ -127,21 +126,21 @@ def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
 
 
 def rank_variables(job: Job) -> Variables:
-    """Variables of every rank beside its plan's environment: where the ranks meet, and the job's own variables."""
+    """Return the variables of every rank besides its plan's environment: where the ranks meet, and the job's own."""
     first = LOOPBACK if job.hosts == (LOCALHOST,) else network_name(job.hosts[0])
     port = () if job.master_port is None else (("MASTER_PORT", str(job.master_port)),)
     return (("MASTER_ADDR", job.master_addr or first), *port, *job.variables)
 
 
 Tokens = tuple[str, ...]
-"""Words of a command line."""
+"""Tokens of a command line."""
 Files = tuple[tuple[Path, str], ...]
-"""Paths and texts of files to write before a command starts."""
+"""Paths and contents of files to write before a command starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """The command that starts a job: its tokens, variables to add to its environment, files to write beforehand."""
+    """The command that starts a job: its tokens, variables to add to its environment, files to write first."""
 
     argv: Tokens
     variables: Variables = ()
@@ -150,11 +149,11 @@ class LaunchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """How a launcher takes the hosts of a job.
+    """Options with which a launcher takes the hosts of a job.
 
-    `file_format` is that of its hostfile ("openmpi", "hydra" or "plain", see hosts/hostfile.py), `from_file` gives the
-    tokens that name such a file, `inline` those that list the job's hosts without one. With `slots` the hostfile has
-    each host's number of ranks.
+    `file_format` is the format of its hostfile ("openmpi", "hydra" or "plain", see hosts/hostfile.py); `from_file`
+    returns the tokens for such a file, `inline` the tokens that list the job's hosts without a file. With `slots` the
+    hostfile has each host's number of ranks.
     """
 
     file_format: str
@@ -165,77 +164,77 @@ class HostOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What differs between launchers when a job is started, and the variables that tell a rank its launcher.
+    """How a launcher starts a job, and the variables by which a rank recognizes it.
 
-    A scheduler's list of hosts is read in cputrain.mpi.hosts.schedulers; what people wrote for a launcher, in
-    cputrain.other_launchers. The command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each
-    variable, `inherited` for each secret, `last_options`, the command of a rank.
+    Host lists of schedulers are read in cputrain.mpi.hosts.schedulers; users' command lines for a launcher are
+    translated in cputrain.other_launchers. A command line is: program, `rank_counts`, hosts, binding, `rank_variable`
+    for each variable, `inherited` for each secret, `last_options`, the ranks' command.
     """
 
     name: str
     """The value of --launcher."""
     title: str
-    """The name in messages."""
+    """Name in messages."""
     programs: Tokens
-    """Commands on PATH that may be this launcher, the most usual one first."""
+    """Commands on PATH that may be this launcher, the most common first."""
     package: str
-    """What to install where it is missing."""
+    """Package to install if it is missing."""
     rank_counts: Callable[[Job, "InstalledLauncher"], Tokens]
     """Tokens for the number of ranks, after the program."""
     own_variables: LauncherVariables
-    """What it leaves in the environment of its ranks."""
+    """Variables that it sets in the environment of its ranks."""
 
     version: re.Pattern[str] | None = None
-    """Finds the version's numbers in the output of `PROGRAM --version`; None: the program's name is proof enough."""
+    """Matches the version's numbers in the output of `PROGRAM --version`; None: the program's name identifies it."""
     newest: tuple[int, ...] = ()
-    """The version to assume where none is installed."""
+    """Version to assume if none is installed."""
     binary: str | None = None
-    """The program itself, where `programs` are shell scripts: a signal reaches it, and it needs no PATH."""
+    """The real program if `programs` are shell wrappers: it receives signals and needs no PATH."""
     environment: Callable[[Path, Mapping[str, str]], Variables] = lambda _prefix, _env: ()
-    """Variables that an installation below a prefix needs beside an environment."""
+    """Function of an installation's prefix and the environment: variables that the installation needs in addition."""
     job_variable: str | None = None
-    """A variable of jobs in which `--launcher auto` takes this launcher."""
+    """A variable of scheduler jobs in which `--launcher auto` selects this launcher."""
     schedulers: Tokens = ()
-    """Schedulers whose job scripts may start their ranks with it: "slurm", "pbs"."""
+    """Schedulers whose job scripts may start ranks with it: "slurm", "pbs"."""
     slots_of_scheduler: bool = False
-    """Whether it takes a host's number of ranks from the scheduler, which has to be told it before the job runs."""
+    """Whether it takes each host's number of ranks from the scheduler, so that the job must request it."""
 
     hosts: HostOptions | None = None
-    """How it takes hosts; None: `rank_counts` says it all."""
+    """Options for hosts; None: `rank_counts` is enough."""
     equal_hosts: bool = False
-    """Whether it starts the same number of ranks on every host, and so serves one host group only."""
+    """Whether it starts the same number of ranks on every host, which allows one host group only."""
     component: Callable[[int], Tokens] | None = None
-    """Tokens for the ranks of one component of a heterogeneous job; a `:` stands between the components' commands."""
+    """Tokens for one component of a heterogeneous job; a `:` separates the components' commands."""
     reaches_hosts: bool = True
-    """Whether it starts ranks on other hosts; False: people start it on each host."""
+    """Whether it starts ranks on other hosts; if not, users start it on each host."""
 
     unbound: Tokens = ()
-    """Tokens with which it leaves its ranks unbound: they bind themselves."""
+    """Tokens that leave its ranks unbound, so that they bind themselves."""
     bound: Callable[[Job, "InstalledLauncher", Path | None], tuple[Tokens, Files]] | None = None
-    """Tokens, and files in the folder, with which it binds the ranks as planned; None: it cannot."""
+    """Tokens, and files in the folder, that make it bind the ranks as planned; None: it cannot."""
     binds_by_file: bool = False
-    """Whether `bound` needs a folder for a file."""
+    """Whether `bound` writes a file and needs a folder."""
 
     has_pmi: bool = False
-    """Whether its ranks may have a PMI process manager, with which oneCCL can use MPI."""
+    """Whether its ranks may have a PMI process manager, which oneCCL needs to use MPI."""
     mpi_operator_name: str | None = None
-    """What Kubernetes' MPI operator calls it (`mpiImplementation` of an MPIJob); None: the operator cannot use it."""
+    """Its name in Kubernetes' MPI operator (`mpiImplementation` of an MPIJob); None: not supported there."""
 
     variables: Callable[[Job], Variables] = rank_variables
-    """Variables that it has to pass to every rank."""
+    """Variables that it must pass to every rank."""
     rank_variable: Callable[[str, str], Tokens] | None = None
-    """Tokens that set a variable for every rank; None: ranks inherit the launcher's own environment."""
+    """Tokens that set a variable for every rank; None: ranks inherit the launcher's environment."""
     inherited: Callable[[str], Tokens] = lambda _name: ()
-    """Tokens that pass a variable of the launcher's own environment on to every rank; none where it passes all on."""
+    """Tokens that pass a variable of the launcher's environment on to every rank; none if it passes on all of them."""
     last_options: Tokens = ()
-    """Tokens before the command of a rank."""
+    """Tokens before the ranks' command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledLauncher:
-    """A launcher as a host has it: its version, the program to call, and the variables that the program needs.
+    """A launcher installed on this host: its version, the program to call, and the variables that the program needs.
 
-    `prefix` is its folder, if it is not the system's own; `as_root` whether the super-user calls it.
+    `prefix` is its directory unless it is a system directory; `as_root` whether root calls it.
     """
 
     launcher: Launcher
@@ -252,7 +251,7 @@ class InstalledLauncher:
 
 
 def hosts_with_ranks(file_format: str, file_option: str, list_option: str) -> HostOptions:
-    """The options of a launcher that takes each host's number of ranks with its name, in a file and in a list."""
+    """Return the options of a launcher that takes hosts with their numbers of ranks, in a file and in a list."""
     return HostOptions(
         file_format=file_format,
         from_file=lambda path: (file_option, str(path)),
@@ -261,11 +260,11 @@ def hosts_with_ranks(file_format: str, file_option: str, list_option: str) -> Ho
 
 
 def by_genv(name: str, value: str) -> Tokens:
-    """A variable of every rank, as the launchers that descend from MPICH take it."""
+    """Return the tokens that set a variable for every rank with launchers derived from MPICH."""
     return ("-genv", name, value)
 
 
-MASKS_IN_HEX = (2021,)  # from this version on a mask needs its 0x, which older ones refuse
+MASKS_IN_HEX = (2021,)  # from this version on, masks need the 0x prefix; older versions refuse it
 
 
 def _intelmpi_rank_counts(job: Job, _installed: InstalledLauncher) -> Tokens:
@@ -280,8 +279,8 @@ def _intelmpi_bound(job: Job, installed: InstalledLauncher, _folder: Path | None
     return ("-genv", "I_MPI_PIN", "1", "-genv", "I_MPI_PIN_DOMAIN", f"[{','.join(masks)}]"), ()
 
 
-def _environment(prefix: Path, env: Mapping[str, str]) -> Variables:
-    """What setvars.sh would set for an Intel MPI from PyPI, which has its libraries in prefix/lib."""
+def _intelmpi_variables(prefix: Path, env: Mapping[str, str]) -> Variables:
+    """Return what setvars.sh would set, for an Intel MPI from PyPI with its libraries in prefix/lib."""
     lib = prefix / "lib"
     if "I_MPI_ROOT" in env or not (lib / "libmpi.so.12").exists():
         return ()
@@ -297,7 +296,7 @@ INTEL_MPI = Launcher(
     package="impi-rt (PyPI) or Intel oneAPI's MPI",
     version=re.compile(r"Intel\(R\) MPI Library.*Version (\d+)[. Update]*(\d*)"),
     newest=(2021, 17),
-    environment=_environment,
+    environment=_intelmpi_variables,
     schedulers=("pbs",),
     rank_counts=_intelmpi_rank_counts,
     own_variables=HYDRA,
@@ -315,9 +314,9 @@ INTEL_MPI = Launcher(
 
 
 RANKFILE = "rankfile"
-# Otherwise it cuts names at their first dot. Each version has a name of its own for this and ignores the other.
+# Keeps host names from being cut at the first dot. Version 5 and older ones use different names and ignore the other.
 FULL_NAMES = ("--mca", "prte_keep_fqdn_hostnames", "1", "--mca", "orte_keep_fqdn_hostnames", "1")
-RANKFILE_IS_A_MAPPER = (5,)  # from this version on a rankfile is an argument of --map-by
+RANKFILE_IS_A_MAPPER = (5,)  # from this version on, --map-by takes the rankfile
 
 
 def _openmpi_rank_counts(job: Job, installed: InstalledLauncher) -> Tokens:
@@ -331,9 +330,7 @@ def _openmpi_rank_counts(job: Job, installed: InstalledLauncher) -> Tokens:
 
 def _openmpi_bound(job: Job, installed: InstalledLauncher, folder: Path | None) -> tuple[Tokens, Files]:
     if folder is None:
-        raise InputError(
-            "--bind launcher: Open MPI needs a rankfile in a folder: write it with cputrain plan --write DIR"
-        )
+        raise InputError("--bind launcher with Open MPI needs a rankfile: write it with cputrain plan --write DIR")
     path = folder / RANKFILE
     mapper = installed.version >= RANKFILE_IS_A_MAPPER
     option = ("--map-by", f"rankfile:file={path}") if mapper else ("--rankfile", str(path))
@@ -341,7 +338,7 @@ def _openmpi_bound(job: Job, installed: InstalledLauncher, folder: Path | None) 
 
 
 def rankfile(job: Job) -> str:
-    """Open MPI's rankfile: the logical cores of each rank's domain, as hwloc counts them among the allowed ones."""
+    """Return Open MPI's rankfile: the logical cores of each rank's domain, in hwloc's count of the allowed cores."""
     lines, rank = [], 0
     for group in job.groups:
         logical = {pu: i for i, core in enumerate(group.plan.machine.allowed_cores) for pu in core.pus}
@@ -408,7 +405,7 @@ def _srun_rank_counts(job: Job, _installed: InstalledLauncher) -> Tokens:
     return (
         *(f"--nodes={len(job.hosts)}", f"--ntasks={job.world_size}", f"--ntasks-per-node={job.ppn}"),
         f"--cpus-per-task={max(1, cpus // job.ppn)}",
-        # An exclusive step gets a CPU for each task or is refused; one that may overcommit has the whole allocation.
+        # An exclusive step is refused without a CPU per task; with --overcommit the step gets the whole allocation.
         "--overcommit" if job.ppn > cpus else "--exclusive",
     )
 
@@ -460,14 +457,14 @@ TORCHRUN = Launcher(
     own_variables=ENV,
     equal_hosts=True,
     reaches_hosts=False,
-    variables=lambda job: job.variables,  # it tells its ranks itself where to meet
+    variables=lambda job: job.variables,  # torchrun tells its ranks itself where to meet
     last_options=("--no-python",),
 )
 
 
 def local_commands(job: Job, port: int) -> tuple[LaunchCommand, ...]:
-    """The command of each worker that is started on this host; ranks meet at this port of the loopback interface,
-    those of several pods at that of the first one."""
+    """Return the command of each worker started on this host. The ranks meet at this port of the loopback interface; if
+    there are several pods, at this port of the first pod."""
     if job.instances is not None:
         return tuple(LaunchCommand(argv=bound_command(job, i), variables=job.variables) for i in job.instances)
     world = job.pods.count * job.ppn
@@ -485,5 +482,5 @@ LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (INTEL
 
 
 def launchers_for(scheduler: str) -> tuple[Launcher, ...]:
-    """The launchers that may start the ranks of a job script for "slurm" or "pbs", the preferred one first."""
+    """Return the launchers for job scripts of "slurm" or "pbs", the preferred one first."""
     return tuple(launcher for launcher in LAUNCHERS.values() if scheduler in launcher.schedulers)

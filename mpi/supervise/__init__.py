@@ -1,8 +1,8 @@
-"""Ranks while they run: started, output labeled and logged, heartbeats and exits watched, all ended together.
+"""Supervision of running ranks: start them, label and log their output, watch heartbeats and exits, end all together.
 
-`ranks.py` supervises the ranks that one process starts. `run.py` runs a job: on one host it uses `ranks.py` for all
-workers; over a launcher each rank has an agent (`agent.py`) that uses it and reports to a monitor (`monitor.py`). When
-a rank dies, its peers are ended and the first cause is named (`processes.py`).
+`ranks.py` supervises the ranks that one process starts. `run.py` runs a job. On one host it uses `ranks.py` for all
+workers; with a launcher each rank has an agent (`agent.py`), which uses `ranks.py` and reports to a monitor
+(`monitor.py`). When a rank fails, the others are ended and the first cause is named (`processes.py`).
 """
 
 from cputrain.affinity.lazy import front

@@ -1,4 +1,4 @@
-"""The agent of one rank on its host: supervises the rank, reports its heartbeat and exit, ends it with the job.
+"""Agent of one rank on its host: supervise the rank, report its heartbeats and exit, end it with the job.
 
 python -m cputrain.mpi.supervise.agent --report-to HOST:PORT --into DIR -- CMD...
 """
@@ -42,23 +42,23 @@ from cputrain.mpi.supervise.wire import (
 )
 
 POLL_S = 0.2
-MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
+MAX_LINE = 1000  # characters reported of each of a rank's last lines
 
 
-# No option of ours may begin one of torchrun's: it would take it for its own, wherever it stands.
+# No option may begin like one of torchrun's: torchrun would take it for its own, wherever it stands.
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
+    """Return the rank's exit status; 128 + n if signal n ended it; 1 if the job ended it."""
     parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.supervise.agent", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
-    parser.add_argument("--into", type=Path, required=True, dest="logs", metavar="DIR", help="folder of rank-N.log")
-    parser.add_argument("--plain-rank", type=int, help="the rank whose lines have no label")
-    parser.add_argument("--live", action="store_true", help="a person watches: redraw progress bars")
+    parser.add_argument("--into", type=Path, required=True, dest="logs", metavar="DIR", help="folder for rank-N.log")
+    parser.add_argument("--plain-rank", type=int, help="rank whose lines are not labeled")
+    parser.add_argument("--live", action="store_true", help="redraw progress bars, for a terminal")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     try:
         rank = discover(env)
         if rank is None:
-            raise InputError("no launcher has started this agent: start it with cputrain launch")
+            raise InputError("this agent was not started by a launcher: start it with cputrain launch")
         connection, orders = _join(options.report_to, env.get(TOKEN_VARIABLE, ""), rank)
         if any(isinstance(order, Stop) for order in orders):
             return ExitStatus.FAILED
@@ -75,18 +75,18 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
 
 
 def _join(server: str, token: str, rank: Rank) -> tuple[Connection, list[Any]]:
-    """The connection to the monitor, and its first orders."""
+    """Connect to the monitor; return the connection and its first messages."""
     if not token:
         raise InputError(
-            f"{TOKEN_VARIABLE} has not reached {socket.gethostname()}: the launcher must pass its environment on to "
-            "its ranks: for srun unset SLURM_EXPORT_ENV"
+            f"{TOKEN_VARIABLE} is not set on {socket.gethostname()}: the launcher must pass its environment on to the "
+            "ranks (with srun, unset SLURM_EXPORT_ENV)"
         )
     try:
         hello = Hello(rank=rank.rank, host=socket.gethostname())
         return join(server, token, (Answer, Stop, Preempt, ShowStack), hello)
     except OSError as error:
         raise RunError(
-            f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server}: {error}: check "
+            f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server} ({error}): check "
             "the firewall between them"
         ) from None
 
@@ -101,9 +101,9 @@ def supervise(
     *,
     label: str,
 ) -> int:
-    """Run the command as this rank until it exits, the job ends or the monitor is silent; the agent's exit status.
+    """Run the command as this rank until it exits, the job ends or the monitor is silent; return the agent's status.
 
-    `orders` are those of the monitor that have arrived on the connection so far.
+    `orders` are the monitor's messages that have arrived so far.
     """
     link = MonitorLink(connection, supervisor, heartbeat_interval(rank.world_size))
     exited = False
@@ -136,9 +136,9 @@ def supervise(
 
 
 class MonitorLink:
-    """The agent's side of the connection to the monitor: sends a heartbeat every `interval_s`, takes orders.
+    """The agent's end of the connection to the monitor: send a heartbeat every `interval_s`, carry out orders.
 
-    `grace_s` is what the rank has to end once it is told to.
+    `grace_s` is the time that the rank gets to exit once it is told to.
     """
 
     def __init__(self, connection: Connection, supervisor: RankSupervisor, interval_s: float) -> None:
@@ -151,7 +151,7 @@ class MonitorLink:
 
     @property
     def job_ended(self) -> bool:
-        """Whether the monitor has ended the job, or is gone."""
+        """Whether the monitor has ended the job or is gone."""
         return self._stop or self.is_gone
 
     @property
@@ -160,19 +160,20 @@ class MonitorLink:
         return self._gone or self._supervisor.clock.now() - self._received > HEARTBEAT_TIMEOUT_S
 
     def at_once(self) -> bool:
-        """While the rank ends: whether nobody waits for that any more. Sends a heartbeat where one is due."""
+        """Return whether to stop waiting for the rank's exit because the monitor is gone; send a heartbeat if one is
+        due."""
         self.send_heartbeat()
         return self.is_gone
 
     def receive(self) -> None:
-        """Take the messages that have arrived."""
+        """Process the messages that have arrived."""
         messages = self._connection.receive()
         self._gone = messages is None
         self.take(messages or [])
         self._received = self._supervisor.clock.now()
 
     def take(self, messages: list[Any]) -> None:
-        """Obey the monitor's messages."""
+        """Carry out the monitor's messages."""
         for message in messages:
             if isinstance(message, Stop):
                 self._stop, self.grace_s = True, message.grace_s
@@ -184,7 +185,7 @@ class MonitorLink:
                 self._connection.send(Stack(lines=tuple(line[:MAX_LINE] for line in lines)))
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat where one is due."""
+        """Send a heartbeat if one is due."""
         now = self._supervisor.clock.now()
         if now - self._sent >= self._interval_s:
             self._connection.send(Heartbeat(**asdict(self._supervisor.ranks[0].meter.activity)))
@@ -192,7 +193,7 @@ class MonitorLink:
 
 
 def _watch(supervisor: RankSupervisor, link: MonitorLink, signals: StopSignals) -> bool:
-    """True when the rank has exited by itself, False when the job has to end it."""
+    """Wait; return True if the rank has exited by itself, False if the job has to end it."""
     while True:
         supervisor.poll(POLL_S)
         signals.check()
@@ -204,16 +205,16 @@ def _watch(supervisor: RankSupervisor, link: MonitorLink, signals: StopSignals) 
 
 
 def _report_failure(connection: Connection, log: Path, error: Exception) -> None:
-    """Tell the monitor why this agent fails, as the exit of its rank, and wait until it has ended the job."""
+    """Report this agent's failure to the monitor as its rank's exit, and wait until the monitor has ended the job."""
     line = (one_line(error) or repr(error))[:MAX_LINE]
     if connection.send(Exit(status=status_of(error), tail=(line,), log=str(log), by_job=False)):
         _await_stop(connection)
 
 
 def _await_stop(connection: Connection) -> None:
-    """Outlive a rank that failed until the monitor ends the job.
+    """Wait after a rank's failure until the monitor ends the job.
 
-    A launcher that sees one process fail ends the others at once, and the monitor could not tell cause from effect.
+    A launcher that sees one process fail ends the others at once, which would hide the cause from the monitor.
     """
     deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
     with StopSignals() as signals:

@@ -1,10 +1,10 @@
-"""The guard of the ranks that a process has started: kills them and all that they have started once it is gone.
+"""Guard of the ranks that a process has started: when that process is gone, kill them and all their descendants.
 
-python -I -S guard.py MARK; on its standard input the number of each rank's session, "-N" once a session has ended,
-and "done" where all ranks have been ended in order. Who writes this may be killed at any time: the input's end tells.
+python -I -S guard.py MARK reads from its standard input the number of each rank's session, "-N" once session N has
+ended, and "done" once all ranks have ended normally. If the writer is killed, the input ends without "done".
 
-A process of the ranks is known by its session, or by the variable MARK_VARIABLE that it has inherited, which the
-children of daemons still have. This file runs by itself: it imports nothing of its package.
+A process belongs to the ranks by its session, or by the environment variable MARK_VARIABLE, which even the children of
+daemons inherit. This file runs alone and imports nothing from its package.
 """
 
 import os
@@ -15,26 +15,26 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MARK_VARIABLE = "CPUTRAIN_RANKS"  # the same for all ranks of one launch on one host, and new for each launch
+MARK_VARIABLE = "CPUTRAIN_RANKS"  # one value for all ranks of a launch on a host, new for each launch
 DONE = b"done\n"
-ROUNDS, ROUND_S = 100, 0.05  # until nothing is left: what is being killed may still start processes
-SESSION, STATE = 3, 0  # fields after the name in /proc/PID/stat: proc(5)
+ROUNDS, ROUND_S = 100, 0.05  # repeated until none is left: a process may start others before it is killed
+SESSION, STATE = 3, 0  # fields after the name in /proc/PID/stat (proc(5))
 
 
 def processes_of(sessions: Collection[int], mark: str | None) -> Iterator[int]:
-    """The running processes of these sessions, and those with the mark, if any, in their environment; not this one."""
-    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    """Yield other running processes in these sessions, or with the mark, if given, in their environment."""
+    marked = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # has ended meanwhile, or is another user's
+        with suppress(OSError):  # ended meanwhile, or belongs to another user
             fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             if fields[STATE] in "ZX" or int(folder.name) == os.getpid():
                 continue
-            if int(fields[SESSION]) in sessions or (mark and wanted in (folder / "environ").read_bytes().split(b"\0")):
+            if int(fields[SESSION]) in sessions or (mark and marked in (folder / "environ").read_bytes().split(b"\0")):
                 yield int(folder.name)
 
 
 def kill_all(sessions: Collection[int], mark: str) -> None:
-    """Kill all these processes, and wait until they are gone."""
+    """Kill all these processes and wait until they are gone."""
     for _ in range(ROUNDS):
         found = list(processes_of(sessions, mark))
         for pid in found:
@@ -46,7 +46,7 @@ def kill_all(sessions: Collection[int], mark: str) -> None:
 
 
 def main(mark: str) -> None:
-    """Wait for the end of the input, then kill what is left."""
+    """Wait for the end of the input, then kill what is left unless it ended with "done"."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()

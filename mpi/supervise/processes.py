@@ -1,8 +1,8 @@
-"""Processes of a job: started so that none outlives the launcher; how they ended, and why.
+"""Processes of a job: start them such that none outlives the launcher, describe exits, find the first cause.
 
-For a rank's stack, the watcher gives it an unnamed file, and a rank that has Python lets faulthandler write the stack
-of its main thread there at a signal: also while it computes in C, or loops. The signal is sent only to a process that
-handles it.
+For stack dumps each rank inherits an unnamed file. A Python rank registers faulthandler for a signal, at which it
+writes the main thread's stack to this file even while it runs C code or an endless loop. The signal is sent only to a
+process that handles it.
 """
 
 import ctypes
@@ -28,15 +28,15 @@ from cputrain.affinity.wording import GIB
 from cputrain.mpi.launchers.programs import Files, LaunchCommand
 from cputrain.mpi.supervise import guard
 
-COUNTERS = ("memory.events", "memory.oom_control")  # of control groups v2, v1: a line "oom_kill N"
+COUNTERS = ("memory.events", "memory.oom_control")  # in control groups v2 and v1; they have a line "oom_kill N"
 COUNTER = "oom_kill "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """A process was killed for lack of memory: the most that it had, 0 if unknown, and all that there is, in bytes.
+    """A process was killed because memory ran out: its peak use (0 if unknown) and the limit, in bytes.
 
-    `whole` is what that is the memory of.
+    `whole` is what the limit applies to.
     """
 
     used_bytes: int
@@ -49,10 +49,10 @@ class Shortage:
 
 
 class KillCounter:
-    """Tells whether the kernel has lately killed a process of this one's control groups for lack of memory.
+    """Detect whether the kernel has recently killed a process of this one's control groups because memory ran out.
 
-    To be read every few seconds. Files are below `root`. Where no control group counts, the host's own count is taken,
-    of all processes.
+    Call `read` every few seconds. Files are below `root`. If no control group has a counter, the host's counter for all
+    processes is used.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -63,15 +63,15 @@ class KillCounter:
         self._before = self._last = self._counts()
 
     def read(self) -> None:
-        """Count anew: kills before the reading before this one are no longer lately."""
+        """Read the counters. Kills before the previous reading no longer count as recent."""
         self._before, self._last = self._last, self._counts()
 
     def shortage(self, used_bytes: int) -> Shortage | None:
-        """The shortage of a process that has just been killed, if that was why; it had so many bytes at most."""
+        """Return the shortage if memory ran out around the kill just seen; the process used at most this many bytes."""
         if all(now <= before for now, before in zip(self._counts(), self._before, strict=True)):
             return None
         limit = None
-        with suppress(InputError):  # a file of the control group that is not as expected
+        with suppress(InputError):  # an unexpected format of a control group's file
             limit = read_limits(self._root).memory_bytes
         if limit is not None:
             return Shortage(used_bytes=used_bytes, limit_bytes=limit, whole="control group")
@@ -82,7 +82,7 @@ class KillCounter:
 
 
 def read_count(path: Path) -> int | None:
-    """The kills that a file counts; None where it does not."""
+    """Return the number of kills in a file, None if it has no counter."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -96,16 +96,15 @@ def _host_bytes(root: Path) -> int:
 
 
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
-TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order
+TOGETHER_S = 0.15  # exits noticed within this time may have happened in the other order
 LAST_LINES = 15
-STATUSES = range(-signal.SIGRTMAX, 256)  # that a process can exit with; negative: the signal that ended it
+STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """A rank's exit: its status (negative where a signal ended it), when it was noticed (monotonic), the last lines of
-    its output and the log that has all of it. `shortage`: the kernel has just killed it, or a process near it, for lack
-    of memory."""
+    """A rank's exit: status (negative if a signal ended it), when it was noticed (monotonic), the last lines of output
+    and the complete log. `shortage`: the kernel killed the rank, or a process near it, because memory ran out."""
 
     rank: int
     host: str
@@ -117,12 +116,12 @@ class RankExit:
 
     @property
     def by_itself(self) -> bool:
-        """Whether the process ended itself: by a status, or by SIGABRT as C++ libraries do after a timeout."""
+        """Whether the process ended itself: by a status, or by SIGABRT, as C++ libraries do after a timeout."""
         return self.status >= 0 or self.status == -signal.SIGABRT
 
 
 class JobFailedError(RunError):
-    """A job failed. `shortage`: for lack of memory. `hosts`: those that may be down. `tail`: the last lines of the rank
+    """A job failed. `shortage`: memory ran out. `hosts`: hosts that may be down. `tail`: the last lines of the rank
     that failed first."""
 
     def __init__(
@@ -139,12 +138,12 @@ class JobFailedError(RunError):
         self.tail = tail
 
     def advised(self, advice: str) -> "JobFailedError":
-        """The same failure, with a line about what to do."""
+        """Return the same failure with a line of advice."""
         return JobFailedError(f"{self}\n{advice}", shortage=self.shortage, hosts=self.hosts, tail=self.tail)
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:
-    """The exit that others followed from: the earliest; of those noticed together with it, one by a signal."""
+    """Return the exit that caused the others: the earliest; among exits close to it, one by a signal comes first."""
     known = list(exits)
     earliest = min(one.time for one in known)
     together = [one for one in known if one.time - earliest <= TOGETHER_S]
@@ -152,7 +151,7 @@ def first_cause(exits: Iterable[RankExit]) -> RankExit:
 
 
 def describe_exit(one: RankExit) -> str:
-    """A rank's exit in one line, and the last lines of its output."""
+    """Describe a rank's exit in one line, followed by the last lines of its output."""
     how = describe_status(one.status)
     if one.shortage is not None:
         how += f", {one.shortage}" if one.status < 0 else f" after the kernel had killed a process, {one.shortage}"
@@ -162,7 +161,7 @@ def describe_exit(one: RankExit) -> str:
 
 
 def signal_name(number: int) -> str:
-    """A signal as messages name it: "SIGTERM"."""
+    """Return a signal's name for messages, such as "SIGTERM"."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -170,23 +169,23 @@ def signal_name(number: int) -> str:
 
 
 def describe_status(status: int) -> str:
-    """What a process did: "exited with status 3", "was ended by SIGKILL" (a negative status)."""
+    """Describe an exit status: "exited with status 3", or "was ended by SIGKILL" if it is negative."""
     return f"exited with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
 
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 MOST_FRAMES, MOST_BYTES = 12, 1 << 16
-ANSWER_S = 1.0  # a process that computes answers at once, on a busy host a little later
+ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewhat later
 STACK_POLL_S = 0.02
 
 
 def stack_file() -> int:
-    """A new file for a rank's stack, which the rank is to inherit."""
+    """Create an unnamed file for a rank's stack, which the rank inherits."""
     return os.memfd_create(STACK_FILE, 0)
 
 
 def read_stack(pids: Iterable[int], file: int) -> tuple[str, ...]:
-    """The Python stack of the first of these processes that offers one, innermost first; empty where none does."""
+    """Return the Python stack of the first process that can dump it, innermost frame first; empty if none can."""
     pid = next((pid for pid in pids if catches(pid, STACK_SIGNAL)), None)
     if pid is None:
         return ()
@@ -206,7 +205,7 @@ def read_stack(pids: Iterable[int], file: int) -> tuple[str, ...]:
 
 
 def frames(text: str) -> tuple[str, ...]:
-    """The frames of faulthandler's text, as FILE:LINE in FUNCTION."""
+    """Parse the frames of faulthandler's text into FILE:LINE in FUNCTION."""
     found = [f"{match[1]}:{match[2]} in {match[3]}" for match in map(FRAME.match, text.splitlines()) if match]
     return tuple(found[:MOST_FRAMES])
 
@@ -216,17 +215,17 @@ REAP_POLL_S = 0.05
 
 
 def descendants(pid: int) -> tuple[int, ...]:
-    """The processes below this one that still run, parents before children.
+    """Return the running descendants of this process, parents before children.
 
-    All of the host are looked at: the kernel's own lists of children, which monitor.py reads, may miss some of a
-    process that is just starting more.
+    This scans all processes of the host: the kernel's per-thread lists of children, which monitor.py reads, may miss
+    children of a process that is forking.
     """
     children: dict[int, list[int]] = {}
     for folder in PROC.glob("[0-9]*"):
         try:
             stat = read_stat(int(folder.name))
         except OSError:
-            continue  # gone meanwhile
+            continue  # ended meanwhile
         if stat.state != "Z":
             children.setdefault(stat.parent, []).append(int(folder.name))
     found: list[int] = []
@@ -238,12 +237,12 @@ def descendants(pid: int) -> tuple[int, ...]:
 
 
 def end_descendants(grace_s: float) -> None:
-    """End all processes below this one by SIGTERM, after grace_s by SIGKILL, and reap them."""
+    """End all descendants of this process by SIGTERM, after grace_s by SIGKILL, and reap them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in descendants(os.getpid()):
             try:
                 os.kill(pid, number)
-            except (ProcessLookupError, PermissionError):  # has ended meanwhile, or is another user's (sudo)
+            except (ProcessLookupError, PermissionError):  # ended meanwhile, or belongs to another user (sudo)
                 continue
         deadline = time.monotonic() + grace_s
         while descendants(os.getpid()) and time.monotonic() < deadline:
@@ -254,14 +253,14 @@ def end_descendants(grace_s: float) -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        return  # no child is left
+        return  # no children are left
 
 
 PR_SET_PDEATHSIG = 1
 
 
 class RankGroup:
-    """The processes of the ranks that this process starts, and a guard that kills them if this process is killed."""
+    """The processes of the ranks that this process starts, with a guard that kills them if this process is killed."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
@@ -271,20 +270,20 @@ class RankGroup:
     def start(
         self, command: tuple[str, ...], env: Mapping[str, str], stack_file: int, *, inherit_files: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a rank in a session of its own, its output on pipes; it is killed when this process ends.
+        """Start a rank in a new session, with its output on pipes; it is killed when this process ends.
 
-        It inherits `stack_file`. With `inherit_files` all files that are open in this process stay open: MPI's
-        launchers talk to their ranks by them.
+        It inherits `stack_file`. With `inherit_files` all open files of this process stay open, because MPI launchers
+        communicate with their ranks through them.
         """
         prctl = ctypes.CDLL(None).prctl
 
         def die_with_parent() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        own = {"PYTHONUNBUFFERED": "1", guard.MARK_VARIABLE: self._mark, STACK_VARIABLE: str(stack_file)}
+        added = {"PYTHONUNBUFFERED": "1", guard.MARK_VARIABLE: self._mark, STACK_VARIABLE: str(stack_file)}
         process = subprocess.Popen(
             command,
-            env={**env, **own},
+            env={**env, **added},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -294,11 +293,11 @@ class RankGroup:
             preexec_fn=die_with_parent,  # noqa: PLW1509  the calling processes have one thread
         )
         self._sessions.append(process.pid)
-        self._tell(b"%d\n" % process.pid)
+        self._write_to_guard(b"%d\n" % process.pid)
         return process
 
     def guard(self) -> None:
-        """Start the guard, once the ranks have been started."""
+        """Start the guard after the ranks have been started."""
         if self._guard is None:
             self._guard = subprocess.Popen(
                 (sys.executable, "-I", "-S", guard.__file__, self._mark),
@@ -308,39 +307,39 @@ class RankGroup:
                 start_new_session=True,
             )
             for session in self._sessions:
-                self._tell(b"%d\n" % session)
+                self._write_to_guard(b"%d\n" % session)
 
     def note_exit(self, pid: int) -> None:
-        """Forget the session of a rank that has been waited for, unless others are in it: its number may be reused."""
+        """Forget the session of a reaped rank unless other processes are in it: its number may be reused."""
         if not signal_group(pid, 0):
             self._sessions.remove(pid)
-            self._tell(b"-%d\n" % pid)
+            self._write_to_guard(b"-%d\n" % pid)
 
     @property
     def running(self) -> bool:
-        """Whether a process in a rank's session still runs."""
+        """Whether any process in a rank's session is running."""
         return bool(self._sessions) and any(guard.processes_of(self._sessions, None))
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank and all in its session."""
+        """Send a signal to the process group of every rank."""
         for pid in self._sessions:
             signal_group(pid, number)
 
     def kill(self) -> None:
-        """Kill all that the ranks have started, in sessions of their own too."""
+        """Kill the ranks and all their descendants, in any session."""
         guard.kill_all(self._sessions, self._mark)
 
     def close(self) -> None:
-        """End the guard. The ranks have been ended before."""
-        self._tell(guard.DONE)
+        """End the guard. The ranks must have been ended before."""
+        self._write_to_guard(guard.DONE)
         if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError):
                 self._guard.stdin.close()
             self._guard.wait()
 
-    def _tell(self, line: bytes) -> None:
+    def _write_to_guard(self, line: bytes) -> None:
         if self._guard is not None and self._guard.stdin is not None:
-            with suppress(OSError):  # the guard was killed: the job is no worse off than without it
+            with suppress(OSError):  # the guard was killed; the job can do without it
                 self._guard.stdin.write(line)
                 self._guard.stdin.flush()
 
@@ -348,8 +347,8 @@ class RankGroup:
 def start_launcher(
     command: LaunchCommand, env: Mapping[str, str], output: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher, whose files are written, in a session of its own; what it leaves behind becomes this process's
-    child, for `end_descendants`. `output` is where its output goes, as subprocess takes it."""
+    """Start a launcher, whose files are already written, in a new session. Its orphaned processes become this process's
+    children, for `end_descendants`. `output` is passed to subprocess as stdout and stderr."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return subprocess.Popen(
         command.argv,
@@ -362,15 +361,15 @@ def start_launcher(
 
 
 def write_files(files: Files) -> None:
-    """Write a job's files. Raises OSError that names the file."""
+    """Write a job's files. Raises OSError naming the file."""
     for path, text in files:
         write_with(path, methodcaller("write", text.encode(errors="surrogateescape")))  # paths are bytes
 
 
 def signal_group(pid: int, number: int) -> bool:
-    """Send a signal (0: none) to a rank and all that it has started; whether any of them is still there."""
+    """Send a signal (0: none) to a rank's process group; return whether any process of it is left."""
     try:
-        os.killpg(pid, number)  # a session's leader gives its group its own pid
+        os.killpg(pid, number)  # a session leader's process group has its pid
     except ProcessLookupError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""The supervisor of the ranks that this process starts: their output, logs, resource use, activity, exits and end.
+"""Supervisor of the ranks that this process starts: their output, logs, resource use, activity, exits and end.
 
-Output goes to the terminal and to logs in whole lines, on the terminal with labels; progress bars are kept moving.
+Output goes to the terminal and to logs in whole lines, with labels on the terminal; progress bars are redrawn.
 """
 
 import codecs
@@ -41,32 +41,32 @@ from cputrain.mpi.usage import Sampler
 
 CLEAR_LINE = "\r\x1b[2K"
 CHUNK_BYTES = 1 << 16
-MAX_CHUNKS = 256  # that wait to be shown
-BLOCKED_S = 5.0  # that a process waits to be shown; its ranks are taken for lost after three times as long
-END = bytes(1)  # known by its identity
+MAX_CHUNKS = 256  # waiting to be shown
+BLOCKED_S = 5.0  # limit for blocked output; ranks that are silent for three times as long count as lost
+END = bytes(1)  # compared by identity
 MOST_OF_A_LINE = 1 << 20  # bytes: a longer line is shown and logged in parts
-PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one line this often
+PLAIN_PROGRESS_S = 10.0  # without a terminal, a progress bar is printed as a line this often
 
 
 OUR_LINE = re.compile(r"^(?:\r\x1b\[2K)?((?:\[[^\]\n]*\] )?)(cputrain: [^\n]*)\n", re.MULTILINE)
-MOST_REMEMBERED = 1000  # of our lines
+MOST_REMEMBERED = 1000  # of cputrain's lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """A stream that people see. Where it is closed (`| head`) or full, that is said once on stderr, and the job goes on
-    with its logs, which are in a folder.
+    """A stream that users read. If it is closed (`| head`) or full, stderr reports this once, and the job continues
+    with its logs in `logs`.
 
-    On stderr a line of ours (`cputrain: ...`) that several ranks print, as what they refuse, is shown for one of them.
+    A line `cputrain: ...` that several ranks print to stderr, such as an input error, is shown for one of them.
     """
 
     stream: TextIO
     name: str
     logs: Path
-    _labels: dict[str, str] = field(default_factory=dict)  # of the first ranks that printed our lines
+    _labels: dict[str, str] = field(default_factory=dict)  # line -> label of the first rank that printed it
 
     def write(self, text: str) -> None:
-        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as `?`."""
+        """Show a text; characters that the stream's encoding lacks (in a locale without UTF-8) become `?`."""
         if self.name == "stderr":
             text = OUR_LINE.sub(self._of_one_rank, text)
         try:
@@ -78,10 +78,10 @@ class Terminal:
             self._lose(error)
 
     def _of_one_rank(self, line: re.Match[str]) -> str:
-        label, said = line.groups()
+        label, message = line.groups()
         if len(self._labels) < MOST_REMEMBERED:
-            self._labels.setdefault(said, label)
-        return line[0] if self._labels.get(said, label) == label else ""
+            self._labels.setdefault(message, label)
+        return line[0] if self._labels.get(message, label) == label else ""
 
     def flush(self) -> None:
         """Show what has been written."""
@@ -94,17 +94,17 @@ class Terminal:
         discard(self.stream)
         with suppress(OSError):
             print(
-                f"cputrain: {self.name}: {error.strerror}: the job goes on, and its output is in {self.logs}",
+                f"cputrain: {self.name}: {error.strerror}; the job continues, and its output is in {self.logs}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 class Relay:
-    """Copies what a process writes to a pipe to a stream that people see, from threads, to the pipe's end.
+    """Copy a process's output from a pipe to a stream that users read, in threads, until the pipe ends.
 
-    Where the stream takes nothing (Ctrl-S, a pager, a stalled connection), what does not fit into the memory for it is
-    left out, and that is said: ranks that wait to write send no heartbeats.
+    If the stream is blocked (Ctrl-S, a pager, a stalled connection), output beyond the buffer is dropped with a notice,
+    because ranks that wait to write send no heartbeats.
     """
 
     def __init__(self, pipe: IO[bytes], terminal: Terminal) -> None:
@@ -131,7 +131,8 @@ class Relay:
     def _notice(self, left_out: int) -> bytes:
         if not left_out:
             return b""
-        return f"\ncputrain: {left_out:,} bytes that nobody read were left out: see {self._terminal.logs}\n".encode()
+        text = f"{left_out:,} bytes of output were dropped because nobody read them: see {self._terminal.logs}"
+        return f"\ncputrain: {text}\n".encode()
 
     def _show(self) -> None:
         decoder, output = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace"), SafeOutput()
@@ -142,7 +143,7 @@ class Relay:
         self._terminal.flush()
 
     def finish(self, patience_s: float) -> None:
-        """Wait for the pipe's end, which what the process has left behind may hold open, and until all is shown."""
+        """Wait until the pipe ends, which the process's orphans may hold open, and all output is shown."""
         deadline = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -150,8 +151,8 @@ class Relay:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One pipe of one rank and its log, which is unbuffered. A carriage return begins a progress bar, which is redrawn
-    where `live`, when a person watches."""
+    """One pipe of one rank, and its unbuffered log. A carriage return begins a progress bar, which is redrawn if
+    `live`, for a terminal."""
 
     label: str
     terminal: Terminal
@@ -163,7 +164,7 @@ class Stream:
     _shown_at: float = float("-inf")
 
     def feed(self, data: bytes) -> None:
-        """Show and log the whole lines of new output, redraw its progress bar."""
+        """Show and log the complete lines of new output; redraw its progress bar."""
         *lines, rest = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             self._line(line.rpartition(b"\r")[2])
@@ -178,7 +179,7 @@ class Stream:
         self.terminal.flush()
 
     def flush(self) -> None:
-        """Show and log an unfinished last line; remove an unfinished bar."""
+        """Show and log an unfinished last line; remove an unfinished progress bar."""
         pending, self._pending = self._pending, b""
         if self._transient and self.live:
             self.terminal.write(CLEAR_LINE)
@@ -187,14 +188,14 @@ class Stream:
         self._transient = False
 
     def close(self) -> None:
-        """End the stream; the log stays with its owner."""
+        """End the stream, but leave the log open for its owner."""
         self.flush()
         self.terminal.flush()
 
     def _line(self, line: bytes) -> None:
         self._log_line(line)
         if not line and self._transient:
-            self._transient = False  # a bar that ends with a line feed: already on the screen
+            self._transient = False  # a bar that ends with a line feed is already on the screen
             self.terminal.write("\n" if self.live else "")
             return
         start = CLEAR_LINE if self.live else ""
@@ -205,31 +206,31 @@ class Stream:
         self._transient = True
         shown = f"{self.label}{safe_output(printed_text(text))}"
         if self.live:
-            self.terminal.write(CLEAR_LINE + clip(shown, get_terminal_size().columns - 1))  # a second row would stay
+            self.terminal.write(CLEAR_LINE + clip(shown, get_terminal_size().columns - 1))  # CLEAR_LINE clears one row
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
             self._log_line(text.rstrip())
             self._shown_at = time.monotonic()
 
     def _log_line(self, line: bytes) -> None:
-        """Log a line. A log that cannot be written is no reason to end a job of many hours."""
+        """Log a line. A log that cannot be written must not end a job of many hours."""
         if self._log_is_full:
             return
         try:
             self.log.write(line + b"\n")
         except OSError as error:
             self._log_is_full = True
-            self.terminal.write(f"cputrain: {self.log.name}: {error.strerror}: the job goes on without this log\n")
+            self.terminal.write(f"cputrain: {self.log.name}: {error.strerror}; the job continues without this log\n")
 
 
 STOP_POLL_S = 0.05
-PREEMPT_S = 30.0  # until a rank that neither handles nor blocks the preemption signal gets it all the same
-TAIL_BYTES = 1 << 16  # of a log, in which its last lines are looked for
+PREEMPT_S = 30.0  # after which a rank gets the preemption signal even if it neither handles nor blocks it
+TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """A started rank. `exited_at` is the monotonic time at which its exit was noticed."""
+    """A started rank. `exited_at` is when its exit was noticed (monotonic)."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -242,17 +243,17 @@ class RankProcess:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has exited with a status other than 0."""
+        """Whether the rank exited with a status other than 0."""
         return self.exited_at is not None and self.process.returncode != 0
 
     def exit(self) -> RankExit:
-        """How the rank has exited, with its last output."""
+        """Describe the rank's exit, with its last output."""
         for stream in self.streams:
             stream.flush()
         return self._exit(last_lines(Path(self.log.name)))
 
     def standing(self) -> Standing:
-        """What the rank is doing, or was when it exited."""
+        """Return what the rank is doing, or was doing when it exited."""
         exited = None if self.exited_at is None else self._exit(())
         return Standing(rank=self.rank, host=socket.gethostname(), activity=self.meter.activity, exit=exited)
 
@@ -270,7 +271,7 @@ class RankProcess:
 
 
 def last_lines(log: Path) -> tuple[str, ...]:
-    """The last lines of a log, however long it is; none of one that was taken away."""
+    """Return the last lines of a log of any length; none if it was deleted."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -281,11 +282,10 @@ def last_lines(log: Path) -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Starts ranks on this host, shows and logs their output, follows what they do and use, notes their exits, ends
-    them.
+    """Start ranks on this host, show and log their output, track their activity and exits, and end them.
 
-    `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. `live`: whether
-    progress bars are redrawn on `out` and on `err`, for a person who watches.
+    `log_dir` receives rank-N.log of each rank; their resource use goes to usage/ beside it. `live`: whether progress
+    bars are redrawn on `out` and on `err`, for a terminal.
     """
 
     def __init__(self, log_dir: Path, out: TextIO, err: TextIO, *, live: tuple[bool, bool] = (False, False)) -> None:
@@ -308,14 +308,14 @@ class RankSupervisor:
 
     @property
     def all_exited(self) -> bool:
-        """Whether every rank's exit has been noted."""
+        """Whether every rank's exit has been noticed."""
         return all(rank.exited_at is not None for rank in self.ranks)
 
     def start(
         self, number: int, argv: tuple[str, ...], env: Mapping[str, str], *, label: str, inherit_files: bool = False
     ) -> None:
-        """Start rank `number`, whose lines are shown behind the label. Raises InputError where there is no such
-        program, OSError where it cannot be logged."""
+        """Start rank `number`; its lines are shown after the label. Raises InputError if the program does not exist,
+        OSError if the log cannot be opened."""
         log = (self._log_dir / f"rank-{number}.log").open("wb", buffering=0)
         stack = stack_file()
         try:
@@ -338,17 +338,17 @@ class RankSupervisor:
             )
 
     def sample(self, *, whole_host: bool) -> None:
-        """Sample from now on what the started ranks use, and with `whole_host` the host."""
+        """Start to sample the resource use of the ranks and, with `whole_host`, of the host."""
         pids = {rank.rank: rank.process.pid for rank in self.ranks}
         self._sampler = Sampler(self._log_dir.parent / USAGE, pids, whole_host=whole_host)
 
     def watch(self, connection: socket.socket, receive: Callable[[], None]) -> None:
-        """Call `receive` in `poll` when the connection has something to read."""
+        """Call `receive` in `poll` when the connection has data."""
         self._selector.register(connection, selectors.EVENT_READ, receive)
 
     def poll(self, timeout_s: float) -> bool:
-        """Move output, note exits, read and sample what the ranks do where that is due; waits that long for something
-        to happen. True where what they do has been read again."""
+        """Move output, notice exits, and read activity and resource use if due; wait up to timeout_s for an event.
+        Return True if the activity was read."""
         self._group.guard()
         if self._open_pipes:
             self._dispatch(timeout_s)
@@ -373,17 +373,17 @@ class RankSupervisor:
         return True
 
     def standings(self) -> tuple[Standing, ...]:
-        """What the ranks do, or did when they exited."""
+        """Return what the ranks are doing, or were doing when they exited."""
         return tuple(rank.standing() for rank in self.ranks)
 
     def stacks(self, numbers: Sequence[int]) -> Stacks:
-        """The Python stacks of those of these ranks that run; an empty one where a rank offers none."""
+        """Return the Python stacks of the running ranks among these; empty for a rank without one."""
         shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
         return {rank.rank: read_stack(tree(rank.process.pid), rank.stack_file) for rank in shown}
 
     def preempt(self) -> None:
-        """Make `poll` send the preemption signal to every rank, not to the processes below it: to each once it can take
-        it, or after PREEMPT_S, as it would end a program that only starts. A signal's handler can call this."""
+        """Make `poll` send the preemption signal to every rank (not its descendants) once the rank handles or blocks
+        it, or after PREEMPT_S: a program that is still starting would be killed by it. Safe in a signal handler."""
         self._preempted, self._preempt_until = set(), time.monotonic() + PREEMPT_S
 
     def _send_preemptions(self, until: float) -> None:
@@ -394,9 +394,8 @@ class RankSupervisor:
                 rank.process.send_signal(PREEMPTION_SIGNAL)
 
     def stop(self, grace_s: float, at_once: Callable[[], bool] = lambda: False) -> None:
-        """End every rank and all that it has started: by SIGTERM, after grace_s or once `at_once` is true by
-        SIGKILL. Where all ranks have succeeded, what they have put into sessions of its own goes
-        on."""
+        """End every rank and its descendants: by SIGTERM, then by SIGKILL after grace_s or once `at_once` is true. If
+        all ranks succeeded, processes that they put into new sessions keep running."""
         succeeded = self.all_exited and not any(rank.failed for rank in self.ranks)
         ended = self.all_exited
         self._group.signal(signal.SIGTERM)
@@ -412,20 +411,20 @@ class RankSupervisor:
             self._group.kill()
         for rank in self.ranks:
             rank.process.wait()
-            self._note_exits()  # one at a time: the sampler counts the CPU time of each as it is reaped
+            self._note_exits()  # one at a time: the sampler counts each rank's CPU time as it is reaped
 
     def say(self, text: str) -> None:
-        """Show a line of the supervisor's own on `err`, which may be closed or full by now."""
+        """Show the supervisor's own message on `err`, which may be closed or full."""
         self._terminals[1].write(f"{text}\n")
         self._terminals[1].flush()
 
     def drain(self) -> None:
-        """Move the output that is still in the pipes."""
+        """Show and log the output that is still in the pipes."""
         while self._open_pipes and self._dispatch(0):
             continue
 
     def close(self) -> None:
-        """Write the last samples and the last output. The ranks have been stopped before."""
+        """Write the last samples and output. The ranks must have been stopped before."""
         if self._sampler is not None:
             self._sampler.close()
         self.drain()

@@ -1,4 +1,4 @@
-"""Run a job to its end: ranks of this host, or agents on many hosts."""
+"""Run a job to its end: as ranks on this host, or through agents on many hosts."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ from cputrain.affinity.wording import counted, first_named
 from cputrain.mpi.hosts.groups import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
-from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
+from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
 from cputrain.mpi.supervise.processes import (
     SETTLE_S,
     JobFailedError,
@@ -46,7 +46,7 @@ from cputrain.mpi.supervise.signals import (
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 
 LOCAL_POLL_S = 0.05
-# Below those of mpirun's jobs (affinity/ranks/rank.py) and those that Linux gives to outgoing connections.
+# Below the ports of mpirun's jobs (affinity/ranks/rank.py) and Linux's ephemeral ports.
 PORTS, PORTS_TRIED = range(10_000, 20_000), 100
 CLAIMS_KEPT = 64
 _claims: deque[socket.socket] = deque()
@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SavedStop:
-    """The end of a job whose ranks save before they stop: the signal that requested it, 0 for none yet, the monotonic
-    time at which the ranks are ended all the same, and whether it is still to be reported."""
+    """The end of a job whose ranks save before they stop: the signal that requested it (0: none yet), the monotonic
+    time at which the ranks are ended anyway, and whether the stop has yet to be reported."""
 
     number: int = 0
     deadline: float = math.inf
@@ -71,14 +71,14 @@ def run_local(
     *,
     save_first: bool = False,
 ) -> int:
-    """Run the job's workers on this host to their end; 0 when all succeeded, 2 when all that failed refused their
+    """Run the job's workers on this host to their end; return 0 if all succeeded, 2 if all that failed rejected their
     input. `env` is the environment that they inherit.
 
-    Writes the plan. Output is labeled with its rank and also written to log_dir/rank-N.log; what the ranks use, to
-    usage/ beside log_dir. When one rank fails, or is stopped while others run, all are ended. Raises JobFailedError
-    naming the rank, its exit or signal, its log and last lines. On a stop signal the ranks get SIGTERM, or with
-    `save_first` SIGUSR1, and SAVE_S to save and end; returns 128 + the signal. SIGUSR1 is passed on. No process is left
-    behind in any case.
+    Writes the plan. Output is labeled with its rank and also written to log_dir/rank-N.log; resource use is written to
+    usage/ beside log_dir. If one rank fails, or is stopped while others run, all are ended, and JobFailedError names
+    the rank, its exit or signal, its log and last lines. At a stop signal the ranks get SIGTERM, or with `save_first`
+    SIGUSR1, and SAVE_S to save and exit; 128 + the signal is returned. SIGUSR1 is passed on to the ranks. No process
+    is left behind in any case.
     """
     out, err = out or sys.stdout, err or sys.stderr
     write_files(((job.plan_path, job_plan_json(job.groups)),))
@@ -98,31 +98,31 @@ def run_local(
                 signals.check()
                 label = "" if rank == job.plain_rank else f"[{rank}] "
                 supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
-            signals.let_preempt()
+            signals.unblock_preemption()
             supervisor.sample(whole_host=True)
             status = _watch_local(supervisor, signals, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
             return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
-            supervisor.say(_stopping(counted(len(supervisor.ranks), "worker"), number, grace_s))
+            supervisor.say(_stop_notice(counted(len(supervisor.ranks), "worker"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             supervisor.stop(grace_s, lambda: signals.again)
             supervisor.close()
 
 
-def _stopping(what: str, number: int, grace_s: float) -> str:
+def _stop_notice(what: str, number: int, grace_s: float) -> str:
     return f"\nstopping {what} ({signal_name(number)}) within {grace_s:g} s; repeat the signal to stop at once"
 
 
 def free_port() -> int:
-    """A TCP port that is free on this host's loopback now, and that no other process gets from here while this one
-    lives. Not one of those that the kernel gives to outgoing connections: seconds pass until ranks listen at it."""
-    for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # the program's own random numbers stay as they are
+    """Return a TCP port that is free on this host's loopback and that no other process gets from this function while
+    this one lives. Ephemeral ports are avoided, as the ranks listen seconds later."""
+    for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # leaves the program's random state unchanged
         claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0cputrain port {port}")  # an abstract address: gone with its process, and no file
+            claim.bind(f"\0cputrain port {port}")  # an abstract address: no file, and gone with its process
             with socket.socket() as probe:
                 probe.bind((LOOPBACK, port))
         except OSError:
@@ -138,19 +138,19 @@ def free_port() -> int:
 
 
 def _failed(supervisor: RankSupervisor, stop: SavedStop) -> list[RankProcess]:
-    """The ranks that have failed; not those that a signal to end has ended as the whole job: schedulers send it to all
-    processes, and ranks save before they end by it."""
+    """Return the ranks that failed. Once the job stops, this excludes ranks that a stop signal ended: schedulers send
+    it to all processes, and ranks save before they exit from it."""
     ending = [-number for number in stop_signals()] if stop.number else []
     return [rank for rank in supervisor.ranks if rank.failed and rank.process.returncode not in ending]
 
 
 def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedStop, job: Job, grace_s: float) -> int:
-    """Wait for all workers, or for the first failure, after which the others have `grace_s`; the job's exit status.
-    Raises InterruptedBySignalError where the workers take too long to save."""
+    """Wait for all workers, or for the first failure, after which the others have `grace_s`; return the job's exit
+    status. Raises InterruptedBySignalError if the workers take too long to save."""
     stalls = StallWatch(job.starting)
-    together = job.instances is None  # they wait for each other: one that is stopped stops all
+    together = job.instances is None  # then a stopped worker stops all, as they wait for each other
     while not _failed(supervisor, stop):
-        if stop.unreported:  # not by the signal's handler, which may interrupt another message
+        if stop.unreported:  # reported here, as the signal handler may interrupt another message
             stop.unreported = False
             name, workers = signal_name(stop.number), counted(len(supervisor.ranks), "worker")
             supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
@@ -159,7 +159,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
         if time.monotonic() > stop.deadline:
             signals.interrupt(stop.number)
         was_read = supervisor.poll(LOCAL_POLL_S)
-        signals.check()  # before failures are judged: a scheduler's signal reaches launcher and ranks together
+        signals.check()  # before failures are judged: a scheduler signals launcher and ranks at the same time
         if was_read and together:
             stalls.check(supervisor.standings(), supervisor.clock.now(), partial(_stacks, supervisor))
     settled = time.monotonic() + SETTLE_S
@@ -169,7 +169,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     failed = _failed(supervisor, stop)
     if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):
         supervisor.drain()
-        return _refused(job, failed[0].exit())
+        return _rejected(job, failed[0].exit())
     standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
     stacks = _stacks(supervisor, stall)
     supervisor.stop(grace_s, lambda: signals.again)
@@ -180,8 +180,8 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     raise _failure(cause, describe_failure(cause, standings, stall, stacks))
 
 
-def _refused(job: Job, first: RankExit) -> int:
-    """The exit status where all ranks that failed have refused their input, which they have printed."""
+def _rejected(job: Job, first: RankExit) -> int:
+    """Return the exit status if all failed ranks rejected their input and printed why."""
     if not job.names_errors:
         logger.warning("cputrain: %s", describe_exit(first))
     return ExitStatus.WRONG_INPUT
@@ -192,25 +192,25 @@ def _failure(cause: RankExit, text: str) -> JobFailedError:
 
 
 def _stacks(ranks: RankSupervisor | Monitor, stall: Stall | None) -> Stacks:
-    """The Python stacks of the awaited ranks that can show one."""
-    return ranks.stacks(able_to_show(stall)) if stall else {}
+    """Return the Python stacks of the awaited ranks that can be inspected."""
+    return ranks.stacks(inspectable_ranks(stall)) if stall else {}
 
 
 REMOTE_POLL_S = 0.1
-STALL_CHECK_S = 1.0  # between two looks at what the ranks do
-LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
-AGENT_EXIT_S = 1.0  # of the agents, after their ranks
+STALL_CHECK_S = 1.0  # between two checks for stalls
+LAST_POLL_S = 0.01  # once all ranks have succeeded: the launcher exits soon
+AGENT_EXIT_S = 1.0  # for the agents to exit after their ranks
 RELAY_S = 1.0  # for the rest of the launcher's output
-KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
-START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next one's
-LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's own
+KILL_S = 1.0  # between SIGTERM and SIGKILL for the launcher's processes
+START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next hello
+LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's exit
 
 
 def remote_command(
     job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str, *, live: bool
 ) -> LaunchCommand:
-    """What starts the job's ranks, each behind an agent that reports to this host's address and port; with `live`
-    progress bars are redrawn, for a person who watches."""
+    """Return the command that starts the job's ranks, each under an agent that reports to this host's address and port;
+    with `live` progress bars are redrawn, for a terminal."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
     agent = (*own_program("cputrain.mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
@@ -220,11 +220,11 @@ def remote_command(
 
 
 def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> int:
-    """Run the job to its end; 0 when all ranks succeeded, 2 when all that failed refused their input. `env` is the
-    environment of the launcher.
+    """Run the job to its end; return 0 if all ranks succeeded, 2 if all that failed rejected their input. `env` is the
+    launcher's environment.
 
-    Raises JobFailedError naming rank, host, its exit or silence, its log and last lines. On a stop signal gives the
-    ranks SAVE_S to end on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
+    Raises JobFailedError naming rank, host, its exit or silence, its log and last lines. At a stop signal the ranks on
+    all hosts get SAVE_S to exit, and 128 + the signal is returned; SIGUSR1 is passed on to the ranks.
     """
     address = own_address(job.hosts)
     monitor = Monitor(new_token(), job.host_of_ranks, address)
@@ -243,7 +243,7 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
             return _watch_remote(job, installed, process, monitor, signals)
         except InterruptedBySignalError as stop:
             number, grace_s = stop.args[0], SAVE_S
-            logger.warning("%s", _stopping(counted(job.world_size, "rank"), number, grace_s))
+            logger.warning("%s", _stop_notice(counted(job.world_size, "rank"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             if process is not None and process.poll() is None:  # end the ranks through their agents
@@ -280,7 +280,7 @@ def _watch_remote(
         if failed := monitor.failed():
             exits = [rank.exit for rank in failed if rank.exit is not None]
             if len(exits) == len(failed) and all(one.status == ExitStatus.WRONG_INPUT for one in exits):
-                return _refused(job, exits[0])
+                return _rejected(job, exits[0])
             if not exits:
                 hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in failed))
                 raise JobFailedError(monitor.cause(), hosts=hosts)
@@ -290,23 +290,22 @@ def _watch_remote(
             return _after_launcher(job, installed, process.returncode, monitor)
         now = monitor.clock.now()
         if done_at is not None and now - done_at > LAUNCHER_END_S:
-            late = f"{installed.name} has not ended {LAUNCHER_END_S:g} s after all ranks, and is stopped"
+            late = f"{installed.name} was stopped, as it had not exited {LAUNCHER_END_S:g} s after all ranks"
             logger.warning("cputrain: %s; the ranks have exited with status 0", late)
             return 0
         if len(monitor.ranks) > arrived:
             arrived, arrived_at = len(monitor.ranks), now
         if arrived < job.world_size and now - arrived_at > START_TIMEOUT_S:
             hosts = _missing(job, monitor)
-            raise JobFailedError(
-                f"no further rank has reported for {START_TIMEOUT_S:g} s; missing: {_named(hosts)}", hosts=hosts
-            )
+            text = f"ranks of {_named(hosts)} have not reported for {START_TIMEOUT_S:g} s: check these hosts"
+            raise JobFailedError(text, hosts=hosts)
         if now - checked_at >= STALL_CHECK_S:
             checked_at = now
             stalls.check(monitor.standings(), now, partial(_stacks, monitor))
 
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:
-    """0 where the launcher and all ranks have succeeded. Raises JobFailedError otherwise."""
+    """Return 0 if the launcher and all ranks succeeded. Raises JobFailedError otherwise."""
     if status == 0 and all(rank.succeeded for rank in monitor.ranks.values()):
         return 0
     if not monitor.ranks:
@@ -314,7 +313,7 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
         raise JobFailedError(why, hosts=job.hosts)
     hosts = _missing(job, monitor)
     ended = [rank.exit for rank in monitor.ranks.values() if rank.exit and rank.exit.status]
-    if not hosts and ended:  # by their agents
+    if not hosts and ended:  # the agents ended their ranks
         first = first_cause(ended)
         raise JobFailedError(f"the agent of rank {first.rank} was stopped by a signal; {describe_exit(first)}")
     if not hosts:
@@ -326,7 +325,7 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
 
 
 def _missing(job: Job, monitor: Monitor) -> tuple[str, ...]:
-    """The hosts of ranks that have not started, or have not reported their exit."""
+    """Return the hosts of ranks that have not started, or have not reported their exit."""
     ranks = job.host_of_ranks
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
     return tuple(dict.fromkeys(ranks[i] for i in missing))

@@ -1,4 +1,4 @@
-"""The signals that stop a job in the process that supervises it, and a clock that stands still while that does."""
+"""Signals that stop a job in its supervising process, and a clock that excludes pauses of that process."""
 
 import signal
 import sys
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-AWAY_S = 5.0  # loops look at the clock several times a second
+AWAY_S = 5.0  # loops read the clock several times a second
 
 
 class RunningClock:
-    """A monotonic clock that stands still while its process does, so that the silence of others does not count then.
+    """A monotonic clock that stands still while its process is suspended, so that others do not seem silent then.
 
-    To be read often: where more than AWAY_S lie between two readings, the process did not run.
+    It must be read often: if two readings are more than AWAY_S apart, the process was suspended in between.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class RunningClock:
         self._away_s = 0.0
 
     def now(self) -> float:
-        """Seconds, of which only differences mean something."""
+        """Return seconds; only differences are meaningful."""
         read = self._monotonic()
         if read - self._read > AWAY_S:
             self._away_s += read - self._read
@@ -31,20 +31,20 @@ class RunningClock:
 
 
 PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
-# From a stop signal to SIGKILL: the ranks may end a step, which takes some ten seconds with large batches, and save
-# gigabytes. Job scripts get their notice a little earlier before the time limit.
+# From a stop signal to SIGKILL: the ranks may finish a step, about ten seconds with large batches, and save gigabytes.
+# Job scripts request a slightly earlier notice before the time limit.
 SAVE_S = 90.0
-FAILURE_GRACE_S = 3.0  # the same after a failure, when the other ranks wait in vain for the one that is lost
+FAILURE_GRACE_S = 3.0  # the same after a failure, when the other ranks wait for the lost one in vain
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a job: those of Ctrl-C, of batch systems, and, but under nohup, of a terminal's end."""
+    """Return the signals that end a job: from Ctrl-C, batch systems and, except under nohup, a closed terminal."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, for its launcher to see; its output is written before."""
+    """End this process by a signal that its launcher sees, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(number, signal.SIG_DFL)
@@ -52,15 +52,15 @@ def end_by(number: int) -> None:
 
 
 class InterruptedBySignalError(Exception):
-    """This process has received a stop signal (its number is in args[0])."""
+    """This process received a stop signal, whose number is args[0]."""
 
 
 class StopSignals:
-    """Counts the stop signals that this process gets inside this context; the handlers are restored after it.
+    """Count the stop signals that this process receives inside this context; restore the handlers afterwards.
 
-    A handler never raises: loops call `check` several times a second, between two messages. `preempt` is called in the
-    handler of the preemption signal. With `first_stop`, that is called in the handler of the first stop signal, which
-    does not count. Nor does a SIGHUP after another stop signal: nobody repeats it to be heard.
+    Handlers never raise: loops call `check` several times a second, between two messages. `preempt` is called in the
+    handler of the preemption signal. `first_stop`, if given, is called in the handler of the first stop signal, which
+    then does not count. A SIGHUP after another stop signal does not count either: it is not a deliberate repetition.
     """
 
     def __init__(
@@ -81,31 +81,31 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def let_preempt(self) -> None:
-        """Let the preemption signal come, which was held while no rank could take it."""
+    def unblock_preemption(self) -> None:
+        """Unblock the preemption signal, which was blocked while no rank could receive it."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         again, self._begun = self._begun, True
         if again and number == signal.SIGHUP:
-            return  # systemd ends sessions by SIGTERM and at once SIGHUP: systemd.kill(5), SendSIGHUP
+            return  # systemd ends sessions by SIGTERM immediately followed by SIGHUP: systemd.kill(5), SendSIGHUP
         if self._first_stop is not None and not again:
             self._first_stop(number)
         else:
             self._counted.append(number)
 
     def check(self) -> None:
-        """Raise InterruptedBySignalError if a stop signal has been counted; not again after that."""
+        """Raise InterruptedBySignalError if a stop signal has been counted, but only once."""
         if self._counted and not self._raised:
             self.interrupt(self._counted[-1])
 
     def interrupt(self, number: int) -> NoReturn:
-        """Raise InterruptedBySignalError as for a stop signal of this number."""
+        """Raise InterruptedBySignalError as for a stop signal with this number."""
         self._raised = True
         self._counted = [number]
         raise InterruptedBySignalError(number)
 
     @property
     def again(self) -> bool:
-        """Whether a stop signal has been counted since `check` raised, or none was checked: the ranks end at once."""
+        """Whether a stop signal was counted since `check` raised, or before any check: the ranks are killed then."""
         return len(self._counted) > self._raised

@@ -1,9 +1,8 @@
 """Signed messages between launcher and agents: records, connections, server.
 
-The end that connects opens with a nonce. The job's token and this nonce make the connection's key; each line is the
-HMAC-SHA256 of direction, number and text of a message, then the text. A text is parsed only where its signature is
-right: strangers, and messages that are repeated, left out or from another connection, end the connection. Nothing is
-encrypted.
+The connecting end sends a nonce first. The job's token and this nonce make the connection's key. Each line is the
+HMAC-SHA256 of a message's direction, number and text, then the text. A text is parsed only if its signature is right;
+messages that are foreign, repeated, missing or from another connection close the connection. Nothing is encrypted.
 """
 
 import hmac
@@ -25,11 +24,11 @@ from cputrain.affinity.terminal import printable
 
 
 class ProtocolError(Exception):
-    """The other end of a connection has sent something that is no message of this job."""
+    """The other end of a connection sent something that is not a message of this job."""
 
 
-MOST_ITEMS = 1 << 16  # of a list
-MOST_TEXT = 4096  # characters: a path has no more
+MOST_ITEMS = 1 << 16  # per list
+MOST_TEXT = 4096  # characters: the limit for a path
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_ITEMS)]
 Integer = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
@@ -37,7 +36,7 @@ Number = Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=True):
-    """A message: JSON with its fields, and "type", the name of its class."""
+    """Message: JSON with its fields, and "type", the name of its class."""
 
 
 class Hello(Message, frozen=True):
@@ -48,7 +47,7 @@ class Hello(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A rank's process is there: for how long it has been stopped, idle or busy without a break."""
+    """Sign of life of a rank: for how long it has been stopped, idle or busy without a break."""
 
     stopped_s: Number = 0.0
     idle_s: Number = 0.0
@@ -56,8 +55,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class Exit(Message, frozen=True):
-    """A rank's exit: its status (negative where a signal ended it), its log and the last lines of it. `by_job`: the job
-    has ended it. `shortage`: the bytes that it had and those that there are, and whose, where memory was short."""
+    """A rank's exit: its status (negative if a signal ended it), its log and the log's last lines. `by_job`: the job
+    ended it. `shortage`: bytes used, bytes available, and of what, if memory ran out."""
 
     status: Integer
     tail: Texts
@@ -67,44 +66,44 @@ class Exit(Message, frozen=True):
 
 
 class Stack(Message, frozen=True):
-    """The lines of a rank's Python stack, innermost first; none where it has none to show."""
+    """The lines of a rank's Python stack, innermost first; empty if it has none."""
 
     lines: Texts
 
 
 class Signaled(Message, frozen=True):
-    """A stop signal has reached the rank's agent, which ends its rank."""
+    """A stop signal reached the rank's agent, which ends its rank."""
 
     number: Integer
 
 
 class Answer(Message, frozen=True):
-    """The launching host's answer to a Hello or a heartbeat; to a Hello, with the label of the rank's host."""
+    """The launching host's answer to a Hello, with the label of the rank's host, or to a heartbeat."""
 
     label: Text = ""
 
 
 class Stop(Message, frozen=True):
-    """The job ends; the ranks have so many seconds until they are killed."""
+    """The job ends: each rank has grace_s until it is killed."""
 
     grace_s: Number
 
 
 class Preempt(Message, frozen=True):
-    """Each rank gets the preemption signal."""
+    """Order to send the rank the preemption signal."""
 
 
 class ShowStack(Message, frozen=True):
-    """The rank's Python stack is wanted."""
+    """Request for the rank's Python stack."""
 
 
 def encode(message: Message) -> bytes:
-    """A message as JSON; "type" is the name of its class."""
+    """Encode a message as JSON; "type" is the name of its class."""
     return json.encode(_printable(message))
 
 
 def decode(data: bytes, types: tuple[type, ...]) -> Any:
-    """The message of one of these types. Raises ProtocolError on anything else."""
+    """Decode a message of one of these types. Raises ProtocolError on anything else."""
     try:
         return _printable(_decoder(types).decode(data))
     except (MsgspecError, ValueError, RecursionError) as error:
@@ -113,11 +112,11 @@ def decode(data: bytes, types: tuple[type, ...]) -> Any:
 
 @cache
 def _decoder(types: tuple[type, ...]) -> json.Decoder[Any]:
-    return json.Decoder(Union[types])  # noqa: UP007  of as many as there are
+    return json.Decoder(Union[types])  # noqa: UP007  the number of types varies
 
 
 def _printable(value: Any) -> Any:
-    """The same with texts as terminals may have them: codes make a text longer, and what is too long is cut."""
+    """Escape control codes in texts for terminals, and cut texts that are then too long."""
     if isinstance(value, str):
         return printable(value)[:MOST_TEXT]
     if isinstance(value, tuple):
@@ -127,31 +126,31 @@ def _printable(value: Any) -> Any:
     return value
 
 
-TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's own processes share
+TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's processes share
 HEARTBEAT_S, MAX_HEARTBEAT_S = 2.0, 4.0  # between two heartbeats of a rank
-RANKS_A_SECOND = 1024  # that send one, while MAX_HEARTBEAT_S allows it: thousands cost the monitor much of a core
-HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's message
-ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after so long is answered
-SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
+RANKS_A_SECOND = 1024  # heartbeats per second, if MAX_HEARTBEAT_S permits: thousands would use much of a core
+HEARTBEAT_TIMEOUT_S = 15.0  # limit for either side's silence
+ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after this time is answered
+SEND_TIMEOUT_S = 5.0  # limit for sending a message
 JOIN_TIMEOUT_S = 30.0  # for the answer to a Hello
-JOIN_PAUSE_S = 0.05  # after a connection that was closed without it
-MAX_OPENING_BYTES = 1 << 10  # of a line, before the first right signature
+JOIN_PAUSE_S = 0.05  # after a connection was closed without an answer
+MAX_OPENING_BYTES = 1 << 10  # per line, before the first valid signature
 MAX_LINE_BYTES = 1 << 19
 NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 def heartbeat_interval(ranks: int) -> float:
-    """Seconds between two heartbeats of each of so many ranks."""
+    """Return the seconds between two heartbeats of each rank for this number of ranks."""
     return min(max(HEARTBEAT_S, ranks / RANKS_A_SECOND), MAX_HEARTBEAT_S)
 
 
 def new_token() -> str:
-    """A token for a new job."""
+    """Generate the token of a new job."""
     return secrets.token_hex(16)
 
 
 class Signer:
-    """Signs the messages of one direction of a connection, each with its number."""
+    """Sign the numbered messages of one direction of a connection."""
 
     def __init__(self, token: str, nonce: bytes, sender: bytes) -> None:
         self._key = hmac.digest(token.encode(), b"cputrain connection " + nonce, "sha256")
@@ -159,16 +158,16 @@ class Signer:
         self._number = 0
 
     def sign(self, text: bytes) -> bytes:
-        """The signature of the next message."""
+        """Return the signature of the next message."""
         numbered = self._sender + self._number.to_bytes(8, "big") + text
         self._number += 1
         return hmac.digest(self._key, numbered, "sha256").hex().encode()
 
 
 class Connection:
-    """One end of a connection. `accepts` are the types of the messages that may arrive.
+    """One end of a connection. `accepts` are the types of messages that may arrive.
 
-    `nonce` is that of the end that connects, None at the end that accepts, which has to wait for it.
+    `nonce` is the connecting end's nonce; the accepting end passes None and waits for it.
     """
 
     def __init__(self, connected: socket.socket, token: str, accepts: tuple[type, ...], nonce: bytes | None) -> None:
@@ -188,11 +187,11 @@ class Connection:
         self._ours, self._theirs = Signer(self._token, nonce, us), Signer(self._token, nonce, them)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the file descriptor, for selectors."""
         return self.socket.fileno()
 
     def send(self, message: Any) -> bool:
-        """Send a message; False when the other end is gone or takes no more."""
+        """Send a message; return False if the other end is gone or reads nothing."""
         if self._ours is None:
             return False
         text = encode(message)
@@ -202,7 +201,7 @@ class Connection:
         data, sent = line + b"\n", 0
         try:
             with suppress(BlockingIOError):
-                sent = self.socket.send(data)  # mostly all
+                sent = self.socket.send(data)  # usually all of it
             if sent < len(data):
                 self.socket.settimeout(SEND_TIMEOUT_S)
                 self.socket.sendall(data[sent:])
@@ -212,7 +211,7 @@ class Connection:
         return True
 
     def receive(self) -> list[Any] | None:
-        """The whole messages that have arrived; None when the other end is gone, or has sent something else."""
+        """Return the complete messages that have arrived; None if the other end is gone or sent something invalid."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -228,29 +227,29 @@ class Connection:
         return messages if data else None
 
     def wait(self, deadline: float) -> list[Any]:
-        """The next messages; none where the connection is closed, or nothing arrives until then (monotonic)."""
+        """Return the next messages; none if the connection is closed or nothing arrives by the deadline (monotonic)."""
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self], [], [], left)[0] and (messages := self.receive()) != []:
                 return messages or []
         return []
 
     def _read(self, line: bytes) -> list[Any]:
-        """The message of a line; none in the line of the nonce."""
+        """Return the message of a line; the nonce's line contains none."""
         self._check_length(line)
         if self._theirs is None:
             if not NONCE.fullmatch(line):
-                raise ProtocolError("no nonce")
+                raise ProtocolError("invalid nonce")
             self._start(line, b"accepting", b"connecting")
             return []
         signature, _, text = line.partition(b" ")
         if not hmac.compare_digest(signature, self._theirs.sign(text)):
-            raise ProtocolError("a wrong signature")
+            raise ProtocolError("invalid signature")
         self._trusted = True
         return [decode(text, self._accepts)]
 
     def _check_length(self, line: bytes) -> None:
         if len(line) > (MAX_LINE_BYTES if self._trusted else MAX_OPENING_BYTES):
-            raise ProtocolError("too long a line")
+            raise ProtocolError("line too long")
 
     def close(self) -> None:
         """Close the connection."""
@@ -258,17 +257,17 @@ class Connection:
 
 
 def connect(address: str, token: str, accepts: tuple[type, ...], timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Connection:
-    """Connect to HOST:PORT. Raises OSError where it is out of reach."""
+    """Connect to HOST:PORT. Raises OSError if it cannot be reached."""
     host, _, port = address.rpartition(":")
     connected = socket.create_connection((host, int(port)), timeout=timeout_s)
     return Connection(connected, token, accepts, secrets.token_hex(16).encode())
 
 
 def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> tuple[Connection, list[Any]]:
-    """Connect to the launching host's HOST:PORT and say Hello; the connection and the messages that answer it.
+    """Connect to the launching host's HOST:PORT and send Hello; return the connection and the messages in answer.
 
-    Connects again where the connection is closed before: strangers may crowd it out. Raises OSError where the host is
-    out of reach, or answers nothing in JOIN_TIMEOUT_S.
+    Reconnects if the connection is closed before: foreign connections may crowd it out. Raises OSError if the host
+    cannot be reached or does not answer within JOIN_TIMEOUT_S.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while (left := deadline - time.monotonic()) > 0:
@@ -283,23 +282,23 @@ def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> t
 
 BACKLOG = 4096
 ACCEPTED_AT_ONCE = 256
-HELLO_TIMEOUT_S = 10.0  # a connection without a signed Hello is closed
-SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one, once it is read
-OWN_FILES = 64  # that this process needs for other purposes
+HELLO_TIMEOUT_S = 10.0  # then a connection without a signed Hello is closed
+SPARE_CONNECTIONS = 64  # without Hello, beyond one per rank; the oldest is read and closed to make room for a new one
+OWN_FILES = 64  # file descriptors that this process needs for other purposes
 logger = logging.getLogger(__name__)
 
 
 class RankServer:
-    """Accepts connections and takes messages from those that have said Hello, signed by the job's token.
+    """Accept connections and receive messages from those that sent Hello, signed with the job's token.
 
-    `hosts` are the ranks' hosts, `address` that of this host by which they reach it, `accepts` the types of their
-    messages. A connection that sends anything else is closed, and nothing else happens; one whose signed Hello does not
+    `hosts` are the ranks' hosts, `address` is this host's address for them, `accepts` are the types of the ranks'
+    messages. A connection that sends anything else is closed, without further effect; one whose signed Hello does not
     fit the job is told to stop.
     """
 
     def __init__(self, token: str, hosts: tuple[str, ...], address: str, accepts: tuple[type, ...]) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank needs a connection
         self.token = token
         self.connections: dict[int, Connection] = {}
         self.lost: set[int] = set()  # ranks whose connections have been closed
@@ -307,9 +306,9 @@ class RankServer:
         self._accepts = (Hello, *accepts)
         room = len(hosts) + SPARE_CONNECTIONS
         self._max_waiting = room if most == resource.RLIM_INFINITY else max(1, min(room, most - len(hosts) - OWN_FILES))
-        self._waiting: dict[Connection, float] = {}  # without Hello, oldest first, with their deadlines
+        self._waiting: dict[Connection, float] = {}  # connections without Hello -> deadlines, oldest first
         self._ranks: dict[Connection, int] = {}
-        self._names: dict[str, str] = {}  # of hosts, as their ranks give them
+        self._names: dict[str, str] = {}  # host -> its name for itself, as its ranks report it
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self._server.setblocking(False)
@@ -318,15 +317,15 @@ class RankServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port where it listens."""
         return int(self._server.getsockname()[1])
 
     def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """The messages that have arrived, each with its rank, Hello among them; waits that long for the first one."""
+        """Return the messages that have arrived, with their ranks; wait up to timeout_s for the first."""
         received: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                # Many, as all ranks of a job connect at the same time; not all, or strangers could keep it here.
+                # Many at once, as all ranks of a job connect together, but limited, or strangers could block this loop.
                 all(self._accept(received) for _ in range(ACCEPTED_AT_ONCE))
             elif key.data in self._waiting or key.data in self._ranks:  # not closed meanwhile
                 received += self._receive(key.data)
@@ -336,12 +335,12 @@ class RankServer:
         return received
 
     def _accept(self, received: list[tuple[int, Any]]) -> bool:
-        """Accept a connection; False where none was. Adds what is read to make room for it to `received`."""
+        """Accept a connection; return whether there was one. Messages read to make room are added to `received`."""
         try:
             accepted, _ = self._server.accept()
         except BlockingIOError:
             return False
-        except OSError:  # the other end is gone, or there is no file descriptor left
+        except OSError:  # the other end is gone, or no file descriptor is left
             received += self._make_room()
             return False
         if len(self._waiting) >= self._max_waiting:
@@ -352,7 +351,7 @@ class RankServer:
         return True
 
     def _make_room(self) -> list[tuple[int, Any]]:
-        """Read the oldest connection without Hello, and close it where it still has none; the messages."""
+        """Read the oldest connection without Hello, and close it if it still has none; return the messages."""
         oldest = next(iter(self._waiting), None)
         if oldest is None:
             return []
@@ -368,27 +367,27 @@ class RankServer:
             return []
         try:
             return [(self._sender(connection, message), message) for message in messages]
-        except ProtocolError as error:  # signed by the token: the job's own
-            logger.warning("cputrain: a rank's connection is closed: %s", error)
+        except ProtocolError as error:  # signed with the token, so from the job itself
+            logger.warning("cputrain: a rank's connection was closed: %s", error)
             connection.send(Stop(grace_s=0.0))
             self._close(connection)
             return []
 
     def _sender(self, connection: Connection, message: Any) -> int:
-        """The rank of a message. Raises ProtocolError where it does not fit the job."""
+        """Return the rank of a message. Raises ProtocolError if it does not fit the job."""
         rank = self._ranks.get(connection)
         if rank is not None and not isinstance(message, Hello):
             return rank
         if rank is not None or not isinstance(message, Hello):
-            raise ProtocolError("its first message is not Hello")
+            raise ProtocolError("the first message is not Hello")
         self._check(message)
         del self._waiting[connection]
         self.connections[message.rank], self._ranks[connection] = connection, message.rank
         return message.rank
 
     def _check(self, hello: Hello) -> None:
-        """Raise ProtocolError where rank and host do not fit the job: each rank connects once, the ranks of a host
-        give it one name. That may be another one than the job's, which may use an alias or an address."""
+        """Raise ProtocolError if rank and host do not fit the job: each rank connects once, and the ranks of a host
+        report one name. It may differ from the name in the job, which may be an alias or an address."""
         if not 0 <= hello.rank < len(self._hosts):
             raise ProtocolError(f"rank {hello.rank} on {hello.host} is not one of the job's {len(self._hosts):,} ranks")
         if hello.rank in self.connections:
@@ -400,9 +399,9 @@ class RankServer:
             )
 
     def drop(self, rank: int) -> None:
-        """Close a rank's connection: it has sent values that no rank of this job has."""
+        """Close a rank's connection because it sent values that no rank of this job can have."""
         if (connection := self.connections[rank]) in self._ranks:
-            logger.warning("cputrain: rank %d's connection is closed: it has sent a wrong exit", rank)
+            logger.warning("cputrain: rank %d's connection was closed: it sent an invalid exit", rank)
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:
@@ -418,7 +417,7 @@ class RankServer:
             self.connections[rank].send(message)
 
     def close(self) -> None:
-        """Close every connection: a rank's agent that is left ends its rank then."""
+        """Close every connection; agents that are left then end their ranks."""
         for connection in (*self._waiting, *self._ranks):
             connection.close()
         self._selector.close()

@@ -94,12 +94,12 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
-        (("plan", "--hosts", "a,a"), "the list contains a twice"),
+        (("plan", "--hosts", "a,a"), "contain a twice"),
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but the list contains 2 hosts"),
-        (("plan", "--nodes", "99999999999"), "--nodes 99999999999 is more than 200,000, the most hosts of a job"),
+        (("plan", "--nodes", "99999999999"), "--nodes 99999999999 is more than 200,000, the limit for a job"),
         (("plan", "--ppn", "\u00b2"), "is neither auto nor a number from 1 to 999,999"),
         (("plan", "--ppn", "9" * 5000), "is neither auto nor a number from 1 to 999,999"),
-        (("launch", "--nodes", "2", "--", "true"), "launch needs the names of its hosts"),
+        (("launch", "--nodes", "2", "--", "true"), "launch needs host names"),
         (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
         (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
         (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
@@ -206,7 +206,7 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
     written = here(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
-    assert "the hostfile is in Open MPI's format (h1 slots=4): converted for MPICH" in written.stderr
+    assert "the hostfile is in Open MPI's format (h1 slots=4) and was converted for MPICH" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4, but h1 has 2 slots" in refused(here(*plan, "--ppn", "4", cwd=tmp_path))
     for text, expected in (
@@ -224,11 +224,11 @@ def test_what_a_written_plan_takes_for_granted_is_said_with_what_to_give(tmp_pat
     plan = ("plan", "--machine", "skx-8160-2s")
     written = here(*plan, "--nodes", "4", "--write", "job", cwd=tmp_path)
     assert written.stderr == (
-        "assumed: hosts named node001 to node004 (--hosts or --hostfile gives others), Intel MPI (--launcher gives "
-        "another), fabric opa (--fabric gives another)\n"
+        "assumed: hosts named node001 to node004 (change with --hosts or --hostfile), Intel MPI (change with "
+        "--launcher), fabric opa (change with --fabric)\n"
     )
     printed = here(*plan, "--hosts", "n1,n2", "--format", "command", cwd=tmp_path)
-    assert printed.stderr.startswith("assumed: Intel MPI (--launcher gives another), fabric opa (--fabric")
+    assert printed.stderr.startswith("assumed: Intel MPI (change with --launcher), fabric opa (change")
     named = here(*plan, "--hosts", "n1,n2", "--launcher", "mpich", "--fabric", "ib", "--write", "two", cwd=tmp_path)
     assert named.returncode == 0 and named.stderr == ""
 

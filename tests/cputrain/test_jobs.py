@@ -146,7 +146,7 @@ def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, p
     printed = (place / "out").read_text()
     assert state == "COMPLETED", printed
     assert "n1 0 2" in printed and "n2 1 2" in printed
-    assert "of 2 components, 2 hosts (n1; n2): all are planned as this host" in printed
+    assert "of 2 components, 2 hosts (n1; n2): all are planned like this host" in printed
 
 
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
@@ -156,7 +156,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=place).returncode == 0
     wait_for(slurm, job, place, {"COMPLETED"}, limit_s=400)
     expected = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
-    assert "requeued, to continue from the last checkpoint" in expected
+    assert "requeued to resume from the last checkpoint" in expected
     starts = [event for event in read_events(place / "run") if event["event"] == "start"]
     ends = [event for event in read_events(place / "run") if event["event"] == "end"]
     assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])

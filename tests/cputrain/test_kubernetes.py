@@ -128,8 +128,8 @@ def test_a_pod_that_starts_again_knows_it_by_the_run_s_folder(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((*RECIPE[:2], *POD), "a training keeps its checkpoints in a volume"),
-        ((*RECIPE, *POD, "--name", "Digits_1"), "--name 'Digits_1': use a-z, 0-9 and -"),
+        ((*RECIPE[:2], *POD), "a training needs a volume for its checkpoints"),
+        ((*RECIPE, *POD, "--name", "Digits_1"), "--name 'Digits_1' is not a valid name: use a-z, 0-9"),
         ((*RECIPE, *POD, "--memory", "8"), "--memory '8' is not a size"),
         ((*RECIPE, *POD, "--cpus", "9999"), "9999 is not in the range 1<=x<=4096"),
         ((*RECIPE, *POD, "--ppn", "5"), "--ppn 5 needs 5 CPUs, but a pod has --cpus 4"),

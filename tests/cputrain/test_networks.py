@@ -447,7 +447,7 @@ def test_initial_weights_may_be_a_checkpoint_s_folder(tmp_path: Path, capsys: py
     (tmp_path / "best").mkdir()
     for name, status in (("best", 0), ("worst", 2)):
         assert main(["train", "imagefolder", *settings, f"model.weights={tmp_path / name}", "--dry-run"]) == status
-    assert "worst does not exist: name a checkpoint" in capsys.readouterr().err
+    assert "worst does not exist: give a checkpoint" in capsys.readouterr().err
 
 
 def test_files_of_weights_that_are_something_else_are_called_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cputrain.affinity.errors import RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
-from cputrain.launch import HostsLeft, remedy, training_arguments, with_absent_module, with_remedy
+from cputrain.launch import RemainingHosts, remedy, training_arguments, with_missing_module, with_remedy
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import JobFailedError, Shortage
@@ -89,17 +89,17 @@ def test_only_a_training_goes_on_without_a_host() -> None:
     hosts = ("127.0.0.1", "n2.invalid")
     failure = JobFailedError("", hosts=hosts)
     for command in (("cputrain", "train", "demo-digits"), ("/bin/python3", "-m", "cputrain", "train", "x.yaml")):
-        left = HostsLeft(hosts=hosts, command=command)
-        assert training_arguments(command) and left.after(failure) == hosts[:1]
-        assert left.after(JobFailedError("", hosts=hosts[:1])) == hosts[:1], "a host that is gone is not taken back"
-        assert left.after(JobFailedError("")) == hosts[:1]
-    with pytest.raises(
-        RunError, match=r"these hosts do not answer: n2.invalid; only cputrain train keeps its global batch"
-    ):
-        HostsLeft(hosts=hosts, command=("python", "train.py")).after(failure)
-    with pytest.raises(RunError, match="none of the job's hosts answers"):
-        HostsLeft(hosts=hosts[1:], command=("cputrain", "train", "demo-digits")).after(failure)
-    nothing_known = HostsLeft(hosts=hosts, command=("python", "train.py")).after(JobFailedError(""))
+        remaining = RemainingHosts(hosts=hosts, command=command)
+        assert training_arguments(command) and remaining.after(failure) == hosts[:1]
+        assert remaining.after(JobFailedError("", hosts=hosts[:1])) == hosts[:1], (
+            "a host that is gone is not taken back"
+        )
+        assert remaining.after(JobFailedError("")) == hosts[:1]
+    with pytest.raises(RunError, match=r"n2.invalid did not respond and only cputrain train keeps its global batch"):
+        RemainingHosts(hosts=hosts, command=("python", "train.py")).after(failure)
+    with pytest.raises(RunError, match="none of its hosts responds"):
+        RemainingHosts(hosts=hosts[1:], command=("cputrain", "train", "demo-digits")).after(failure)
+    nothing_known = RemainingHosts(hosts=hosts, command=("python", "train.py")).after(JobFailedError(""))
     assert nothing_known == hosts
 
 
@@ -193,7 +193,7 @@ def test_a_module_of_intel_s_time_that_is_missing_is_named_with_the_remedy() -> 
 
     def told(module: str) -> str:
         failure = JobFailedError("rank 0 exited with status 1", tail=("Traceback", missing.format(module)))
-        return str(with_absent_module(failure)).splitlines()[-1]
+        return str(with_missing_module(failure)).splitlines()[-1]
 
     assert told("oneccl_bindings_for_pytorch").startswith(
         'oneccl_bindings_for_pytorch: pip install "cputrain[compat]" provides it'

@@ -64,8 +64,8 @@ from tests.support.images import write_images
         ("job pbs --time 1:00:00 x.py", "x.py is a program, not a recipe: put -- before it: -- x.py"),
         ("launch nonesuch.py", "script nonesuch.py does not exist: give an existing one"),
         ("launch -- python nonesuch.py", "script nonesuch.py does not exist"),
-        ("launch demo-digits", "demo-digits is a recipe, not a program: cputrain train demo-digits trains it"),
-        ("launch -- nonesuch", "nonesuch is no program on PATH"),
+        ("launch demo-digits", "demo-digits is a recipe, not a program: train it with cputrain train demo-digits"),
+        ("launch -- nonesuch", "nonesuch is not a program on PATH"),
         ("job sulrm", "No such command 'sulrm': did you mean cputrain job slurm? See cputrain job --help"),
         ("predict runs/a", "Missing argument 'IMAGE...|FOLDER...': give images or folders of images. See cputrain"),
         ("eval", "'RECIPE|RUN|CHECKPOINT': give the folder of a run or one of its checkpoints; a"),
@@ -107,7 +107,7 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
     (tmp_path / "x.py").touch()
     for words, expected in {
         "launch photos": "photos is a folder, not a program",
-        "launch -- python0 x.py": "python0 is no program here: leave it out, and a .py script runs under the Python of",
+        "launch -- python0 x.py": "python0 is not a program here: remove it, and cputrain's Python runs the .py script",
         "plan x.py": "x.py is a Python script, not a recipe: cputrain launch x.py starts it",
         "plan run": "run is the folder of a run: give its recipe, run/recipe.yaml",
         "plan nowhere/x.yaml": "recipe file nowhere/x.yaml not found: give an existing file, or a name that cputrain",

@@ -46,7 +46,7 @@ def test_a_host_is_listed_once_however_it_is_written(tmp_path: Path) -> None:
     line = refused(here(*plan[:-1], "--hostfile", str(tmp_path / "hosts")))
     assert f"/hosts: {own} and 127.0.0.1 are both this host" in line
     for listed, name in (("localhost,n2", "localhost"), ("n2,127.0.1.1", "127.0.1.1"), ("n2,::1", "::1")):
-        assert f"--hosts: {name} is each host itself, on n2 too" in refused(here(*plan, listed))
+        assert f"--hosts: {name} means a different host on n2" in refused(here(*plan, listed))
     assert here(*plan, "127.0.0.2,127.0.0.3").returncode == 0  # as people try several hosts on one
     assert here(*plan, "n1,n1.invalid").returncode == 0  # full names, which nobody here knows to be one host's
     groups = (f"--host-group={own}=skx-8160-2s", "--host-group=localhost=skx-8160-2s")

@@ -71,7 +71,7 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
     [
         ("", "contains no hosts"),
         ("# nothing\n\n", "contains no hosts"),
-        ("h1 slots=4\nh2:4\n", "line 1 is in Open MPI's .* line 2 in Intel MPI's and MPICH's"),
+        ("h1 slots=4\nh2:4\n", "Open MPI's .* in line 1 and Intel MPI's and MPICH's .* in line 2"),
         ("h1 slots=four", "f:1: 'slots=four'"),
         ("h1:0", "0 slots"),
         ("h1 cpus=4", "'cpus=4' is not"),
@@ -79,36 +79,36 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h1\n$(touch x)", "f:2"),
         ("n1..n4", "'n1..n4' is not a host name"),
         ("-oProxyCommand=x", "not a host name"),
-        ("h 1", "f:1: 1 is not slots=1, and may be a CPU, as in LSF's affinity file: write slots=1"),
-        ("h1 0,1\nh2:4", "line 1 is in the format of LSF's affinity file .* line 2 in Intel MPI's"),
+        ("h 1", "f:1: 1 alone is not a number of slots and could be a CPU of LSF's affinity file: write slots=1"),
+        ("h1 0,1\nh2:4", "the format of LSF's affinity file .* in line 1 and Intel MPI's .* in line 2"),
         ("h1:4 slots=4", "remove or correct it"),
-        ("h1:99999999999", "set slots to 1 to 65,536"),
-        ("h1 slots=70000", "set slots to 1 to 65,536"),
-        (f"h1:{'9' * 5000}", "set slots to 1 to 65,536"),
+        ("h1:99999999999", "set 1 to 65,536 slots"),
+        ("h1 slots=70000", "set 1 to 65,536 slots"),
+        (f"h1:{'9' * 5000}", "set 1 to 65,536 slots"),
         ("h1 slots=\u00b2", "is not slots=N"),
         ("h" * 4097, "more than 255 characters"),
-        ("vm-a\nvm-a slots=2", r"f:2: the file contains vm-a twice, with slots, in Open MPI's format .*line 1"),
-        ("h1 slots=2\nh1 slots=2", "f:2: the file contains h1 twice, with slots, in Open MPI's format"),
-        ("h1:65536\nh2\nh1:1", "f:3: h1 has 65,537 slots by now, more than 65,536"),
-        ("h1 slots=2 slots=3", "f:1: 'slots=3' says again .* Open MPI's format"),
-        ("h1 slots=2 cpu=2", "f:1: 'cpu=2' says again .* Open MPI's format"),
-        ("VM-A slots=2\nvm-a", "f:2: vm-a is VM-A of line 1: write its name in one way"),
-        ("a@h1\nh1", "f:2: h1 is a@h1 of line 1"),
-        ("/* x */\n\nh1 slots=2\n\n/* h2", r"f:5: the comment after /\* has no end"),
-        ("// x\nh1:4", "line 1 is in Open MPI's .* line 2 in Intel MPI's and MPICH's"),
-        ("h1 4 all.q UNDEFINED\nh2:4", "line 1 is in Grid Engine's format .* line 2 in Intel MPI's"),
+        ("vm-a\nvm-a slots=2", r"f:2: vm-a is listed again, with slots, which Open MPI's format .*line 1"),
+        ("h1 slots=2\nh1 slots=2", "f:2: h1 is listed again, with slots, which Open MPI's format"),
+        ("h1:65536\nh2\nh1:1", "f:3: h1 has 65,537 slots in total, more than 65,536"),
+        ("h1 slots=2 slots=3", "f:1: 'slots=3' repeats a setting .* Open MPI's format"),
+        ("h1 slots=2 cpu=2", "f:1: 'cpu=2' repeats a setting .* Open MPI's format"),
+        ("VM-A slots=2\nvm-a", "f:2: vm-a is spelled VM-A in line 1: use one spelling"),
+        ("a@h1\nh1", "f:2: h1 is spelled a@h1 in line 1"),
+        ("/* x */\n\nh1 slots=2\n\n/* h2", r"f:5: the comment after /\* is not closed"),
+        ("// x\nh1:4", "Open MPI's .* in line 1 and Intel MPI's and MPICH's .* in line 2"),
+        ("h1 4 all.q UNDEFINED\nh2:4", "Grid Engine's format .* in line 1 and Intel MPI's .* in line 2"),
         ("h1 slots=4 max_slots=2", "f:1: max_slots=2 is less than slots=4"),
         ("h1 slots=4\nh2 boards=1", "f:2: 'boards=1' is not slots=N.*; the line is in Open MPI's format"),
-        ("h1 slots=2\nana@h2 port=2222", "f:2: port=2222 is of Open MPI's format .* 'Host h2' into ~/.ssh/config"),
+        ("h1 slots=2\nana@h2 port=2222", "port=2222 is a setting of Open MPI's format .* 'Host h2' into ~/.ssh/config"),
         ("rank 0=h1 slot=1", "f:1: '0=h1' is not slots=N"),
         (
             "10.0.0.1\n10.0.0.01",
-            "f:2: '10.0.0.01' is not an address, .*: write four numbers",
+            "f:2: '10.0.0.01' looks like an address but is not one: write four numbers",
         ),  # 10.0.0.1 for some programs
-        ("28\n29", "f:1: '28' is not an address, for which programs take it: .* or the host's name"),  # for nid00028
-        ("n1\n0x1c slots=2", "f:2: '0x1c' is not an address"),
-        ("ana@10.0.0.256:2", "f:1: 'ana@10.0.0.256' is not an address"),
-        ("h1\n[group]\nh2", r"f:2: hosts '\[group\]': '\[group\]' is neither a name nor a range"),
+        ("28\n29", "f:1: '28' looks like an address but is not one: .* or the host's name"),  # for nid00028
+        ("n1\n0x1c slots=2", "f:2: '0x1c' looks like an address but is not one"),
+        ("ana@10.0.0.256:2", "f:1: 'ana@10.0.0.256' looks like an address"),
+        ("h1\n[group]\nh2", r"f:2: hosts '\[group\]' contain '\[group\]', which is neither a name nor a range"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, message: str) -> None:
@@ -197,7 +197,7 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_a_hostfile_in_another_encoding_is_refused_with_what_to_do(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes("n1\nn\u00e9\n".encode(encoding))
-    with pytest.raises(InputError, match=r"hosts is not UTF-8: .*: save it as UTF-8 text: one host"):
+    with pytest.raises(InputError, match=r"hosts is not UTF-8 .*: save it as UTF-8 text, one host"):
         read_hostfile(tmp_path / "hosts")
 
 
@@ -211,14 +211,14 @@ def test_a_short_name_that_no_address_tells_apart_is_its_longer_one(tmp_path: Pa
 
 def test_utf_16_without_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes("n1\nn2\n".encode("utf-16-le"))  # it is UTF-8, too, with null characters
-    with pytest.raises(InputError, match="hosts contains null characters, as UTF-16 does: save it as UTF-8"):
+    with pytest.raises(InputError, match=r"hosts contains null characters, .* save it as UTF-8"):
         read_hostfile(tmp_path / "hosts")
 
 
 def test_addresses_of_ipv6_are_written_as_their_launcher_reads_them() -> None:
     hosts = (Host(name="[fe80::1]", slots=2), Host(name="ana@[fe80::2]", slots=2))
     assert format_hosts(hosts, "openmpi") == "fe80::1 slots=2\nana@fe80::2 slots=2\n"
-    with pytest.raises(InputError, match="take no IPv6 addresses: give its name"):
+    with pytest.raises(InputError, match="do not take in lists: give its name"):
         format_hosts(hosts, "hydra")
 
 

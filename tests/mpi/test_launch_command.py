@@ -86,7 +86,7 @@ def test_shared_cores_are_bound_by_the_ranks_themselves() -> None:
     assert {"--ntasks-per-node=5", "--cpus-per-task=1", "--overcommit", "--cpu-bind=none"} <= {*argv}
     assert "--exclusive" not in argv
     for name in ("intelmpi", "openmpi", "mpich", "srun"):
-        with pytest.raises(InputError, match="gives each rank cores of its own"):
+        with pytest.raises(InputError, match="gives each rank separate cores"):
             launch_command(job(2, groups=groups, binder="launcher"), newest_version(name), ("CMD",), Path())
 
 
@@ -102,7 +102,7 @@ def test_each_host_group_has_its_own_slots_and_plan(tmp_path: Path) -> None:
     assert plan_from_dict(plan_of_host(data, "n1")).workers[1] == groups[0].plan.workers[1]
     with pytest.raises(InputError, match="host x is not in the plan"):
         plan_of_host(data, "x")
-    with pytest.raises(InputError, match="need --bind self"):
+    with pytest.raises(InputError, match="use --bind self"):
         launch_command(job(2, groups=groups, binder="launcher"), newest_version("mpich"), ("CMD",), Path())
     for name in ("srun", "torchrun"):
         with pytest.raises(InputError, match=f"{name} starts the same number of ranks on every host"):

@@ -197,7 +197,7 @@ def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkey
         poll_until(monitor, monitor.failed, 0.4)
         assert monitor.failed() == []
         poll_until(monitor, monitor.failed)
-        expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks ran on; rank 1 on h1 was ended"
+        expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks kept running; rank 1 on h1 was"
         assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
         connections[0].send(Signaled(number=15))
         poll_until(monitor, lambda: not monitor.failed())

@@ -127,6 +127,6 @@ def test_a_host_is_in_a_list_once_however_it_is_written() -> None:
         ("n1.a,ana@n1.a.", "n1.a and ana@n1.a."),
         ("n[1,01],N01", "n01 and N01"),
     ):
-        with pytest.raises(InputError, match=f"the list contains {same}, the same host"):
+        with pytest.raises(InputError, match=f"contain {same}, the same host"):
             expand(text)
     assert expand("[fe80::1]:4,[fe80::2]:4,n[1-2]-ib") == ("[fe80::1]:4", "[fe80::2]:4", "n1-ib", "n2-ib")

@@ -32,7 +32,7 @@ def test_a_stream_that_nobody_reads_holds_no_rank_up(monkeypatch: pytest.MonkeyP
                 rank.write(f"{number:>{ranks.CHUNK_BYTES - 1}}\n".encode())
         relay.finish(0.1)
         seen = [b""]
-        while b"were left out: see run/logs" not in b"".join(seen[-2:]):
+        while b"because nobody read them: see run/logs" not in b"".join(seen[-2:]):
             seen.append(os.read(shown, 1 << 20))
         relay.finish(10)
     os.close(shown)
@@ -138,5 +138,5 @@ def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
     terminal = io.StringIO()
     stream = Stream(label="[1] ", terminal=terminal, log=Full(), live=False)
     stream.feed(b"one\ntwo\n")
-    message = "cputrain: logs/rank-1.log: No space left on device: the job goes on without this log\n"
+    message = "cputrain: logs/rank-1.log: No space left on device; the job continues without this log\n"
     assert terminal.getvalue() == f"{message}[1] one\n[1] two\n"

@@ -79,7 +79,7 @@ def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path) -> None:
     result = launch("intelmpi", "--", sys.executable, "-c", code, cwd=tmp_path)
     assert result.returncode == 1
     place = f"rank {WORKERS - 1} on {socket.gethostname()}"
-    assert f"the agent of {place} was stopped by SIGTERM, while other ranks ran on; {place} " in result.stderr
+    assert f"the agent of {place} was stopped by SIGTERM, while other ranks kept running; {place} " in result.stderr
     assert "was ended by SIGTERM" in result.stderr
 
 
@@ -97,7 +97,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
     installed = replace(find_launcher("mpich", env), program=str(mpirun))
     monkeypatch.setattr("cputrain.mpi.supervise.run.LAUNCHER_END_S", 2.0)
     assert run_remote(job_of(tmp_path, ("true",), plan_here(1)), installed, tmp_path, env) == 0
-    assert "has not ended 2 s after all ranks, and is stopped" in caplog.text
+    assert "was stopped, as it had not exited 2 s after all ranks" in caplog.text
     assert subprocess.run(["pgrep", "-f", f"sleep {OWN}"], capture_output=True).returncode == 1
 
 

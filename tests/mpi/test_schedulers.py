@@ -41,11 +41,11 @@ def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        ("n[1-", r"'\[1-' is neither a name nor a range"),
-        ("n[3-1]", "'3-1' is not a range of numbers"),
-        ("n[1-2],n2", "the list contains n2 twice"),
+        ("n[1-", r"'\[1-', which is neither a name nor a range"),
+        ("n[3-1]", "'3-1', which is not a range"),
+        ("n[1-2],n2", "contain n2 twice"),
         ("n1,n1;reboot", "'n1;reboot' is not a host name"),
-        (",", "the list is empty"),
+        (",", "are an empty list"),
     ],
 )
 @pytest.mark.parametrize("variable", ["SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST_HET_GROUP_1"])
@@ -105,9 +105,9 @@ def test_srun_gets_a_part_for_each_component(tmp_path: Path) -> None:
     shown = here("plan", "--ppn", "1", "--format", "command", cwd=tmp_path, **env)
     assert shown.returncode == 0 and "--het-group=1 --nodes=2" in shown.stdout
     refused = here("plan", "--ppn", "1", "--write", "out", cwd=tmp_path, **env)
-    assert refused.returncode == 2 and "heterogeneous job: name a RECIPE" in refused.stderr
+    assert refused.returncode == 2 and "heterogeneous job: give a RECIPE" in refused.stderr
     colon = here("launch", "--ppn", "1", "--dry-run", "--", "true", ":", cwd=tmp_path, **env)
-    assert colon.returncode == 2 and "takes the command's word ':' for its own" in colon.stderr
+    assert colon.returncode == 2 and "separates a heterogeneous job's commands with ':'" in colon.stderr
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_one_host_of_lsf_with_other_lists_is_not_used_in_silence(tmp_path: Path)
         ran = here(*command, cwd=tmp_path, **env)
         assert ran.returncode == 0 and ran.stderr.startswith(f"note: {said}"), ran.stderr
     ran = here("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
-    assert f"LSF job 5, 1 host: only this host is used; for cputrain launch, {said}" in ran.stderr
+    assert f"LSF job 5, 1 host; only this host is used; for cputrain launch, {said}" in ran.stderr
 
 
 @pytest.mark.parametrize("env", [{MCPU: "c1 0"}, {MCPU: "c1 0 c2 0"}])
@@ -249,7 +249,7 @@ def test_a_scheduler_s_file_may_have_a_byte_order_mark_and_two_spellings(variabl
     ("env", "said"),
     [
         ({"LSB_MCPU_HOSTS": "n1 1 n1.invalid 1"}, "n1 and n1.invalid are one host"),
-        ({"LSB_MCPU_HOSTS": "localhost 1 b 1"}, "localhost is each host itself, on b too"),
+        ({"LSB_MCPU_HOSTS": "localhost 1 b 1"}, "localhost means a different host on b"),
         (
             {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a1", "SLURM_JOB_NODELIST_HET_GROUP_1": "A1"},
             "a1 and A1 are the same host",
@@ -274,7 +274,7 @@ def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object,
     for variable in variables:
         found = allocation({**two, variable: "77"})
         assert found is not None
-        assert found.uses_one_host == f"{name} job 77: only this host is used: name the job's hosts with {give}"
+        assert found.uses_one_host == f"{name} job 77; only this host is used: name the job's hosts with {give}"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) ->
     assert ran.returncode == 0, ran.stderr
     assert "-np 2" in ran.stdout and "MASTER_ADDR=c101" in ran.stdout
     batch, slots = ran.stderr.splitlines()
-    assert "batch02, has 1 slot" in batch and "no workers" in batch
+    assert "batch02, has 1 slot" in batch and "without workers" in batch
     assert slots.startswith("note: LSF gives 42 slots on c[101-102], the plan has 1 worker on ")
 
 
@@ -366,7 +366,7 @@ def test_a_job_of_one_s_own_hosts_or_workers_alike_says_nothing(command: str, tm
 def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:
     env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "c101 42 c102 42"}
     ran = here("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
-    assert "note: LSF job 118210, 2 hosts: only this host is used: cputrain launch uses all of them" in ran.stderr
+    assert "note: LSF job 118210, 2 hosts; only this host is used: cputrain launch uses all of them" in ran.stderr
     shown = json.loads(here("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
     (job,) = [check for check in shown if check["name"] == "job"]
     assert (job["status"], job["found"]) == ("ok", "LSF job 118210, 2 hosts: c[101-102]")

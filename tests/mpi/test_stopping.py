@@ -206,7 +206,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
             err = job.stderr.read()
             assert job.wait(60) == 0, err
             why = {"full": "No space left on device", "head": "Broken pipe"}[how]
-            assert f"cputrain: stdout: {why}: the job goes on, and its output is in " in err
+            assert f"cputrain: stdout: {why}; the job continues, and its output is in " in err
             logs = tmp_path / name / ("head" if how == "head" else "") / name / "logs"
             assert all((logs / f"rank-{rank}.log").read_text().startswith("one\ntwo\nxxx") for rank in range(WORKERS))
     (tmp_path / "closed").mkdir()

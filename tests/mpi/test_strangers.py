@@ -364,7 +364,7 @@ def test_an_agent_without_the_token_says_so(tmp_path: Path) -> None:
     report = ("--report-to", "127.0.0.1:9", "--into", str(tmp_path))
     command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report)
     result = subprocess.run((*command, "--", "true"), env=world, capture_output=True, text=True)
-    assert result.returncode == 2 and "CPUTRAIN_JOB_TOKEN has not reached" in result.stderr
+    assert result.returncode == 2 and "CPUTRAIN_JOB_TOKEN is not set on" in result.stderr
 
 
 def test_signatures_are_those_of_hmac_sha256() -> None:

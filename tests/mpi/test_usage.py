@@ -209,7 +209,7 @@ def test_a_command_of_a_moment_has_a_record_too(tmp_path: Path) -> None:
 def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "usage").write_text("a file")
     assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), os.environ, io.StringIO(), io.StringIO()) == 0
-    assert "the run goes on, its resource use unknown" in caplog.text
+    assert "the run continues without recording resource use" in caplog.text
 
 
 def recorded(run: Path, ranks: int, times: list[float]) -> None:
@@ -265,5 +265,5 @@ def test_a_counter_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> N
     """Users see one line on stderr."""
     argv = [sys.executable, "-c", UNREADABLE, str(tmp_path)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
-    line = "cputrain: /proc/stat: Permission denied: the run goes on, its resource use unknown\n"
+    line = "cputrain: /proc/stat: Permission denied; the run continues without recording resource use\n"
     assert result.stderr == line

@@ -10,7 +10,7 @@
 #SBATCH --output=resnet50-%j.out
 set -euo pipefail
 
-# Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
+# Starts cputrain's modules without importing others from this directory or from PYTHONPATH.
 start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/affinity/start.py"
 output=runs/resnet50
 settings=()
@@ -22,8 +22,8 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# Continue the run of an earlier job: one that failed before its first step starts anew, of a finished one --resume only
-# prints the result.
+# Resume the run of an earlier job. A run that failed before its first step starts over; for a finished run, --resume
+# only prints the result.
 resume=()
 if [ -e "$output/.cputrain-run" ] && [ -e "$output/recipe.yaml" ]; then
     resume=(--resume)
@@ -33,7 +33,7 @@ export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's out
 unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the variables set here to the ranks
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
-# Every rank checks that its host's kernel gave it what is planned.
+# Every rank checks that the kernel bound it as planned.
 python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
@@ -43,9 +43,9 @@ python -I "$start" cputrain.mpi.first_host "$files" --launcher srun --fabric aut
 # shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
+# Near the time limit the ranks save their state and exit; this job is requeued and resumes from there.
 requeue() {
-    echo "time limit reached: requeued, to continue from the last checkpoint"
+    echo "time limit reached: requeued to resume from the last checkpoint"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break

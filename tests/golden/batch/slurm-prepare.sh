@@ -70,7 +70,7 @@ while IFS= read -r name; do
             HOME | USER | LOGNAME | http_proxy | https_proxy | no_proxy) passed+=(--env "$name") ;;
     esac
 done < <(compgen -e)
-# The process manager's socket (PMI) is not reachable inside: oneCCL connects through the job's store and libfabric.
+# The process manager's socket (PMI) is not reachable inside, so oneCCL connects through the job's store and libfabric.
 export CCL_ATL_TRANSPORT="${CCL_ATL_TRANSPORT:-ofi}"
 passed+=(--env CCL_ATL_TRANSPORT)
 
@@ -83,7 +83,7 @@ case "${runtime##*/}" in
         if [ "$(id -u)" != 0 ]; then options+=(--userns=keep-id); fi
         ;;
     *)
-        # docker's daemon starts the container outside the job: pass the rank's CPUs and groups explicitly.
+        # docker's daemon starts the container outside the job, so pass the rank's CPUs and groups explicitly.
         options+=(--ulimit=memlock=-1:-1)
         options+=(--cpuset-cpus "$(awk '$1 == "Cpus_allowed_list:" { print $2 }' /proc/self/status)")
         for group in $(id -G); do options+=(--group-add "$group"); done
@@ -102,9 +102,9 @@ end_of_job() {
 }
 trap end_of_job EXIT
 
-# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
+# Near the time limit the ranks save their state and exit; this job is requeued and resumes from there.
 requeue() {
-    echo "time limit reached: requeued, to continue where it stopped"
+    echo "time limit reached: requeued to resume where it stopped"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break
