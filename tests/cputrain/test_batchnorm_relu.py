@@ -4,7 +4,6 @@ import copy
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from cputrain.models import (
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
+from tests.support.ccl_jobs import ran
 
 pytestmark = pytest.mark.slow
 
@@ -362,8 +362,8 @@ check(run())
 
 
 def test_other_threads_other_teams_and_forked_children_neither_hang_nor_differ() -> None:
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = ran(ELSEWHERE, limit_s=120)
+    assert done.status == 0, done.err
 
 
 def test_auto_falls_back_to_torch_with_the_reason(tmp_path) -> None:

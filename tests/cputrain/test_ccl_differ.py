@@ -1,7 +1,6 @@
 """Ranks that are in different collectives over oneCCL, and ranks that are lost while rank 0 cannot judge."""
 
 import random
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, ended, lines_of, started
+from tests.support.ccl_jobs import Process, command, ended, lines_of, started
 from tests.support.commands import mpi_path
 
 pytestmark = pytest.mark.slow
@@ -55,7 +54,7 @@ class Said:
 Found = dict[str, dict[int, Said]]
 
 
-def said_by(*processes: subprocess.Popen[bytes]) -> Found:
+def said_by(*processes: Process) -> Found:
     """What the ranks say, by case and rank."""
     found: Found = {}
     for process in processes:

@@ -40,7 +40,7 @@ from cputrain.comm.ccl.environment import (
 )
 from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
-from tests.support.ccl_jobs import ROOT
+from tests.support.ccl_jobs import ran
 from tests.support.commands import cputrain
 from tests.support.trainings import LENET
 
@@ -67,9 +67,9 @@ for _ in range(2):
 
 def test_a_later_world_of_a_process_has_the_same_variables() -> None:
     """Without its interface, libfabric would take any, such as a container's that is about to go."""
-    done = subprocess.run([sys.executable, "-c", TWO_WORLDS], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["lo error", "lo error"]
+    done = ran(TWO_WORLDS, limit_s=120)
+    assert done.status == 0, done.err
+    assert done.out.splitlines() == ["lo error", "lo error"]
 
 
 def test_the_libraries_of_this_environment_are_found() -> None:
@@ -280,10 +280,8 @@ def test_what_takes_long_is_told_by_one_rank_of_a_host(tmp_path: Path) -> None:
         "from cputrain.comm.ccl.environment import ensure_built; ensure_built(LIBRARIES, os.environ)"
     )
     for rank, lines in (("0", ("compiling the oneCCL backend", "has been compiling for", "compiled in")), ("1", ())):
-        env = {**os.environ, "CPUTRAIN_CACHE": str(tmp_path / rank), "CXX": cxx, "LOCAL_RANK": rank}
-        ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT)
-        assert ran.returncode == 0, ran.stderr
-        assert all(line in ran.stderr for line in lines) and bool(ran.stderr) == bool(lines), ran.stderr
+        done = ran(code, CPUTRAIN_CACHE=str(tmp_path / rank), CXX=cxx, LOCAL_RANK=rank)
+        assert done.status == 0 and all(line in done.err for line in lines) and bool(done.err) == bool(lines), done.err
 
 
 def fake_compiler(folder: Path, seconds: float) -> Path:

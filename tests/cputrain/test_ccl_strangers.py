@@ -5,7 +5,6 @@ Each test runs its jobs side by side, as most of them wait.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from benchmarks.comm_soak import commands
 from cputrain.comm.ccl.environment import SHM, sweep_segments
 from cputrain.mpi.supervise import free_port
 from tests.support import ccl_callbacks
-from tests.support.ccl_jobs import command, ended, lines_of, printed, started
+from tests.support.ccl_jobs import Process, command, ended, lines_of, printed, started
 from tests.support.commands import mpi_path
 
 STRANGER = "tests.support.ccl_stranger"
@@ -40,7 +39,7 @@ GOOD = [
 ]
 
 
-def passed(process: subprocess.Popen[bytes]) -> list[str]:
+def passed(process: Process) -> list[str]:
     """What the tasks of a rank, or of all ranks of a launcher, have passed; they must end well."""
     end = ended(process, LIMIT_S)
     assert end.status == 0, end.out + end.err

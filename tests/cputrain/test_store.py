@@ -1,9 +1,9 @@
 """The store of a job's ranks: on one address only, and its control keys signed."""
 
-import os
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -17,10 +17,12 @@ from cputrain.comm import SignedKeys, connect_store
 from cputrain.mpi.supervise import TOKEN_VARIABLE, free_port
 from cputrain.runs import read_events
 from cputrain.training import KEY
+from tests.support.ccl_jobs import ended, forked, printed
+from tests.support.forked import Forked
 from tests.support.images import write_images
 
 JOIN = """
-import os, sys
+import os, signal, sys
 from datetime import timedelta
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.ranks.rank import Rank
@@ -32,7 +34,7 @@ try:
 except RunError as error:
     print(error, flush=True)
 else:
-    sys.stdin.read()
+    signal.pause()
 """
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 WORKERS = min(2, len(this_machine().allowed_cores))
@@ -61,10 +63,17 @@ def test_a_taken_port_is_named() -> None:
     del first
 
 
-def start_rank(rank: int, token: str, port: int, seconds: float) -> "subprocess.Popen[str]":
-    env = {**os.environ, TOKEN_VARIABLE: token, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    argv = (sys.executable, "-c", JOIN, str(rank), str(seconds))
-    return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def rank_at(port: int, rank: int, token: str, seconds: float) -> AbstractContextManager[Forked]:
+    """A rank of the job of that token, which waits so long for it."""
+    place = {TOKEN_VARIABLE: token, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return forked("-c", JOIN, str(rank), str(seconds), **place)
+
+
+def until_joined(process: Forked) -> None:
+    deadline = time.monotonic() + 240
+    while printed(process)[0] != "joined\n":
+        assert process.poll() is None and time.monotonic() < deadline, printed(process)
+        time.sleep(0.05)
 
 
 def test_a_rank_at_another_job_s_port_waits_for_its_own_job_and_names_the_port_in_the_end() -> None:
@@ -76,12 +85,10 @@ def test_a_rank_at_another_job_s_port_waits_for_its_own_job_and_names_the_port_i
             assert hasty.communicate(timeout=240)[0] == line
         with start_rank(1, "b", port, 240) as patient:
             time.sleep(4)
-            other.communicate("", timeout=240)  # it ends
-            with start_rank(0, "b", port, 240) as own:
-                assert own.stdout is not None and own.stdout.readline() == "joined\n"
-                assert patient.stdout is not None and patient.stdout.readline() == "joined\n"
-                patient.communicate("", timeout=240)
-                own.communicate("", timeout=240)
+            other.kill()
+            with rank_at(port, 0, "b", 240) as own:
+                until_joined(own)
+                until_joined(patient)
 
 
 def test_a_value_that_another_job_has_set_is_an_error_where_it_is_awaited() -> None:
@@ -159,11 +166,10 @@ connect_store(rank, {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]})
 def test_a_name_whose_address_others_may_not_reach_is_served_on_all(address: str, expected: set[str]) -> None:
     """Debian's 127.0.1.1 for the own name, and an address that is a proxy's: the other hosts come by another one."""
     port = free_port()
-    with subprocess.Popen([sys.executable, "-c", SERVE, address, str(port)]) as process:
+    with forked("-c", SERVE, address, str(port)) as process:
         deadline = time.monotonic() + 60
         found: set[str] = set()
         while not found and time.monotonic() < deadline:
             found = {ip for ip, number in listening(psutil.Process(process.pid)) if number == port}
             time.sleep(0.05)
-        process.kill()
     assert found and found <= expected

@@ -16,6 +16,7 @@ from cputrain.affinity.topology import this_machine
 from cputrain.affinity.wording import counted
 from cputrain.report import read_usage
 from cputrain.runs import read_events
+from tests.support.ccl_jobs import ran
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import cputrain
 from tests.support.trainings import PPN, SMALL, until_logged
@@ -131,8 +132,8 @@ while left() and time.monotonic() < given_s:
     time.sleep(0.05)
 print(left())
 """
-    result = subprocess.run([sys.executable, "-c", code, "gloo"], capture_output=True, text=True)
-    assert result.stdout.strip() == "[]", result.stderr
+    done = ran(code, "gloo")
+    assert done.out.strip() == "[]", done.err
 
 
 LOADERS = """

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from cputrain.affinity.ranks import Rank, rendezvous
 from cputrain.comm import (
     HeartbeatThread,
     LastHeartbeat,
@@ -34,7 +32,7 @@ from cputrain.comm import (
     silent_rank,
     watched_ranks,
 )
-from cputrain.mpi.supervise import free_port
+from tests.support.ccl_jobs import Ended, ended, forked, ran, started
 
 OTHER_VERSION = """
 import json, logging, time
@@ -281,20 +279,18 @@ def test_a_heartbeat_of_another_version_ends_no_rank_and_is_said_once() -> None:
 
 def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_that_waits_for_a_collective() -> None:
     names = ("ALLREDUCE #3", "the destruction of group 0")
-    argv = [sys.executable, "-c", GONE]
-    processes = [
-        subprocess.Popen([*argv, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name in names
-    ]
-    (waited, said), (left, _) = (process.communicate(timeout=60) for process in processes)
-    assert [process.returncode for process in processes] == [1, 1]
-    assert float(left) > max(12.0, float(waited) + 5.0)
-    assert "rank 1 waits in ALLREDUCE #3: the job's store is gone" in said
+    with ExitStack() as stack:
+        processes = [stack.enter_context(forked("-c", GONE, name)) for name in names]
+        waits, leaves = (ended(process, 60) for process in processes)
+    assert (waits.status, leaves.status) == (1, 1)
+    assert float(leaves.out) > max(12.0, float(waits.out) + 5.0)
+    assert "rank 1 waits in ALLREDUCE #3: the job's store is gone" in waits.err
 
 
 def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
-    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    done = ran(KEPT)
+    assert done.status == 0, done.err
+    said = json.loads(done.out)
     assert said.pop("counted") > 5
     assert said == {"guessed": None, "forged": None}  # as store.py signs and reads
 
@@ -306,19 +302,8 @@ def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:
         (1, "SIGSTOP"): ("cputrain: rank 0 waits in gloo's collective", "rank 1 on"),
         (1, "SIGKILL"): ("rank 0 lost a peer", "see the rank that ended first"),
     }
-    waits = []
     with ExitStack() as stack:
-        for lost, by in cases:
-            port = free_port()
-            for number in range(2):
-                rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2, convention="env")
-                env = {**os.environ, **rendezvous(rank, "127.0.0.1", port), "LOST": str(lost), "BY": by}
-                argv = [sys.executable, "-c", AT_THE_END]
-                process = stack.enter_context(subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True))
-                stack.callback(process.kill)
-                if number != lost:
-                    waits.append(process)
-        errors = [process.communicate(timeout=90)[1] for process in waits]
-    for expected, process, text in zip(cases.values(), waits, errors, strict=True):
-        assert process.returncode == 1, text
-        assert all(part in text for part in expected), text
+        jobs = [stack.enter_context(started("-c", AT_THE_END, LOST=str(lost), BY=by)) for lost, by in cases]
+        ends = [ended(job[1 - lost], 90) for job, (lost, _) in zip(jobs, cases, strict=True)]
+    for expected, end in zip(cases.values(), ends, strict=True):
+        assert end.status == 1 and all(part in end.err for part in expected), end

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.mpi.supervise import free_port
+from tests.support.ccl_jobs import ended, started
 from tests.support.commands import here
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -3,20 +3,22 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TypeVar
 
 import pytest
 
 from cputrain.comm.ccl.environment import ensure_built, find_libraries
 from cputrain.mpi.supervise import free_port
+from tests.support.forked import ROOT, Forked
 from tests.support.hangs import stacks_of
 
-ROOT = Path(__file__).parents[2]
+Process = subprocess.Popen[bytes] | Forked
+Kind = TypeVar("Kind", subprocess.Popen[bytes], Forked)
 
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
@@ -42,7 +44,7 @@ def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     with ExitStack() as stack:
         # Files instead of pipes: a rank must not wait for its reader while another rank waits for it.
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=err)
+        process = start(out, err)
         stack.callback(process.wait)
         stack.callback(process.kill)
         process.stdout, process.stderr = out, err
@@ -56,9 +58,7 @@ def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.
     common["MASTER_PORT"] = str(free_port())
     with ExitStack() as stack:
         yield [
-            stack.enter_context(
-                command(sys.executable, "-m", *argv, **{**common, "RANK": str(i), "LOCAL_RANK": str(i), **env})
-            )
+            stack.enter_context(forked(*words, **{**common, "RANK": str(i), "LOCAL_RANK": str(i), **env}))
             for i in range(ranks)
         ]
 

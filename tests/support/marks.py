@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-STARTERS = (subprocess, multiprocessing)
+from tests.support.forked import Forked
+
+STARTERS = (subprocess, multiprocessing, Forked)
 
 
 def starts_processes(test: pytest.Function) -> bool:
