@@ -15,7 +15,7 @@ from cputrain.affinity.kernel import check_layout, layout_difference
 from cputrain.affinity.planner import Plan, Request, Runtime, plan_from_dict, plan_machine, plan_to_dict
 from cputrain.affinity.topology import Machine, find_machine, narrowed, this_machine
 from tests.affinity.test_plan import machines_and_requests
-from tests.support.commands import cputrain
+from tests.support.commands import here
 from tests.support.machines import build_machine
 
 HOST = build_machine(2, 2, 6, 2)
@@ -196,5 +196,5 @@ def test_bind_takes_a_plan_of_another_machine_where_that_is_allowed(tmp_path: Pa
 
 def test_launch_hands_the_permission_to_its_ranks(tmp_path: Path) -> None:
     launch = ("launch", "--dry-run", "--output", "out", "--ppn", "1", "--allow-other-layout", "--", "true")
-    shown = cputrain(*launch, cwd=tmp_path)
+    shown = here(*launch, cwd=tmp_path)
     assert "--allow-other-layout" in shown.stdout, shown.stderr

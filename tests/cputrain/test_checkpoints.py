@@ -46,7 +46,6 @@ from tests.support.checkpoint_files import group_of_one, network, saved_once, st
 from tests.support.checkpoints import content
 
 pytestmark = pytest.mark.slow
-HAS_BETAS = ("adam", "adamw", "lamb")
 
 
 @pytest.fixture(autouse=True)

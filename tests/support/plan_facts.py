@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, Reason, WorkerPlan, footprint, plan_machine
+from cputrain.affinity.planner import USUAL_BATCH, Plan, Reason, WorkerPlan, plan_machine
 from cputrain.affinity.topology import Core, NumaNode
 
 GIB = 1 << 30
@@ -53,11 +53,6 @@ class Facts:
     @property
     def loader_cores(self) -> int:
         return self.cores_of(self.worker.loader_pus)
-
-    @property
-    def unused_hbm(self) -> list[int]:
-        used = {node for worker in self.plan.workers for node in worker.memory_nodes}
-        return [node.id for node in self.plan.machine.numa_nodes if node.kind == "hbm" and node.id not in used]
 
     def cores_of(self, pus: tuple[int, ...]) -> int:
         return sum(not {*core.pus}.isdisjoint(pus) for core in self.usable)
