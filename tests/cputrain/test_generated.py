@@ -18,7 +18,7 @@ PPN = min(2, len(this_machine().allowed_cores))
 SYNTHETIC = (
     "imagefolder",
     "data.path=synthetic",
-    "data.train_images=40",
+    "data.train_images=8",
     "model.name=resnet18",
     "model.classes=7",
     "data.crop=32",
@@ -52,13 +52,13 @@ def test_points_lie_about_their_line() -> None:
 def test_a_training_on_synthetic_images_says_so_everywhere(tmp_path: Path) -> None:
     made = cputrain("train", *SYNTHETIC, "output=run", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    assert "resnet18, synthetic data: 40 images of random pixels, 7 classes, no evaluation" in made.stdout
+    assert "resnet18, synthetic data: 8 images of random pixels, 7 classes, no evaluation" in made.stdout
     assert "img/s, synthetic data)" in made.stdout and "val " not in made.stdout
     assert "data                 synthetic data: nothing to evaluate" in made.stdout and "top-" not in made.stdout
     events = read_events(tmp_path / "run")
     start, end = events[0], events[-1]
     assert start["data"] == end["data"] == "synthetic data"
-    assert (end["status"], end["top1"], end["val_loss"], end["images"]) == ("done", None, None, 80)
+    assert (end["status"], end["top1"], end["val_loss"], end["images"]) == ("done", None, None, 16)
     report = (tmp_path / "run/report.html").read_text()
     assert "of 7 classes (synthetic data)" in report
 
