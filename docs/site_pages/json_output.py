@@ -9,8 +9,8 @@ is that of the text ([exit status](exit-status.md)). A field may be added in a l
 without a line in the [changelog](../changelog.md).
 
 `cputrain plan --format json` is described in [plan.json](plan-json.md), a run's log in [events](events.md), the JSON of
-[simulate](../design/prediction.md#json) and [predict](../guides/trained-networks.md) on their pages. bench, tune, find-lr and
-`cputrain reproduce tables` also take `--format json`; the last prints a list.
+[simulate](../design/prediction.md#json) and [predict](../guides/trained-networks.md) on their pages. bench, tune,
+find-lr and `cputrain reproduce tables` also take `--format json`; the last prints a list.
 """
 Shape = list[tuple[str, str]]
 CATALOG_RECIPE: Shape = [
