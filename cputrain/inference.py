@@ -282,7 +282,7 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """Result of an export: number of parameters and buffers, of images compared, and the largest difference of a logit,
     relative to the largest logit."""
 
@@ -302,7 +302,7 @@ def choose_format(file: Path, name: str | None) -> str:
 
 def export(
     checkpoint: Path, file: Path, format_name: str, env: Mapping[str, str], images: Sequence[str] = ()
-) -> Exported:
+) -> ExportResult:
     """Export the weights that an evaluation of the checkpoint uses: the moving average if it has one.
 
     The file's logits for COMPARED images, from `images` or the checkpoint's validation images, are compared with an

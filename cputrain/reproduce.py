@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-HOLDS, LOSES = (
+LARS_MAX_LOSS, MOMENTUM_MIN_LOSS = (
     1.0,
     3.0,
 )  # points of top-1 below the baseline: LARS loses at most the first, momentum more than the second
@@ -130,7 +130,7 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
                 f"momentum at its best rate {momentum:.2f} below"
             )
     figures = "; ".join(f"{b:,}: LARS {-below[b, 'lars']:+.2f}, momentum {-below[b, 'momentum']:+.2f}" for b in batches)
-    claim = f"LARS within {HOLDS:g} point at a batch at which momentum loses more than {LOSES:g}"
+    claim = f"LARS within {LARS_MAX_LOSS:g} point at a batch at which momentum loses more than {MOMENTUM_MIN_LOSS:g}"
     return f"does not hold here ({claim}): {figures}"
 
 

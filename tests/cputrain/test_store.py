@@ -78,12 +78,12 @@ def until_joined(process: Forked) -> None:
 
 def test_a_rank_at_another_job_s_port_waits_for_its_own_job_and_names_the_port_in_the_end() -> None:
     port = free_port()
-    with start_rank(0, "a", port, 240) as other:
-        assert other.stdout is not None and other.stdout.readline() == "joined\n"
-        with start_rank(1, "b", port, 5) as hasty:
+    with rank_at(port, 0, "a", 240) as other:
+        until_joined(other)
+        with rank_at(port, 1, "b", 5) as hasty:
             line = f"127.0.0.1:{port} serves another job's store: set MASTER_PORT to a free port\n"
-            assert hasty.communicate(timeout=240)[0] == line
-        with start_rank(1, "b", port, 240) as patient:
+            assert ended(hasty, 240).out == line
+        with rank_at(port, 1, "b", 240) as patient:
             time.sleep(4)
             other.kill()
             with rank_at(port, 0, "b", 240) as own:

@@ -260,18 +260,16 @@ def test_who_is_absent_is_said_of_groups_all_of_whose_ranks_are_watched() -> Non
 
 def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
     """Neither from a collective that is overdue nor from failing it."""
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert (
-        done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
-        "it timed out 12 s ago, and the backend does not return\n"
+    assert ran(STUCK, limit_s=60) == Ended(
+        status=1,
+        out="",
+        err="cputrain: rank 0 waits in ALLREDUCE #3: it timed out 12 s ago, and the backend does not return\n",
     )
 
 
 def test_a_heartbeat_of_another_version_ends_no_rank_and_is_said_once() -> None:
-    done = subprocess.run([sys.executable, "-c", OTHER_VERSION], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == (
+    done = ran(OTHER_VERSION)
+    assert done.status == 0 and done.err == (
         "cputrain: cannot parse the heartbeats of rank 1, rank 2, so these ranks are not watched: "
         "install the same version of cputrain on all hosts\n"
     )

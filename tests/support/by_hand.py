@@ -38,10 +38,5 @@ def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.C
 
 def ranks_of_code(code: str, count: int = 2) -> list[Any]:
     """Run `count` Python processes as ranks on this host; return the last line of each, parsed as JSON."""
-    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {**os.environ, **world, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], env={**env, "RANK": str(i)}, stdout=subprocess.PIPE, text=True)
-        for i in range(count)
-    ]
-    return [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks]
+    with started("-c", code, ranks=count, GLOO_SOCKET_IFNAME="lo") as ranks:
+        return [json.loads(ended(rank, 200).out.splitlines()[-1]) for rank in ranks]

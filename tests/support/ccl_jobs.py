@@ -39,7 +39,7 @@ class Ended:
 
 
 @contextmanager
-def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def _writing(start: Callable[[IO[bytes], IO[bytes]], Kind]) -> Iterator[Kind]:
     """Start a process that ends with the block; its output goes to files."""
     with ExitStack() as stack:
         # Files instead of pipes: a rank must not wait for its reader while another rank waits for it.
@@ -52,8 +52,24 @@ def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start ranks of a program with torchrun's variables; all of them end with the block."""
+def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that ends with the block; its output goes to files."""
+    whole = {**os.environ, **env}
+    with _writing(lambda out, err: subprocess.Popen(argv, cwd=ROOT, env=whole, stdout=out, stderr=err)) as process:
+        yield process
+
+
+@contextmanager
+def forked(*words: str, **env: str) -> Iterator[Forked]:
+    """`python WORDS` (-m MODULE ... or -c CODE ...) in the same way, without the seconds of an import of torch."""
+    with _writing(lambda out, err: Forked(words, {**os.environ, **env}, out, err)) as process:
+        yield process
+
+
+@contextmanager
+def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[Forked]]:
+    """Start ranks of a module, or of "-c", CODE, with torchrun's variables; all of them end with the block."""
+    words = argv if argv[0] == "-c" else ("-m", *argv)
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
     with ExitStack() as stack:
@@ -63,7 +79,7 @@ def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.
         ]
 
 
-def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
+def ended(process: Process, limit_s: float) -> Ended:
     """Wait for a rank; fail with its stacks if it takes longer."""
     try:
         status = process.wait(limit_s)
@@ -72,7 +88,13 @@ def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
     return Ended(status, *printed(process))
 
 
-def printed(process: subprocess.Popen[bytes]) -> tuple[str, str]:
+def ran(code: str, *words: str, limit_s: float = 240, **env: str) -> Ended:
+    """Run `python -c CODE WORDS` to its end."""
+    with forked("-c", code, *words, **env) as process:
+        return ended(process, limit_s)
+
+
+def printed(process: Process) -> tuple[str, str]:
     """Return a rank's output so far: stdout, stderr."""
     texts = []
     for file in (process.stdout, process.stderr):

@@ -14,7 +14,7 @@ STARTERS = (subprocess, multiprocessing, Forked)
 
 
 def starts_processes(test: pytest.Function) -> bool:
-    """Return whether the test, its fixtures or their helpers (functions under tests/) use subprocess."""
+    """Return whether the test, its fixtures or their helpers (functions under tests/) use one of STARTERS."""
     fixtures = test._fixtureinfo.name2fixturedefs.values()
     found = [test.function, *(definition.func for definitions in fixtures for definition in definitions)]
     seen: set[int] = set()

@@ -58,11 +58,6 @@ class Facts:
         return sum(not {*core.pus}.isdisjoint(pus) for core in self.usable)
 
     @property
-    def need(self) -> str:
-        """GiB of memory for the worker's batch."""
-        return f"{footprint(RESNET50, self.worker.local_batch or 0).total / GIB:.1f}"
-
-    @property
     def own(self) -> list[Core]:
         return self.cores(self.worker)
 
