@@ -1,12 +1,12 @@
-"""Bind the workers of a training to the cores and memory of one host: read the machine, plan it, apply the plan.
+"""Bind a training's workers to the cores and memory of one host: read the machine, plan, apply the plan.
 
     >>> from cputrain.affinity import Request, find_machine, plan_machine
     >>> plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=16))
     >>> [(worker.intra_op, worker.comm_pus, worker.memory_nodes) for worker in plan.workers]
     [(22, (0, 48), (0,)), (22, (24, 72), (1,))]
 
-`Picture(plan)` shows a plan in a notebook; `plan_to_json` and `read_plan` save and load it; `bind_process` applies a
-worker to this process, and `python -m cputrain.affinity.bind` to any command. Never imports torch.
+`Picture(plan)` shows a plan in a notebook; `plan_to_json` and `read_plan` save and load it. `bind_process` binds this
+process as one of the plan's workers, `python -m cputrain.affinity.bind` any command. Never imports torch.
 """
 
 TYPE_CHECKING = False  # typing is not imported before isolate() of start.py
@@ -43,7 +43,7 @@ __all__ = [
     "target_of",
 ]
 
-# Imported at their first use: `import cputrain.affinity` alone loads none of the package's modules.
+# Lazy imports: `import cputrain.affinity` alone loads none of these modules.
 _MODULES = {
     "cputrain.affinity.errors": ("InputError", "RunError"),
     "cputrain.affinity.kernel.binding": ("bind_process",),

@@ -1,4 +1,4 @@
-"""`python -m cputrain.affinity read|plan|bind|show`: the package on its own, for any training and without torch."""
+"""`python -m cputrain.affinity read|plan|bind|show`: planning and binding alone, for any program, without torch."""
 
 from cputrain.affinity.start import isolate
 
@@ -30,7 +30,7 @@ FORMATS = ("text", "json", "svg")
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """Exit status: 0 done; 2 the input is wrong; 1 a running process differs from its plan."""
+    """Run a command and return its exit status: 0 done, 2 wrong input, 1 a running process differs from its plan."""
     if arguments[:1] == ["bind"]:
         return bind.main(arguments[1:], env)
     try:
@@ -38,7 +38,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         status = COMMANDS[options.pop("command")](options, env)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # nobody reads it any more (`| head`)
+    except BrokenPipeError:  # the reader has ended (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status_of_signal(signal.SIGPIPE)
     except Exception as error:  # noqa: BLE001  bugs are raised again
@@ -55,26 +55,34 @@ def _parser() -> argparse.ArgumentParser:
         "show",
         help="show a saved plan, compare two, or compare running processes with their plans",
         description="Show a saved plan, compare two, or compare running processes with their plans. "
-        "Exit status 1 where a process differs from its plan.",
+        "Exit status 1 if a process differs from its plan.",
     )
     for command in (reader, planner):
         command.add_argument(
-            "--machine", default="this", help="this, a name, a folder, a tarball, FILE.xml, 'pack:2 core:24 pu:2'"
+            "--machine",
+            default="this",
+            help="this, a catalog name, a folder, a tarball, FILE.xml, or 'pack:2 core:24 pu:2'",
         )
-    planner.add_argument("--nodes", type=int, default=1, help="hosts of the job")
+    planner.add_argument("--nodes", type=int, default=1, help="number of hosts in the job")
     for option in OPTIONS:
         default = getattr(Request(), option.name, False)
         planner.add_argument(option.flag, default=default, help=option.help, **_kind(option))
-    planner.add_argument("--explain", action="store_true", help="add other numbers of workers, and assumed figures")
+    planner.add_argument(
+        "--explain", action="store_true", help="also show plans with other numbers of workers, and the assumed figures"
+    )
     planner.add_argument("--format", choices=FORMATS, default="text")
-    shower.add_argument("plans", nargs="*", type=Path, metavar="PLAN.json", help="one or two; none: running processes")
-    shower.add_argument("--pid", type=int, action="append", help="a running process; default: all bound by a plan")
+    shower.add_argument(
+        "plans", nargs="*", type=Path, metavar="PLAN.json", help="one to show, two to compare; default: processes"
+    )
+    shower.add_argument(
+        "--pid", type=int, action="append", help="process to compare with its plan; default: all bound by a plan"
+    )
     shower.add_argument("--format", choices=FORMATS, default="text")
     return parser
 
 
 def _kind(option: Option) -> dict[str, Any]:
-    """What argparse reads an option's value by."""
+    """Return the arguments of argparse's `add_argument` for an option's kind."""
     if option.kind in (FLAG, SWITCH):
         return {"action": "store_true"}
     if option.kind == CHOICE:
@@ -88,7 +96,7 @@ def _cpus(text: str) -> tuple[int, ...]:
     try:
         return parse_list(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}: give CPUs as in 0-15,32") from None
+        raise argparse.ArgumentTypeError(f"{error}: write CPUs as in 0-15,32") from None
 
 
 def _read(options: dict[str, Any], _env: Mapping[str, str]) -> int:

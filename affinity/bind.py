@@ -1,6 +1,6 @@
-"""`python -m cputrain.affinity.bind --plan plan.json -- python train.py`: bind this process by a plan, run a command.
+"""`python -m cputrain.affinity.bind --plan plan.json -- python train.py`: bind this process, then exec a command.
 
-It binds, verifies, exports the worker's environment and torch.distributed's env:// variables, and becomes the command.
+Binds, verifies, exports the worker's environment and torch.distributed's env:// variables, and execs the command.
 """
 
 from cputrain.affinity.start import isolate
@@ -27,17 +27,17 @@ from cputrain.affinity.topology.sysfs import this_machine
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are InputErrors of one line: what was given, what is wrong with it, where the help is."""
+    """Argument parser whose errors are one-line InputErrors: the argument, what is wrong with it, how to get help."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error, where argparse would print the usage and exit."""
+        """Raise InputError instead of printing the usage and exiting."""
         given = message.removeprefix("argument ").replace("invalid int value: ", "not a whole number: ")
         given = given.replace("invalid float value: ", "not a number: ")
         raise InputError(f"{given}: see {self.prog} --help")
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """Command line of `python -m cputrain.affinity.bind`; returns only where the command cannot be started."""
+    """Run the command line of `python -m cputrain.affinity.bind`; return only if the command cannot be started."""
     logging.basicConfig(format="affinity: %(message)s")
     try:
         _bind(_parser().parse_args(arguments), env)
@@ -50,16 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cputrain.affinity.bind", description="bind as planned, then run a command")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--plan", type=Path, help="plan.json written by cputrain plan")
-    source.add_argument("--plan-here", metavar="JSON", help="plan this host: the request, ppn included")
-    parser.add_argument("--local-rank", type=int, help="default: from the launcher's environment")
+    source.add_argument("--plan-here", metavar="JSON", help="plan this host by this request, which includes ppn")
+    parser.add_argument("--local-rank", type=int, help="worker of the plan; default: from the launcher's variables")
     parser.add_argument(
         "--bound", action="store_true", help="check that the launcher has bound this process as planned"
     )
-    parser.add_argument("--no-verify", action="store_true", help="continue when the kernel differs from the plan")
+    parser.add_argument("--no-verify", action="store_true", help="continue if the binding differs from the plan")
     parser.add_argument(
         "--allow-other-layout",
         action="store_true",
-        help=f"continue when this host's cores, caches or NUMA nodes are not the plan's; or {OTHER_LAYOUT_VARIABLE}=1",
+        help="continue if this host's cores, caches or NUMA nodes differ from the plan's; same as "
+        f"{OTHER_LAYOUT_VARIABLE}=1",
     )
     parser.add_argument("--keep-env", action="store_true", help="inherited variables take precedence over the plan's")
     parser.add_argument("command", nargs="+", help="-- CMD...")
@@ -72,7 +73,7 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     if local_rank is None:
         local_rank = rank.local_rank if rank else local_rank_of(env)
     if local_rank is None:
-        raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set: give --local-rank")
+        raise InputError(f"no local rank: {', '.join(LOCAL_RANK_VARIABLES)} are all unset; set --local-rank")
     command = tuple(options.command)
     path = options.plan or plan_in_memory(plan_this_machine(request_from_json(options.plan_here), env, command))
     plan = read_host_plan(path)

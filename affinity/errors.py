@@ -1,4 +1,4 @@
-"""Errors that a command reports in one line, by exit status, and how their messages name settings."""
+"""Errors that a command reports in one line, with their exit statuses, and the spelling of settings in messages."""
 
 import re
 from collections.abc import Callable
@@ -9,12 +9,12 @@ LONGEST_MESSAGE = 1500
 
 
 def as_field(name: str, value: str | None) -> str:
-    """A setting by its name in `Request`: ppn, oversubscribe=true."""
+    """Spell a setting by its name in `Request`: ppn, oversubscribe=true."""
     return name if value is None else f"{name}={value}"
 
 
 def as_option(name: str, value: str | None) -> str:
-    """A setting as the command lines spell it: --ppn, --local-batch 8, --oversubscribe, --no-verify."""
+    """Spell a setting as a command-line option: --ppn, --local-batch 8, --oversubscribe, --no-verify."""
     option = name.replace("_", "-")
     if value == "false":
         return f"--no-{option}"
@@ -22,14 +22,14 @@ def as_option(name: str, value: str | None) -> str:
 
 
 def worded(text: str, wording: Wording) -> str:
-    """A text with each setting in braces, `{ppn}` or `{oversubscribe=true}`, as `wording(name, value)` spells it."""
+    """Replace each setting in braces, `{ppn}` or `{oversubscribe=true}`, by `wording(name, value)`."""
     return SETTING.sub(lambda match: wording(match[1], match[2]), text)
 
 
 class InputError(Exception):
-    """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next.
+    """Wrong input (exit status 2): one line with what was requested, what was found and what to do next.
 
-    Lines of a quoted input become one, and the middle of a message that quotes a longer input is cut out.
+    Line breaks in quoted input become spaces, and the middle of an overlong message is cut out.
     """
 
     def __init__(self, message: str) -> None:
@@ -40,17 +40,17 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """A run failed (exit status 1): one line that names rank, host, signal and log where they are known."""
+    """A run failed (exit status 1): one line that names rank, host, signal and log if they are known."""
 
 
 class SettingsError(Exception):
     """An error whose message names settings in braces, `{ppn}` or `{oversubscribe=true}`.
 
-    `str()` writes them as fields of `Request`. A command line or a recipe has other names for them: see `describe`.
+    `str()` spells them as fields of `Request`; command lines and recipes spell them differently: see `describe`.
     """
 
     def worded(self, wording: Wording) -> str:
-        """The message with each setting as `wording(name, value)` spells it."""
+        """Return the message with each setting spelled by `wording(name, value)`."""
         return worded(str(self.args[0]), wording)
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ class SettingsError(Exception):
 
 
 class RequestError(SettingsError, InputError):
-    """A request for a plan is wrong, or does not fit the host."""
+    """A plan request is invalid or does not fit the host."""
 
 
 class PlanOfAnotherMachineError(SettingsError, InputError):
-    """A plan's machine has other cores, caches or NUMA nodes than this host."""
+    """A plan was made for a machine with other cores, caches or NUMA nodes than this host."""
 
 
 class DoesNotFitError(RequestError):
-    """A batch needs more memory than a worker has; `largest` is the largest local batch that fits, 0 if none does."""
+    """A batch needs more memory than a worker has; `largest` is the largest local batch that fits, 0 if none fits."""
 
     def __init__(self, message: str, *, largest: int) -> None:
         super().__init__(message)
@@ -74,9 +74,9 @@ class DoesNotFitError(RequestError):
 
 
 class BindingError(SettingsError, RunError):
-    """The kernel gave a process other CPUs or other memory than planned."""
+    """The kernel gave a process other CPUs or memory than planned."""
 
 
 def describe(error: Exception, wording: Wording) -> str:
-    """An error's message in its reader's words."""
+    """Return an error's message with its settings spelled by `wording`."""
     return error.worded(wording) if isinstance(error, SettingsError) else str(error)

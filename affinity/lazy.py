@@ -1,8 +1,7 @@
-"""The front of a package: its public names, imported at their first use.
+"""Lazy import of a package's public names.
 
-`from cputrain.data import ImageLoader` loads the module that defines it, and importing one module of a package does not
-load the others: the command line starts without torch. A package's names stand in its `__init__.pyi`, which type
-checkers read, too.
+`from cputrain.data import ImageLoader` loads only the module that defines it, so that the command line starts without
+torch. The public names are listed in the package's `__init__.pyi`, which type checkers read, too.
 """
 
 import ast
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def front(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`; `file` is its `__init__.py`. It has `__all__`, too."""
+    """Return `__getattr__` and `__dir__` for a package, whose `__init__.py` is `file`; they provide `__all__`, too."""
     modules: dict[str, str] = {}
 
     def names() -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The start of our own processes: python -I start.py MODULE ARGUMENT..., as `python -m MODULE ARGUMENT...` would.
+"""Run one of our modules isolated from the user's sources: python -I start.py MODULE ARGUMENT...
 
-They import from the standard library and from folders where packages are installed: never from the working folder or a
-folder of sources on PYTHONPATH, whose random.py or mpi/ would come first. The environment stays as it is, so that a
-program that they become or start finds its own modules as under plain Python.
+Our processes import from the standard library and from folders with installed packages only, never from the working
+directory or a source folder on PYTHONPATH, whose random.py or mpi/ would shadow ours. The environment is unchanged, so
+that a program that they exec or start finds its modules as usual.
 """
 
 import os
@@ -14,40 +14,40 @@ INSTALLED = (".dist-info", ".egg-info", ".egg-link")
 
 
 def own_program(module: str) -> tuple[str, ...]:
-    """The command that runs a module of ours under this Python, its output unbuffered; arguments follow.
+    """Return the command that runs one of our modules under this Python, unbuffered; append its arguments.
 
-    Isolated mode is older than -P and PYTHONSAFEPATH, and Python applies it before it imports anything.
+    Isolated mode (-I) exists longer than -P and PYTHONSAFEPATH, and applies before Python imports anything.
     """
     return (sys.executable, "-Iu", os.path.abspath(__file__), module)
 
 
 def isolate() -> None:
-    """Let this process import from the standard library and installed packages only.
+    """Restrict this process's imports to the standard library and installed packages.
 
-    It is called before anything else is imported; os, site and sys have been imported by Python itself.
+    To be called before any other import; os, site and sys are already imported by Python itself.
     """
     env = os.environ
     given = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     library = os.path.dirname(os.__file__)
     named = {path for path in given if not path.startswith(library)}
     if not sys.flags.isolated:
-        first = () if getattr(sys.flags, "safe_path", False) else sys.path[:1]  # the script's, or working, folder
+        first = () if getattr(sys.flags, "safe_path", False) else sys.path[:1]  # the script's or working directory
         sys.path[:] = [path for path in sys.path[len(first) :] if path not in named]
     elif "PYTHONNOUSERSITE" not in env and sys.base_prefix in site.PREFIXES:
         user = site.getusersitepackages()
         if os.path.isdir(user):
             site.addsitedir(user)
-    if HOME not in sys.path:  # before other installations of ours, behind the standard library
+    if HOME not in sys.path:  # before other installations of cputrain, after the standard library
         standard = [i for i, path in enumerate(sys.path) if path in (library, os.path.join(library, "lib-dynload"))]
         sys.path.insert(standard[-1] + 1 if standard else 0, HOME)
     sys.path += [folder for folder in given if folder not in sys.path and _has_packages(folder)]
 
 
 def _has_packages(folder: str) -> bool:
-    """Whether packages have been installed into a folder, as by pip --target, Spack or EasyBuild."""
+    """Whether packages are installed in a folder, as by pip --target, Spack or EasyBuild."""
     try:
         return any(name.endswith(INSTALLED) for name in os.listdir(folder))
-    except OSError:  # Python passes over such a folder, too
+    except OSError:  # Python ignores such a folder, too
         return False
 
 

@@ -1,7 +1,7 @@
-"""What a program prints and how it ends: encodings, control codes, tables, error lines and exit statuses.
+"""Terminal output and exit status: encodings, control codes, tables, error lines.
 
-Text of others on its way to a terminal is made harmless: control characters could retitle the window, write to the
-clipboard, or type an answer.
+Text from outside (file names, ranks' output) is sanitized before it reaches a terminal: control characters could
+retitle the window, write to the clipboard, or type an answer.
 """
 
 import codecs
@@ -22,52 +22,53 @@ from cputrain.affinity.filesystem import refusal
 
 
 def redraws(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether the stream is a terminal that moves its cursor: TERM=dumb (an editor's shell window, a serial console)
-    is none."""
+    """Whether the stream is a terminal with cursor movement, which TERM=dumb (an editor's shell window, a serial
+    console) has not."""
     return stream.isatty() and env.get("TERM") != "dumb"
 
 
 def shows_color(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether to write in color: to such a terminal, unless NO_COLOR is set to anything but nothing (no-color.org)."""
+    """Whether to write in color: only to a terminal with cursor movement, and not if NO_COLOR is set and not empty
+    (no-color.org)."""
     return redraws(stream, env) and not env.get("NO_COLOR")
 
 
-CODES = "cputrain.codes"  # the name of `as_codes`, for what encodes text
-ASCII = "ascii_with_codes"  # an encoding: click writes UTF-8 to streams whose encoding is called ASCII
-# What charts are drawn with, for streams that have no such characters.
-DRAWN = str.maketrans("│└─━·░▒▓█▁▂▃▄▅▆▇", "|+-=.:+##_.-=+*#")
-BRAILLE = range(0x2800, 0x2900)  # a curve's dots
-QUOTED_BYTE = re.compile(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])")  # of a byte that is not UTF-8, by repr()
-JOINERS = "\u200c\u200d"  # of Persian and Indic words and of emoji: formats, but nothing that a terminal obeys
-CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48, 5.4: colors, moves and the like
-# What progress bars and colored logs need: cursor up, down, right, left, to a column; erase in line; colors.
+CODES = "cputrain.codes"  # the name under which `as_codes` is registered as an error handler
+ASCII = "ascii_with_codes"  # a name other than ASCII, as click writes UTF-8 to streams whose encoding is ASCII
+# ASCII replacements of the characters that charts are drawn with.
+CHART_TO_ASCII = str.maketrans("│└─━·░▒▓█▁▂▃▄▅▆▇", "|+-=.:+##_.-=+*#")
+BRAILLE = range(0x2800, 0x2900)  # the dots of plotted curves
+QUOTED_BYTE = re.compile(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])")  # repr() of a byte that is not UTF-8
+JOINERS = "\u200c\u200d"  # in Persian and Indic words and in emoji: not printable by isprintable(), but harmless
+CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48, 5.4: colors, cursor movement and the like
+# Sequences of progress bars and colored logs: cursor up, down, right, left, to a column; erase in line; colors.
 PROGRESS_SEQUENCE = re.compile(r"\x1b\[[0-9;:]{0,32}[A-DGKm]")
-BEGINNING = re.compile(r"\x1b(\[[0-9;:]{0,32})?\Z")  # of a sequence whose end may come with the next text
-OBEYED = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all control characters but BS, TAB, LF and CR
+BEGINNING = re.compile(r"\x1b(\[[0-9;:]{0,32})?\Z")  # a sequence whose end may come with the next chunk
+CONTROLS = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all control characters but BS, TAB, LF and CR
 
 
 def printable(text: str) -> str:
-    """One line without colors; any other character that is not printable is written as its code: `\\x07`."""
+    """Remove colors from a line and escape all other unprintable characters, as `\\x07`."""
     plain = CONTROL_SEQUENCE.sub("", text.replace("\t", "    "))
     return plain if plain.isprintable() else "".join(c if c.isprintable() or c in JOINERS else _code(c) for c in plain)
 
 
 def printable_lines(text: str) -> str:
-    """Each line of a message as `printable` has it, and so the names that repr() has quoted in it."""
+    """Apply `printable` to each line of a message, and to the names in it that repr() has quoted."""
     return "\n".join(map(printable, QUOTED_BYTE.sub(r"\1\\x\2", text).split("\n")))
 
 
 def safe_output(text: str) -> str:
-    """A program's output with its line ends, colors and progress bars; other control characters as their codes."""
+    """Keep line ends, colors and progress bars of a program's output, and escape all other control characters."""
     pieces, end = [], 0
     for sequence in PROGRESS_SEQUENCE.finditer(text):
-        pieces += [_obeyed_as_codes(text[end : sequence.start()]), sequence[0]]
+        pieces += [_escape_controls(text[end : sequence.start()]), sequence[0]]
         end = sequence.end()
-    return "".join((*pieces, _obeyed_as_codes(text[end:])))
+    return "".join((*pieces, _escape_controls(text[end:])))
 
 
 def clip(text: str, columns: int) -> str:
-    """The first columns of a line, in which sequences take no room; all its sequences stay, so that colors end."""
+    """Cut a line to a number of columns; control sequences have no width, and all of them stay, so that colors end."""
     pieces, end, left = [], 0, max(columns, 0)
     for sequence in (*CONTROL_SEQUENCE.finditer(text), None):
         shown = text[end : sequence.start() if sequence else None][:left]
@@ -78,63 +79,62 @@ def clip(text: str, columns: int) -> str:
 
 
 class SafeOutput:
-    """`safe_output` of a text that comes in parts: a sequence may be in two of them."""
+    """Incremental `safe_output`: a control sequence may be split over two chunks."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
 
     def feed(self, text: str) -> str:
-        """What can be shown of the output so far."""
-        text = self._held + text
+        """Return the output that is complete, and keep an unfinished control sequence for the next call."""
+        text = self._pending + text
         beginning = BEGINNING.search(text)
-        self._held = beginning[0] if beginning else ""
-        return safe_output(text[: len(text) - len(self._held)])
+        self._pending = beginning[0] if beginning else ""
+        return safe_output(text[: len(text) - len(self._pending)])
 
     def finish(self) -> str:
-        """What was held back for a sequence's end that did not come."""
-        held, self._held = self._held, ""
-        return safe_output(held)
+        """Return a control sequence whose end never came."""
+        pending, self._pending = self._pending, ""
+        return safe_output(pending)
 
 
-def _obeyed_as_codes(text: str) -> str:
-    return OBEYED.sub(lambda match: _code(match[0]), text)
+def _escape_controls(text: str) -> str:
+    return CONTROLS.sub(lambda match: _code(match[0]), text)
 
 
 def _code(character: str) -> str:
-    """A character as Python's text literals have it; a byte that is not UTF-8, which is a surrogate, as `\\xe9`."""
+    """Escape a character as in a Python string literal; a surrogate that stands for a non-UTF-8 byte as `\\xe9`."""
     number = ord(character)
     return f"\\x{number - 0xDC00:02x}" if 0xDC80 <= number <= 0xDCFF else ascii(character)[1:-1]
 
 
 def as_codes(error: UnicodeError) -> tuple[str, int]:
-    """Write what an encoding lacks as its code, and a chart's lines as ASCII has them: an error handler of codecs."""
+    """Codec error handler: replace the characters of charts by ASCII ones, and escape all other unencodable ones."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(map(_stand_in, error.object[error.start : error.end])), error.end
+    return "".join(map(_replacement, error.object[error.start : error.end])), error.end
 
 
-def _stand_in(character: str) -> str:
+def _replacement(character: str) -> str:
     if ord(character) in BRAILLE:
         return " " if ord(character) == BRAILLE.start else "*"
-    drawn = character.translate(DRAWN)
+    drawn = character.translate(CHART_TO_ASCII)
     return drawn if drawn.isascii() else _code(character)
 
 
 def shown(name: str) -> str:
-    """A name that is valid text: its bytes that are not UTF-8 as codes."""
+    """Escape the bytes of a file name that are not UTF-8, so that it can be printed and encoded."""
     return name if name.isascii() else name.encode(errors=CODES).decode()
 
 
 def discard(stream: TextIO) -> None:
-    """From now on, let a stream that cannot be written lead nowhere: what it still holds fails no more at the end."""
+    """Redirect a broken stream to /dev/null, so that flushing its buffer at exit does not fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def accept_any_text(stream: TextIO, encoding: str) -> None:
-    """Let a stream take any text: what its encoding lacks is written as codes. A stream that somebody has put in place
-    of a standard one is left alone."""
+    """Let a stream accept any text by escaping what its encoding lacks. Replaced standard streams stay as they are."""
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(encoding=ASCII if codecs.lookup(encoding).name == "ascii" else encoding, errors=CODES)
 
@@ -156,7 +156,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def align_columns(rows: Rows, *, numbers: bool = False) -> str:
-    """Columns as wide as their widest cell, flush left; with `numbers` all but the first flush right."""
+    """Pad columns to their widest cell, left-aligned; with `numbers` all but the first right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -168,25 +168,25 @@ def align_columns(rows: Rows, *, numbers: bool = False) -> str:
 
 
 def markdown_table(rows: Rows, *, rules: Sequence[str] = ()) -> str:
-    """A Markdown table; `rules` are the cells under the headings, as "---:" for a column flush right."""
+    """Return a Markdown table; `rules` are the cells under the headings, such as "---:" for a right-aligned column."""
     head, *body = [f"| {' | '.join(map(_markdown_cell, row))} |" for row in rows]
     return "\n".join([head, f"|{'|'.join(rules or ('---',) * len(rows[0]))}|", *body]) + "\n"
 
 
 def _markdown_cell(text: str) -> str:
-    """A cell's text on one line, in which a bar ends no cell and a name begins no HTML."""
+    """Put a cell's text on one line, and escape bars and HTML."""
     return " ".join(printable_lines(text).replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def csv_table(rows: Sequence[Sequence[object]]) -> str:
-    """Comma-separated values, one row a line."""
+    """Return comma-separated values, one row per line."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()
 
 
 class ExitStatus(IntEnum):
-    """How a command ends that no signal has ended."""
+    """Exit status of a command that was not ended by a signal."""
 
     DONE = 0
     FAILED = 1
@@ -194,7 +194,7 @@ class ExitStatus(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """The status as the documentation explains it."""
+        """Explanation of the status for the documentation."""
         return {
             ExitStatus.DONE: "done",
             ExitStatus.FAILED: "it failed while running: the message names rank, host, signal or status, and the log",
@@ -204,21 +204,21 @@ class ExitStatus(IntEnum):
 
 
 def status_of_signal(number: int) -> int:
-    """The status of a command that a signal has ended, as shells count it (POSIX, 2.8.2)."""
+    """Return the exit status that shells report for a command ended by a signal (POSIX, 2.8.2)."""
     return 128 + number
 
 
 def one_line(error: Exception, wording: Wording = as_field) -> str | None:
-    """The message of an error that a user can mend, in one line; None for any other error, which is a bug."""
+    """Return the one-line message of an error that a user can fix; None for any other error, which is a bug."""
     if isinstance(error, InputError | RunError):
         return describe(error, wording)
     return refusal(error) if isinstance(error, OSError) else None
 
 
 def exit_status(error: Exception, program: str, wording: Wording = as_field) -> int:
-    """Print the error as `program: ...` to stderr; the status is that of wrong input, or of a failure while running.
+    """Print the error as `program: ...` to stderr and return its exit status.
 
-    `wording` spells the settings that the message names. Raises the error again, with its traceback, where it is a bug.
+    `wording` spells the settings that the message names. Raises the error again, with its traceback, if it is a bug.
     """
     line = one_line(error, wording)
     if line is None:
@@ -228,28 +228,31 @@ def exit_status(error: Exception, program: str, wording: Wording = as_field) -> 
 
 
 def status_of(error: Exception) -> ExitStatus:
-    """The status of an error that is one line."""
+    """Return the exit status of an error that is reported in one line."""
     return ExitStatus.WRONG_INPUT if isinstance(error, InputError) else ExitStatus.FAILED
 
 
-LOCALE = "cputrain_locale"  # an option -X of Python, which takes any name: the encoding that the locale has
+LOCALE = "cputrain_locale"  # passes the locale's encoding as Python's option -X, which accepts any name
 
 
 def use_utf8() -> None:
-    """Start this program anew in Python's UTF-8 mode where the locale has another encoding: names in recipes, plans and
-    messages of other hosts are UTF-8, and could not be opened. For a program's first line; the process stays."""
+    """Restart this program by exec in Python's UTF-8 mode if the locale has another encoding.
+
+    File names in recipes, plans and messages of other hosts are UTF-8 and could not be opened otherwise. To be called
+    first in a program.
+    """
     if sys.getfilesystemencoding() != "utf-8":
         mode = ("-X", "utf8", "-X", f"{LOCALE}={locale.getpreferredencoding(False)}")
         os.execv(sys.executable, [sys.executable, *mode, *sys.orig_argv[1:]])
 
 
 def locale_encoding() -> str:
-    """The encoding of what programs print here: the locale's."""
+    """Return the locale's encoding, in which other programs print here."""
     return str(sys._xoptions.get(LOCALE) or locale.getpreferredencoding(False))
 
 
 def printed_text(data: bytes) -> str:
-    """What a program has printed: UTF-8, else in the locale's encoding, a byte that is neither as its code."""
+    """Decode a program's output as UTF-8, else in the locale's encoding with undecodable bytes escaped."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -257,10 +260,10 @@ def printed_text(data: bytes) -> str:
 
 
 def text_of(name: str) -> str:
-    """A file's name as text: UTF-8 whatever the locale, a byte that is none as one surrogate."""
+    """Decode a file name as UTF-8 under any locale, with a surrogate for each byte that is not UTF-8."""
     return os.fsencode(name).decode(errors="surrogateescape")
 
 
 def one_form(text: str) -> str:
-    """A text in one of the Unicode forms that look the same: macOS writes an accent as a character of its own (NFD)."""
+    """Normalize a text to NFC: macOS writes accents as separate characters (NFD)."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)

@@ -1,4 +1,4 @@
-"""A plan to look at: table, explanation, difference of two plans, SVG, and a notebook's display."""
+"""Show a plan as text, SVG or in a notebook, and the differences between two plans."""
 
 from dataclasses import dataclass, fields, replace
 from html import escape
@@ -14,12 +14,12 @@ from cputrain.affinity.wording import counted, memory_text
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
-# Okabe and Ito's colors, which color-blind readers can tell apart; more workers share colors, but not letters.
+# Okabe and Ito's palette for color-blind readers. Colors repeat after eight workers, letters after 52.
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 
 
 def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
-    """PU -> (role, worker's local rank), for every PU of the machine; foreign: not available to this process.
+    """Map every PU of the machine to (role, worker's local rank); foreign: not available to this process.
 
     A PU on which several workers compute is shared, with the rank of the first.
     """
@@ -35,28 +35,28 @@ def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
 
 
 def legend(plan: Plan, separator: str) -> str:
-    """The legend of compute PUs."""
+    """Return the legend of compute PUs."""
     shared = f"{separator} {SIGNS[SHARED]}: computes for several workers" if plan.oversubscribed else ""
     return f"A: computes for worker A{shared}"
 
 
 def letter(local_rank: int) -> str:
-    """A worker's letter: A to Z, then a to z, then from A again."""
+    """Return a worker's letter: A to Z, then a to z, then from A again."""
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[local_rank % 52]
 
 
 def sign(role: str, local_rank: int | None) -> str:
-    """One character for a PU."""
+    """Return the character for a PU with this role."""
     return letter(local_rank) if role == COMPUTE and local_rank is not None else SIGNS[role]
 
 
 def color(local_rank: int) -> str:
-    """A worker's color as #RRGGBB."""
+    """Return a worker's color as #RRGGBB."""
     return COLORS[local_rank % len(COLORS)]
 
 
 def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...]]:
-    """A table with a header: the plans for other numbers of workers, with their warnings and errors."""
+    """Return a table, with a header, of the plans for other numbers of workers, with their warnings and errors."""
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
@@ -83,7 +83,7 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
 
 
 def _candidates(plan: Plan) -> list[int]:
-    """Plausible numbers of workers: one per host, package, NUMA node or cache, and twice as many."""
+    """List plausible numbers of workers: one per host, package, NUMA node or cache, and twice as many."""
     cores = plan.machine.allowed_cores
     packages = len({core.package for core in cores})
     nodes = len({core.numa_node for core in cores})
@@ -92,7 +92,7 @@ def _candidates(plan: Plan) -> list[int]:
     return sorted(number for number in numbers if 1 <= number <= max(len(cores), len(plan.workers)))
 
 
-# Every figure that the rules go by without measurements, with its source.
+# All assumed or cited figures of the rules, with their sources.
 FIGURES = (
     *domains.WORKER_COUNT_FIGURES,
     *domains.LAYOUT_FIGURES,
@@ -104,7 +104,7 @@ FIGURES = (
 
 
 def figures(plan: Plan) -> tuple[Reason, ...]:
-    """Every figure that the rules go by, with its source: as measured on this machine, else as assumed or cited."""
+    """Return all figures that the rules use, with their sources: measured on this machine, else assumed or cited."""
     rates = rules.measured_figures(plan.request.workload or RESNET50, plan.measured)
     return tuple(rates.get(figure.what, figure) for figure in FIGURES)
 
@@ -113,17 +113,17 @@ WIDTH = 80
 
 
 def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, wording: Wording = as_field) -> str:
-    """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
+    """Show a plan as text: one cell per core, one character per PU; workers, environment, reasons and warnings.
 
-    `explained` adds the plans for other numbers of workers, and the figures that the rules go by.
-    `wording` spells the settings that its texts name.
+    `explained` adds the plans for other numbers of workers, and the figures that the rules use. `wording` spells the
+    settings in its texts.
     """
     plan = plan.worded(wording)
     parts = [_headline(plan.machine), _map(plan, colored), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
         parts += [
             "other numbers of workers\n" + _indented(align_columns(alternatives(plan, wording)).splitlines()),
-            _listed("figures that the rules go by", figures(plan)),
+            _listed("figures that the rules use", figures(plan)),
         ]
     return "\n\n".join(part for part in parts if part)
 
@@ -144,7 +144,7 @@ def _map(plan: Plan, colored: bool) -> str:
     does = roles(plan)
 
     def cell(core: Core) -> str:
-        """One character per PU; in color where the core has a worker."""
+        """One character per PU, in the color of the core's worker."""
         text = "".join(sign(*does[pu]) for pu in core.pus)
         owner = next((rank for _, rank in map(does.__getitem__, core.pus) if rank is not None), None)
         return text if owner is None or not colored else f"{_ansi(color(owner))}{text}\x1b[0m"
@@ -166,7 +166,7 @@ def _map(plan: Plan, colored: bool) -> str:
             near = ", ".join(map(str, memory_only.near)) or "none"
             kind = f"{memory_text(memory_only.memory_bytes)} of {memory_only.kind} memory"
             lines.append(f"NUMA node {memory_only.id}: {kind}, next to node {near}")
-    lines.append(f"  one sign per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
+    lines.append(f"  one character per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def _workers(plan: Plan) -> str:
 
 
 def _environment(plan: Plan) -> str:
-    """Each variable once where all workers agree on it, else worker by worker."""
+    """List each variable once if all workers have the same value, else for each worker."""
     lines = ["environment"]
     for name, value in plan.workers[0].env.items():
         values = [worker.env.get(name, "") for worker in plan.workers]
@@ -219,7 +219,7 @@ def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
 
 
 def _folded(text: str, indent: int = 2) -> str:
-    """Text in lines of at most WIDTH letters, later ones indented; paths and CPU lists stay whole, to be copied."""
+    """Wrap text at WIDTH characters with a hanging indent; paths and CPU lists stay whole, so they can be copied."""
     start = len(text) - len(text.lstrip())
     wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
@@ -231,7 +231,7 @@ def _indented(lines: list[str]) -> str:
 
 
 def plan_differences(a: Plan, b: Plan, *, wording: Wording = as_field) -> list[str]:
-    """The changes from a to b, as lines to read; empty where the plans are the same."""
+    """List the differences between two plans in lines; empty if they are the same."""
     a, b = a.worded(wording), b.worded(wording)
     lines = [
         f"machine {name}: {before} -> {after}"
@@ -273,7 +273,7 @@ def _worker_differences(a: WorkerPlan, b: WorkerPlan) -> list[str]:
 
 
 def _reason_differences(a: tuple[Reason, ...], b: tuple[Reason, ...]) -> list[str]:
-    """The decisions that changed, and why."""
+    """List the decisions that changed, with the new reason."""
     before, after = _values(a), _values(b)
     why = {reason.what: reason.why for reason in b}
     changed = (what for what in dict.fromkeys((*before, *after)) if before.get(what) != after.get(what))
@@ -284,7 +284,7 @@ def _reason_differences(a: tuple[Reason, ...], b: tuple[Reason, ...]) -> list[st
 
 
 def _values(reasons: tuple[Reason, ...]) -> dict[str, str]:
-    """Each decision -> its values, those of several workers together."""
+    """Map each decision to its value, or to the values of several workers, joined."""
     values: dict[str, str] = {}
     for reason in reasons:
         values[reason.what] = f"{values[reason.what]}, {reason.value}" if reason.what in values else reason.value
@@ -299,13 +299,13 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     ]
 
 
-CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
+CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels, pixels, cores per row, pixels between lines of text
 STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
 LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
 def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
-    """A picture of the host for any browser, with the workers and the reasons below; `wording` spells settings."""
+    """Draw the host with its workers and the reasons as SVG; `wording` spells the settings."""
     plan = plan.worded(wording)
     does = roles(plan)
     nodes: dict[tuple[int, int | None], list[Core]] = {}
@@ -352,7 +352,7 @@ def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
 
 
 def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -> list[str]:
-    """A square of as many stripes as the core has PUs."""
+    """Draw a core as a square with a stripe for each PU."""
     stripe = CELL / len(core.pus)
     parts = []
     for i, pu in enumerate(core.pus):
@@ -377,7 +377,7 @@ def _rect(
 
 
 def _text(parts: list[str], x: float, y: int, text: str, *, bold: bool = False) -> int:
-    """Add a line of text below y; returns where the next one goes."""
+    """Add a line of text below y, and return the y of the next line."""
     weight = ' font-weight="bold"' if bold else ""
     parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(text, quote=False)}</text>')
     return y + LINE
@@ -385,7 +385,7 @@ def _text(parts: list[str], x: float, y: int, text: str, *, bold: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The picture of a plan. `Picture(plan)` as a notebook cell's last expression shows it; `print` writes text."""
+    """A plan that notebooks show as SVG, as the last expression of a cell, and `print` shows as text."""
 
     plan: Plan
 

@@ -1,4 +1,4 @@
-"""Words for numbers: plurals, lists, bytes, bandwidths; texts that carry their numbers."""
+"""Formatting of numbers in messages: plurals, ranges, lists, amounts of memory; texts that keep their numbers."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,12 +10,12 @@ SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 worker", "2,048 workers"."""
+    """Return a number with its noun in singular or plural: "1 worker", "2,048 workers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def spread(numbers: Collection[int], noun: str = "") -> str:
-    """The smallest and the largest, of what: "4", "4-5", "1 core", "4-5 cores"."""
+    """Return the range of some numbers, with an optional noun: "4", "4-5", "1 core", "4-5 cores"."""
     least, most = min(numbers), max(numbers)
     text = str(least) if least == most else f"{least}-{most}"
     return f"{text} {noun if most == 1 else f'{noun}s'}" if noun else text
@@ -28,30 +28,32 @@ UNITS = {"GiB": GIB, "GB": 1e9, "ms": 1e-3}
 
 
 class Text(str):
-    """A text with the numbers that it names, in plain units (bytes, seconds), several as a tuple: see `formatted`."""
+    """Text that keeps the numbers formatted into it, by name, in base units (bytes, seconds): see `formatted`."""
 
     __slots__ = ("numbers",)
     numbers: Mapping[str, Number]
 
 
 def formatted(template: str, **values: Number | str) -> Text:
-    """A template's text with its numbers: "{cores:core}" is "1 core" or "24 cores", of a tuple "4-5 cores",
-    "{room:GiB .1f}" an amount in that unit, and anything else a format of Python's. A text that is put in brings its
-    numbers along."""
+    """Format a template and keep its numbers.
+
+    "{cores:core}" becomes "1 core" or "24 cores", for a tuple "4-5 cores"; "{room:GiB .1f}" an amount in that unit; any
+    other format is Python's. The numbers of a `Text` that is formatted into the template are kept, too.
+    """
     text = Text(template.format_map({name: _Value(value) for name, value in values.items()}))
     named = {name: values[name] for _, name, _, _ in Formatter().parse(template) if name}
-    own = {name: value for name, value in named.items() if not isinstance(value, str)}
-    text.numbers = own | numbers_of(*named.values())
+    numbers = {name: value for name, value in named.items() if not isinstance(value, str)}
+    text.numbers = numbers | numbers_of(*named.values())
     return text
 
 
 def numbers_of(*texts: object) -> dict[str, Number]:
-    """The numbers that texts carry."""
+    """Collect the numbers that texts keep."""
     return {name: number for text in texts if isinstance(text, Text) for name, number in text.numbers.items()}
 
 
 class _Value:
-    """A value in a template."""
+    """Value of a template, with the formats of `formatted`."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -67,25 +69,25 @@ class _Value:
 
 
 def either(words: Sequence[str]) -> str:
-    """ "lars", "momentum or lars", "momentum, lars or rmsprop"; ", or" throughout where a word has a comma itself."""
+    """Join words by "or": "momentum, lars or rmsprop"; by ", or" throughout if a word contains a comma."""
     if any("," in word for word in words):
         return ", or ".join(words)
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def first_named(items: Sequence[str]) -> str:
-    """The items, NAMED of them at most: "a, b" or "a, b, c, d, e and 3 more"."""
+    """List at most NAMED items: "a, b" or "a, b, c, d, e and 3 more"."""
     more = f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
     return f"{', '.join(items[:NAMED])}{more}"
 
 
 def first_sentence(text: str) -> str:
-    """A text up to its first full stop, without it; that of "et al." is none."""
+    """Return a text up to its first full stop, which is left out; "et al." does not end a sentence."""
     return SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]
 
 
 def memory_text(size_bytes: int) -> str:
-    """An amount of memory: "64 GiB", "2.9 GiB" or "231 MiB"."""
+    """Format an amount of memory: "64 GiB", "2.9 GiB" or "231 MiB"."""
     if size_bytes >= 10 * GIB or size_bytes % GIB == 0:
         return f"{size_bytes / GIB:.0f} GiB"
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"

@@ -1,6 +1,6 @@
-"""A plan and the Linux kernel: bind processes as planned, read back what they were given, find bound processes.
+"""Bind processes as planned, read the binding back from the kernel, and find bound processes.
 
-Functions that change the process show it in their names: bind_process, exec_bound, set_memory_policy, running_on.
+Only bind_process, bind_thread, exec_bound, set_memory_policy and running_on change the process.
 """
 
 from cputrain.affinity.lazy import front

@@ -24,7 +24,7 @@ from .bound_plan import Running as Running
 from .bound_plan import bound_processes as bound_processes
 from .bound_plan import bound_worker as bound_worker
 from .bound_plan import comparison as comparison
-from .bound_plan import contention as contention
+from .bound_plan import contention_warnings as contention_warnings
 from .bound_plan import exec_bound as exec_bound
 from .bound_plan import find_neighbors as find_neighbors
 from .bound_plan import inspect_process as inspect_process

@@ -1,6 +1,6 @@
-"""Bind a process by its plan, read back what the kernel gave it, and compare a plan with the host that it runs on.
+"""Bind a process as planned, read its binding back from the kernel, and compare a plan's machine with this host.
 
-CPU masks by sched_setaffinity, memory by set_mempolicy.
+CPUs are bound by sched_setaffinity, memory by set_mempolicy.
 """
 
 import ctypes
@@ -30,12 +30,12 @@ FORBIDDEN = (errno.ENOSYS, errno.EPERM)
 
 
 def set_memory_policy(policy: str, nodes: tuple[int, ...]) -> str | None:
-    """Set this process's memory policy, which survives exec. Returns the kernel's reason where it refuses."""
+    """Set this process's memory policy, which survives exec. Returns the kernel's error, or None on success."""
     number = SYSCALLS.get(platform.machine(), (None, None))[0]
     if number is None:
         return f"no set_mempolicy known on {platform.machine()}"
     if any(node >= MAX_NODES for node in nodes):
-        return os.strerror(errno.EINVAL)  # more than any kernel has
+        return os.strerror(errno.EINVAL)  # no kernel supports as many nodes
     words = (ctypes.c_ulong * (MAX_NODES // WORD_BITS))()
     for node in nodes:
         words[node // WORD_BITS] |= 1 << node % WORD_BITS
@@ -44,19 +44,22 @@ def set_memory_policy(policy: str, nodes: tuple[int, ...]) -> str | None:
         return None
     code = ctypes.get_errno()
     if policy == "default" and code in FORBIDDEN:
-        return None  # a kernel without policies has the default one
+        return None  # a kernel without policies uses the default one
     return os.strerror(code)
 
 
 def forbids_default_policy() -> bool:
-    """Whether the kernel refuses to set a memory policy. To find out this sets the default one: call it only where the
-    process has that already, so that nothing changes."""
+    """Whether the kernel refuses to set a memory policy.
+
+    Tries to set the default policy; to be called only if the process already has it, so that nothing changes.
+    """
     number = SYSCALLS.get(platform.machine(), (None, None))[0]
     return number is None or _libc().syscall(number, POLICIES["default"], None, 0) != 0
 
 
 def get_memory_policy() -> tuple[str | None, tuple[int, ...]]:
-    """This process's memory policy and its nodes; None where the kernel forbids to ask (some containers)."""
+    """Return this process's memory policy and its nodes; policy None if the kernel forbids the query, as in some
+    containers."""
     mode, words = ctypes.c_int(-1), (ctypes.c_ulong * (MAX_NODES // WORD_BITS))()
     number = SYSCALLS.get(platform.machine(), (None, None))[1]
     known = number is not None and _libc().syscall(number, ctypes.byref(mode), words, MAX_NODES + 1, None, 0) == 0
@@ -74,16 +77,16 @@ PAGE_KIB = re.compile(r" kernelpagesize_kB=(\d+)")
 
 
 def pages_by_node(mapping: str) -> dict[int, int]:
-    """NUMA node -> resident pages of one mapping, in its own page size."""
+    """Map NUMA nodes to the resident pages of one mapping, in its page size."""
     return {int(node): int(count) for node, count in NODE_PAGES.findall(mapping)}
 
 
 def anonymous_bytes(numa_maps: str) -> dict[int, int]:
-    """NUMA node -> bytes of anonymous memory, in pages of any size: that is the memory that a policy places.
+    """Map NUMA nodes to bytes of anonymous memory, in pages of any size: the memory that a policy places.
 
-    Pages of files lie where they were first read, by whichever process, and shared memory where its first user touched
-    it. A private mapping of a file may have both written pages and pages of the file; the kernel does not tell which of
-    them lie on which node, so such a mapping does not count.
+    File pages are on the node where any process first read them, shared memory where its first user touched it. A
+    private file mapping may have both written pages and file pages, but the kernel does not report their nodes
+    separately, so such a mapping is not counted.
     """
     found: dict[int, int] = {}
     for mapping in numa_maps.splitlines():
@@ -95,27 +98,29 @@ def anonymous_bytes(numa_maps: str) -> dict[int, int]:
 
 
 def bind_process(worker: WorkerPlan) -> str | None:
-    """Bind this process, and everything that it starts, to the worker's PUs and memory nodes.
+    """Bind this process, and all processes and threads that it starts, to the worker's PUs and memory nodes.
 
-    Returns a line about the memory policy where the kernel refused it (containers without SYS_NICE), else None:
-    on its own cores a process touches local memory first even without it. Raises RunError when the process may use
-    none of the PUs.
+    Returns a warning if the kernel refused the memory policy (containers without SYS_NICE), else None: by first touch,
+    a bound process's memory is mostly local without a policy, too. Raises RunError if the process may use none of the
+    PUs.
     """
     try:
         os.sched_setaffinity(0, worker.pus)
     except OSError as error:
         allowed = format_list(os.sched_getaffinity(0))
         raise RunError(
-            f"cannot bind to CPUs {format_list(worker.pus)}: {error.strerror}; this process may use CPUs {allowed}: "
-            "plan inside the same job or container"
+            f"cannot bind to CPUs {format_list(worker.pus)} ({error.strerror}), as this process may use CPUs "
+            f"{allowed}: plan inside the same job or container"
         ) from None
     problem = set_memory_policy(worker.memory_policy, worker.memory_nodes)
     return None if problem is None else f"memory policy {worker.memory_policy} not applied: {problem}"
 
 
 def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
-    """Bind the calling thread, the number-th of those that share these PUs, to all of them; where some are isolated, to
-    one of its own, as the scheduler moves no thread between isolated PUs."""
+    """Bind the calling thread, number `number` of the threads that share these PUs, to all of them.
+
+    If some of them are isolated, bind it to a single PU, as the scheduler moves no thread between isolated PUs.
+    """
     root = Path("/")
     alone = not isolated_pus(root, read_limits(root)).isdisjoint(pus)
     os.sched_setaffinity(0, pus[number % len(pus) :][:1] if alone else pus)
@@ -123,7 +128,7 @@ def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
 
 @contextmanager
 def running_on(pus: tuple[int, ...]) -> Iterator[None]:
-    """Move this thread to these PUs inside the block; threads started there stay there. () changes nothing."""
+    """Run the block on these PUs; threads started in it stay there. () changes nothing."""
     before = os.sched_getaffinity(0)
     if pus:
         os.sched_setaffinity(0, pus)
@@ -133,15 +138,16 @@ def running_on(pus: tuple[int, ...]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-# The share of an allocation's pages that may lie on other nodes than planned: those touched before the binding.
+# Permitted share of an allocation's pages on other nodes than planned, as some are touched before the binding.
 ELSEWHERE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A process as the kernel has it. `memory_policy` is None where the kernel forbids to ask (some containers).
+    """A process's binding as the kernel reports it.
 
-    `allowed_nodes` are the NUMA nodes of its cpuset, whatever its policy.
+    `memory_policy` is None if the kernel forbids the query (some containers). `allowed_nodes` are the NUMA nodes of its
+    cpuset.
     """
 
     pus: tuple[int, ...]
@@ -152,7 +158,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thread:
-    """A thread of a process: its kernel id, its name, the PUs that it may run on."""
+    """A thread of a process: its id, its name, and the PUs that it may run on."""
 
     tid: int
     name: str
@@ -160,7 +166,7 @@ class Thread:
 
 
 def observe() -> Observed:
-    """Read this process's affinity mask, memory nodes and memory policy back from the kernel."""
+    """Read this process's affinity mask, memory nodes and memory policy from the kernel."""
     policy, nodes = get_memory_policy()
     allowed = _status(Path("/proc/self/status")).get("Mems_allowed_list", "")
     return Observed(
@@ -172,30 +178,32 @@ def observe() -> Observed:
 
 
 def differences(worker: WorkerPlan, observed: Observed) -> list[str]:
-    """The differences between plan and kernel, naming both sides; empty when all is as planned."""
+    """List the differences between plan and kernel, with both values; empty if all is as planned."""
     found = []
     if observed.pus != worker.pus:
         found.append(
             f"CPUs planned {format_list(worker.pus)} (mask {format_mask(worker.pus)}), "
             f"actual {format_list(observed.pus)} (mask {format_mask(observed.pus)})"
         )
-    given = (observed.memory_policy, observed.memory_nodes)
-    if observed.memory_policy is not None and given != (worker.memory_policy, worker.memory_nodes):
+    actual = (observed.memory_policy, observed.memory_nodes)
+    if observed.memory_policy is not None and actual != (worker.memory_policy, worker.memory_nodes):
         found.append(
             f"memory planned {worker.memory_policy} {format_list(worker.memory_nodes)}, "
-            f"actual {given[0]} {format_list(given[1])}"
+            f"actual {actual[0]} {format_list(actual[1])}"
         )
     if not set(worker.memory_nodes) <= set(observed.allowed_nodes):
         found.append(
             f"memory planned on nodes {format_list(worker.memory_nodes)}, "
-            f"this process may use {format_list(observed.allowed_nodes)}"
+            f"this process may use nodes {format_list(observed.allowed_nodes)}"
         )
     return found
 
 
 def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str]:
-    """Where a launcher has bound a process to other PUs than planned. It may add idle PUs of the same cores: a mask is
-    right that has all of the worker's PUs and no PU of another core."""
+    """List the difference if a launcher has bound a process to other PUs than planned.
+
+    The mask must have all of the worker's PUs and no PU of other cores; idle PUs of the same cores are permitted.
+    """
     missing = sorted({*worker.pus} - {*given})
     foreign = sorted(pu for pu in {*given} - {*worker.pus} if not {*siblings(pu)} & {*worker.pus})
     if not missing and not foreign:
@@ -207,15 +215,15 @@ def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str
 
 
 def siblings(pu: int) -> tuple[int, ...]:
-    """The PUs of a PU's core on this host; only itself where the kernel does not list them."""
+    """Return all PUs of a PU's core on this host; only the PU itself if the kernel does not list its siblings."""
     path = Path(f"/sys/devices/system/cpu/cpu{pu}/topology/thread_siblings_list")
     return parse_list(path.read_text(encoding="utf-8")) if path.is_file() else (pu,)
 
 
 def verify(worker: WorkerPlan) -> None:
-    """Raise BindingError when the kernel gave this process something else than planned.
+    """Raise BindingError if this process's binding differs from the plan.
 
-    A memory policy that the kernel forbids to set is no difference: `bind_process` has reported it.
+    A memory policy that the kernel does not let the process set is not a difference: `bind_process` has reported it.
     """
     observed = observe()
     if observed.memory_policy == "default" and forbids_default_policy():
@@ -224,16 +232,16 @@ def verify(worker: WorkerPlan) -> None:
 
 
 def refuse(worker: WorkerPlan, problems: list[str]) -> None:
-    """Raise BindingError where there are problems."""
+    """Raise BindingError if there are problems."""
     if problems:
         raise BindingError(
-            f"local rank {worker.local_rank}: {'; '.join(problems)}: plan again on this host, or continue with "
+            f"local rank {worker.local_rank}: {'; '.join(problems)}; plan again on this host, or continue with "
             "{verify=false}"
         )
 
 
 def threads_of(pid: int) -> tuple[Thread, ...]:
-    """The threads of a process, by id, without those that end meanwhile. Raises OSError when the process is gone."""
+    """List the threads of a process by id, except threads that end meanwhile. Raises OSError if the process is gone."""
     found = []
     for folder in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
         try:
@@ -246,33 +254,35 @@ def threads_of(pid: int) -> tuple[Thread, ...]:
 
 
 def team_of(parallel_region: Callable[[], None]) -> tuple[Thread, ...]:
-    """The threads that OpenMP starts for this process's first parallel region, and the calling thread first.
+    """Run this process's first parallel region and return its OpenMP team, the calling thread first.
 
-    Call it before any other parallel region: an existing team cannot be told from other threads.
+    To be called before any other parallel region: an existing team cannot be distinguished from other threads.
     """
     before = {thread.tid for thread in threads_of(os.getpid())}
     parallel_region()
-    own = os.getpid()  # the id of a process's first thread, too
-    after = threads_of(own)
-    first = tuple(thread for thread in after if thread.tid == own)
+    pid = os.getpid()  # also the id of the main thread
+    after = threads_of(pid)
+    first = tuple(thread for thread in after if thread.tid == pid)
     return first + tuple(thread for thread in after if thread.tid not in before)
 
 
 def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
-    """Where an OpenMP team differs from the plan: bound, each thread has a compute PU of its own, else all are inside
-    the domain."""
-    given = [thread.pus for thread in team]
+    """List the difference if an OpenMP team is not bound as planned.
+
+    If the plan binds threads, each has its own compute PU; otherwise all are inside the domain.
+    """
+    actual = [thread.pus for thread in team]
     if not any(name in worker.env for name in BINDERS):
-        outside = [pus for pus in given if not set(pus) <= set(worker.pus)]
+        outside = [pus for pus in actual if not set(pus) <= set(worker.pus)]
         return [f"{len(outside)} OpenMP threads may leave CPUs {format_list(worker.pus)}"] if outside else []
-    if sorted(given) == sorted((pu,) for pu in worker.compute_pus):
+    if sorted(actual) == sorted((pu,) for pu in worker.compute_pus):
         return []
-    found = " ".join(format_list(pus) for pus in given)
+    found = " ".join(format_list(pus) for pus in actual)
     return [f"OpenMP threads planned on CPUs {format_list(worker.compute_pus)}, one each, actual {found}"]
 
 
 def memory_share(address: int) -> dict[int, float]:
-    """NUMA node -> share of the resident pages of this process's mapping at an address; empty without NUMA."""
+    """Map NUMA nodes to their share of the resident pages of the mapping at an address; empty without NUMA."""
     try:
         lines = Path("/proc/self/numa_maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # kernels without NUMA have no such file
@@ -283,12 +293,12 @@ def memory_share(address: int) -> dict[int, float]:
 
 
 def misallocated(worker: WorkerPlan, share: dict[int, float]) -> list[str]:
-    """Where memory that is bound to nodes lies on other nodes."""
+    """List the difference if memory that is bound to nodes is on other nodes."""
     elsewhere = sum(part for node, part in share.items() if node not in worker.memory_nodes)
     if worker.memory_policy not in ("bind", "interleave") or elsewhere <= ELSEWHERE:
         return []
-    given = ", ".join(f"{part:.0%} on node {node}" for node, part in sorted(share.items()))
-    return [f"memory planned on nodes {format_list(worker.memory_nodes)}, its pages are {given}"]
+    actual = ", ".join(f"{part:.0%} on node {node}" for node, part in sorted(share.items()))
+    return [f"memory planned on nodes {format_list(worker.memory_nodes)}, its pages are {actual}"]
 
 
 def _start(line: str) -> int:
@@ -300,11 +310,11 @@ def _status(path: Path) -> dict[str, str]:
     return {key: value.strip() for key, _, value in lines}
 
 
-OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" allows what check_layout refuses, whatever the launcher
-# The part of a node's planned memory that may be missing. What a kernel keeps for itself changes by some percent
-# between boots, versions and crash-kernel sizes; a memory module less is mostly more than that.
+OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" skips check_layout under any launcher
+# The share of a node's planned memory that may be missing. The kernel's own memory varies by some percent between
+# boots, versions and crash-kernel sizes; a missing memory module is mostly more.
 MISSING_MEMORY = 0.1
-# What PUs may share, by the field of a core that tells whether they do.
+# Objects that PUs may share, with the field of a core that identifies the object.
 SHARED: tuple[tuple[str, Callable[[Core], Hashable]], ...] = (
     ("a core", lambda core: core.pus),
     ("a package", lambda core: core.package),
@@ -314,20 +324,20 @@ SHARED: tuple[tuple[str, Callable[[Core], Hashable]], ...] = (
 
 
 def check_layout(plan: Plan, host: Machine) -> None:
-    """Raise PlanOfAnotherMachineError, with the first difference, where a plan's bindings mean something else here."""
+    """Raise PlanOfAnotherMachineError, with the first difference, if the plan's machine is laid out differently."""
     if difference := layout_difference(plan, host):
         raise PlanOfAnotherMachineError(
-            f"the plan is of another machine ({plan.machine.name}, {plan.machine.model}): {difference}: plan again on "
+            f"the plan is for another machine ({plan.machine.name}, {plan.machine.model}): {difference}; plan again on "
             "this host, or continue with {allow_other_layout=true}"
         )
 
 
 def layout_difference(plan: Plan, host: Machine) -> str | None:
-    """The first difference between a plan's machine and this host; None where they are laid out alike.
+    """Return the first difference between the layouts of a plan's machine and this host; None if they are equal.
 
-    Only the PUs and nodes that both have are compared: a container, a control group or an offline CPU may hide others.
-    The nodes of the plan's workers must exist. What one side does not know is no difference: caches of a synthetic
-    machine, say, or memory of a catalog machine, whose size is a usual one. Neither is more memory than planned.
+    Only common PUs and nodes are compared, as containers, control groups or offline CPUs may hide others; but the nodes
+    of the plan's workers must exist. Unknown values (caches of a synthetic machine, for example, or the typical memory
+    size of a catalog machine) and more memory than planned are not differences.
     """
     planned = plan.machine
     common = frozenset(planned.pus) & frozenset(host.pus)
@@ -337,7 +347,7 @@ def layout_difference(plan: Plan, host: Machine) -> str | None:
 
 
 def _on_nodes(planned: Machine, host: Machine, common: frozenset[int]) -> Iterator[str]:
-    """PUs on other NUMA nodes than planned."""
+    """Find PUs on other NUMA nodes than planned."""
     there, here = ({pu: core.numa_node for core in machine.cores for pu in core.pus} for machine in (planned, host))
     for pu in sorted(common):
         if there[pu] is not None and here[pu] is not None and there[pu] != here[pu]:
@@ -345,7 +355,7 @@ def _on_nodes(planned: Machine, host: Machine, common: frozenset[int]) -> Iterat
 
 
 def _sharing(planned: Machine, host: Machine, common: frozenset[int]) -> Iterator[str]:
-    """PUs that share a core, a package or a cache with other PUs than planned."""
+    """Find PUs that share a core, a package or a cache with other PUs than planned."""
     for what, shared in SHARED:
         there, here = (_together(machine, shared, common) for machine in (planned, host))
         for pu in sorted({*there} & {*here}):
@@ -357,7 +367,7 @@ def _sharing(planned: Machine, host: Machine, common: frozenset[int]) -> Iterato
 def _together(
     machine: Machine, shared: Callable[[Core], Hashable], common: frozenset[int]
 ) -> dict[int, frozenset[int]]:
-    """PU -> the PUs in common that share the object with it; without those whose object is unknown."""
+    """Map PUs to the common PUs that share an object with them, except PUs whose object is unknown."""
     groups: dict[Hashable, set[int]] = {}
     for core in machine.cores:
         if shared(core) is not None:
@@ -366,7 +376,7 @@ def _together(
 
 
 def _memory(plan: Plan, host: Machine) -> Iterator[str]:
-    """Nodes that workers use and that are missing or of another kind, and nodes with less memory than planned."""
+    """Find nodes of the workers that are missing, of another kind or next to other PUs, and nodes with less memory."""
     here = {node.id: node for node in host.numa_nodes}
     used = {node for worker in plan.workers for node in worker.memory_nodes}
     for planned in plan.machine.numa_nodes:
@@ -385,14 +395,17 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
 
 
 def _elsewhere(planned: NumaNode, here: NumaNode) -> bool:
-    """Whether memory without PUs is next to other PUs than planned; a description may leave out some of several."""
+    """Whether memory without PUs is next to other PUs than planned; one common node suffices, as descriptions may leave
+    out some of several."""
     known = planned.near and here.near and not planned.pus and not here.pus
     return bool(known) and {*planned.near}.isdisjoint(here.near)
 
 
 def _other_kind(planned: NumaNode, here: NumaNode) -> bool:
-    """Whether both sides know a node's kind and differ: no kernel tells it of memory next to PUs (Xeon Max without DRAM
-    is "dram" to it), and of other memory only where firmware has figures, which a description may have from elsewhere.
+    """Whether a node's kind is known on both sides and differs.
+
+    Nodes with PUs are not compared: the kernel does not report their kind (HBM of a Xeon Max without DRAM is "dram").
+    Kinds of other memory are known only if the firmware or the description has them.
     """
     known = "unknown" not in (planned.kind, here.kind) and not planned.pus and not here.pus
     return known and planned.kind != here.kind

@@ -1,6 +1,6 @@
-"""The plan of a process: handed over in its environment, applied before its program starts, found again while it runs.
+"""A process's plan: passed in its environment, applied before its program starts, and read from running processes.
 
-Plans that leave the cores of running processes free are made here, too.
+Also plans that avoid the cores of running processes.
 """
 
 import logging
@@ -39,14 +39,14 @@ from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import MIB, first_named
 
-# They name the plan that a command was bound by, and its worker in that plan.
+# The path of the plan that a command was bound by, and the local rank of its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
-DESCRIPTORS = "/proc/self/fd/"  # a plan in memory has a path in this folder
+DESCRIPTORS = "/proc/self/fd/"  # folder of the path of a plan in memory
 MEMORY_FILE = PLAN_FILE
 
 
 def plan_in_memory(plan: Plan) -> Path:
-    """A file of the plan that exists as long as this process, or the command that it becomes, and no other can read."""
+    """Write a plan to a memory file that exists as long as this process, or the command that it execs."""
     descriptor = os.memfd_create(MEMORY_FILE, 0)  # no close-on-exec: the command inherits it
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(plan_to_json(plan).encode())
@@ -54,15 +54,15 @@ def plan_in_memory(plan: Plan) -> Path:
 
 
 def read_host_plan(path: Path) -> Plan:
-    """This host's plan in a plan file. Raises InputError when there is none."""
+    """Read this host's plan from a plan file. Raises InputError if there is none."""
     return plan_from_dict(plan_of_this_host(read_json(path)))
 
 
 def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None:
-    """The plan file that a process's environment names; None where it names none, or one in memory that is gone.
+    """Return the plan file in a process's environment; None if there is none, or its memory file no longer exists.
 
-    A process started by a bound one inherits the variable, but mostly not the descriptor. Its number may then belong
-    to any other file, such as a pipe, which blocks its reader.
+    A child of a bound process inherits the variable, but mostly not the descriptor, whose number may then belong to any
+    other file, such as a pipe that blocks its reader.
     """
     named = env.get(PLAN_VARIABLE)
     if named is None or not named.startswith(DESCRIPTORS):
@@ -75,24 +75,24 @@ def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None
 
 
 def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
-    """The worker that this process was bound as; None where no plan has bound it, or the plan cannot be read."""
+    """Return the worker that this process was bound as; None if it is not bound by a plan, or the plan is gone."""
     path = plan_path_of(env)
     if path is None or WORKER_VARIABLE not in env:
         return None
     return worker_of(read_host_plan(path), int(env[WORKER_VARIABLE]))
 
 
-# Names of a rank that a binding by a plan sets, all alike, and a launcher changes.
-NAMES_OF_A_PLAN = (
+# Rank variables that binding by a plan sets consistently; a nested launcher overwrites some of them.
+BOUND_RANK_VARIABLES = (
     ENV.rank_names,
     *(each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts and each.names_suffice),
 )
 
 
 def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str]) -> tuple[Plan, int]:
-    """A plan of this host for the ranks that a launcher has started on it, and the index of this rank's worker.
+    """Plan this host for the ranks that a launcher has started on it, and return the plan and this rank's worker index.
 
-    A binding by the launcher or by an earlier plan is kept: the planner then takes its cores for the whole host.
+    A binding by the launcher or by an earlier plan is kept: its cores are then planned as if they were the whole host.
     """
     machine = this_machine()
     bound = _bound_as(rank, env) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
@@ -102,10 +102,12 @@ def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: M
 
 
 def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
-    """Whether a plan has bound this process, or its parent, as this very rank: all names of the rank then agree, while
-    a launcher that a bound process has started changes some of them."""
-    ranks = {env.get(names[0]) for names in NAMES_OF_A_PLAN}
-    sizes = {env.get(names[1]) for names in NAMES_OF_A_PLAN}
+    """Whether a plan has bound this process, or its parent, as this rank.
+
+    All rank variables then agree; a launcher that was started by a bound process changes some of them.
+    """
+    ranks = {env.get(names[0]) for names in BOUND_RANK_VARIABLES}
+    sizes = {env.get(names[1]) for names in BOUND_RANK_VARIABLES}
     return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}
 
 
@@ -123,12 +125,12 @@ def exec_bound(
     keep_env: bool = False,
     bound: bool = False,
 ) -> NoReturn:
-    """Bind this process as planned, with `check` verify it, and execute the command in its place (never returns).
+    """Bind this process as planned, verify it with `check`, and exec the command (never returns).
 
-    `env` is the environment to start from, `rank` this process's rank in its job, for the command to find; None where
-    no launcher has set one. `bound`: the launcher has bound this process to whole cores; the plan only narrows that to
-    its PUs of them. Inherited variables that contradict the plan are overridden, or with `keep_env` kept. Warnings are
-    logged, most of them by the host's first worker only.
+    `env` is the inherited environment, `rank` this process's rank in its job, which the command finds in its
+    environment; None without a launcher. `bound`: the launcher has bound this process to whole cores, and the plan
+    narrows that to its PUs. Inherited variables that contradict the plan are overridden, or with `keep_env` kept.
+    Warnings are logged, most of them only by the host's first worker.
     """
     if bound and check:
         refuse(worker, launcher_differences(worker, tuple(os.sched_getaffinity(0))))
@@ -155,7 +157,7 @@ def command_environment(
     rank: Rank | None,
     keep_env: bool,
 ) -> tuple[dict[str, str], list[str]]:
-    """The command's environment: the worker's variables, the rank's, the plan's path; and warnings."""
+    """Return the command's environment (variables of worker and rank, path of the plan), and warnings."""
     full, clashes = reconciled(env, worker.env, keep=keep_env)
     warnings = [f"inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}"] if clashes else []
     full = full if rank is None else with_rank(rank, full)
@@ -169,9 +171,9 @@ def command_environment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A process, its worker in a plan, its threads, anonymous memory by NUMA node.
+    """A running process: its worker in a plan, its threads, its anonymous memory by NUMA node.
 
-    Where no plan can be read, `worker` is None, and `reason` says why.
+    If the plan cannot be read, `worker` is None and `reason` is the cause.
     """
 
     pid: int
@@ -183,39 +185,39 @@ class Running:
 
     @property
     def misplaced_threads(self) -> tuple[Thread, ...]:
-        """Threads that may run outside the worker's domain."""
+        """The threads that may run outside the worker's domain."""
         domain = set(self.worker.pus) if self.worker else set()
         return tuple(thread for thread in self.threads if self.worker and not set(thread.pus) <= domain)
 
     @property
     def differs(self) -> bool:
-        """Whether threads or memory are elsewhere than planned."""
+        """Whether threads or memory are not where planned."""
         return bool(self.misplaced_threads or self.remote_bytes)
 
     @property
     def remote_bytes(self) -> int:
-        """Memory on other NUMA nodes than planned."""
+        """Bytes on other NUMA nodes than planned."""
         if self.worker is None or self.worker.memory_policy not in ("bind", "interleave"):
             return 0
         return sum(size for node, size in self.memory_bytes.items() if node not in self.worker.memory_nodes)
 
 
 def planned_pids() -> tuple[int, ...]:
-    """The processes of this host that a plan has bound and that this user may inspect, ascending."""
+    """List the ids of this host's processes that a plan has bound and that this user may inspect, ascending."""
     mark = f"{PLAN_VARIABLE}=".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # gone, or another user's
+            continue  # the process has ended, or belongs to another user
         if any(variable.startswith(mark) for variable in variables):
             found.append(int(folder.name))
     return tuple(sorted(found))
 
 
 def inspect_process(pid: int) -> Running:
-    """A process as it is now. Raises InputError when it does not exist, or belongs to another user."""
+    """Read a running process's binding. Raises InputError if it does not exist or belongs to another user."""
     proc = Path(f"/proc/{pid}")
     try:
         variables = variables_of(pid)
@@ -223,27 +225,27 @@ def inspect_process(pid: int) -> Running:
         threads, memory = threads_of(pid), _memory(proc)
     except OSError as error:
         raise InputError(
-            f"cannot inspect process {pid}: {error.strerror}: name a running process of your own"
+            f"cannot inspect process {pid} ({error.strerror}): name one of your running processes"
         ) from None
     found = Running(pid=pid, command=command, worker=None, threads=threads, memory_bytes=memory)
     try:
         return replace(found, worker=planned_worker_of(pid, variables))
-    except InputError as error:  # the plan of another version, say: the other processes are compared all the same
+    except InputError as error:  # a plan of another version, for example; other processes can still be compared
         return replace(found, reason=f"{error}")
 
 
 def variables_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with. Raises OSError when it is gone, or another user's."""
+    """Read the environment that a process was started with. Raises OSError if it has ended or is another user's."""
     environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(variable.split("=", 1) for variable in environ if "=" in variable)
 
 
 def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | None:
-    """The planned worker of a process with this environment; None where its plan no longer exists."""
+    """Return the planned worker of a process with this environment; None if its plan no longer exists."""
     path, worker = plan_path_of(variables, pid), variables.get(WORKER_VARIABLE, "")
     try:
-        exists = path is not None and path.is_file()  # not a pipe, which blocks
-    except OSError:  # another user's
+        exists = path is not None and path.is_file()  # reading a pipe would block
+    except OSError:  # the file is another user's
         exists = False
     if path is None or not exists or not worker.isdecimal():
         return None
@@ -251,7 +253,7 @@ def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | No
 
 
 def _memory(proc: Path) -> dict[int, int]:
-    """NUMA node -> bytes of a process's anonymous memory; empty where the kernel does not list it."""
+    """Map NUMA nodes to bytes of a process's anonymous memory; empty if the kernel does not list it."""
     try:
         return anonymous_bytes((proc / "numa_maps").read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -259,28 +261,28 @@ def _memory(proc: Path) -> dict[int, int]:
 
 
 def running_processes(pids: tuple[int, ...]) -> tuple[Running, ...]:
-    """These processes, or for () all that a plan has bound. Raises InputError where there is none."""
+    """Read these processes, or for () all that a plan has bound. Raises InputError if there is none."""
     if pids:
         return tuple(map(inspect_process, pids))
     found = bound_processes()
     if not found:
         raise InputError(
-            "no process of yours is bound by a plan on this host: start one with a plan, or name a process"
+            "none of your processes on this host is bound by a plan: start one with a plan, or name a process"
         )
     return found
 
 
 def bound_processes() -> tuple[Running, ...]:
-    """The processes of this host that a plan has bound and that this user may inspect."""
+    """Read all processes of this host that a plan has bound and that this user may inspect."""
     found = []
     for pid in planned_pids():
-        with suppress(InputError):  # it has ended meanwhile, as children do that a bound process starts all the time
+        with suppress(InputError):  # it has ended meanwhile, as short-lived children of bound processes do
             found.append(inspect_process(pid))
     return tuple(found)
 
 
 def comparison(processes: Sequence[Running]) -> str:
-    """A block for each process: planned, given, and a line for each difference."""
+    """Write a block for each process: planned and actual binding, and a line for each difference."""
     blocks = []
     for process in processes:
         used = format_list({pu for thread in process.threads for pu in thread.pus})
@@ -302,35 +304,39 @@ def comparison(processes: Sequence[Running]) -> str:
     return "\n".join(blocks)
 
 
-# Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
-# path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
+# Variables with the same values for all ranks of a job on a host, and their children. All plans in memory have the
+# same path, and two jobs may use the same plan file, but only ranks of one job share a rendezvous address.
 JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
-NOT_SHARED = "{share=true} looks at the processes of this host only: remove it for another machine or several hosts"
+NOT_SHARED = "{share=true} inspects the processes of this host only: remove it for another machine or several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbor:
-    """A process that another plan has bound, and its PUs."""
+    """A process bound by another plan, and its PUs."""
 
     pid: int
     pus: tuple[int, ...]
 
 
 def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, share: bool) -> Plan:
-    """Plan this host. With `share` other plans' running processes keep their cores; without, a plan that takes them
-    warns. `env` is this process's environment. Raises InputError where the request does not fit, or no core is left."""
+    """Plan this host beside running processes of other plans: with `share` avoid their cores, otherwise warn.
+
+    `env` is this process's environment. Raises InputError if the request does not fit, or no core is left.
+    """
     neighbors = find_neighbors(env)
     if share:
         occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
         return plan_this_machine(replace(request, occupied=occupied), env, command)
     plan = plan_this_machine(request, env, command)
-    return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
+    return replace(plan, warnings=plan.warnings + contention_warnings(plan, neighbors))
 
 
 def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
-    """The processes of this user (of all users, for root) that other plans have bound, ascending by pid; `env` is
-    this process's own environment: processes of its own plan do not count."""
-    own, found = _job(env), []
+    """List this user's processes (for root, all users') that other plans have bound, by process id.
+
+    `env` is this process's environment: processes of its own plan are left out.
+    """
+    this_job, found = _job(env), []
     for pid in planned_pids():
         try:
             variables, mask = variables_of(pid), tuple(sorted(os.sched_getaffinity(pid)))
@@ -338,10 +344,10 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
             continue  # it has ended
         try:
             worker = planned_worker_of(pid, variables)
-        except InputError:  # the plan of another version, say
+        except InputError:  # a plan of another version, for example
             worker = None
         pus = worker.pus if worker else mask
-        if PLAN_VARIABLE not in env or _job(variables) != own:
+        if PLAN_VARIABLE not in env or _job(variables) != this_job:
             found.append(Neighbor(pid=pid, pus=pus))
     return tuple(found)
 
@@ -350,15 +356,12 @@ def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
     return tuple(variables.get(name) for name in JOB_VARIABLES)
 
 
-def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
-    """A warning that names the neighbors on the plan's cores, their PUs, and the setting in braces that avoids them; ()
-    where there are none."""
+def contention_warnings(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
+    """Return a warning that lists the neighbors on the plan's cores, with the setting that avoids them; () if none."""
     used = {pu for worker in plan.workers for pu in worker.pus}
     cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
     if not found:
         return ()
     named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
-    return (
-        f"cores of this plan are in use by processes {named}, which another plan has bound: {{share=true}} avoids them",
-    )
+    return (f"cores of this plan are in use by processes {named} of another plan: {{share=true}} avoids them",)

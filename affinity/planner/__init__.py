@@ -1,9 +1,9 @@
 """Machine + Request -> Plan: each worker's CPUs, memory, threads and environment, with a reason for every value.
 
-Stages in order: usable_cores, defaults (a profile's or a tuned plan's), domains (with worker_count), worker_sizes (by
-rules), core_roles, memory, openmp and oneccl. All are pure. The edge reads files: runtime finds the OpenMP runtime that
-a Python loads, records what was measured on this machine, plan_file a plan; this_machine plans this
-host with all that they find.
+Pure stages in order: `usable_cores`, `with_defaults` (a profile's or a tuned plan's values), `partition_host`,
+`worker_sizes`, `assign_roles`, `place_memory`, `environment` and `ccl_environment`. Files are read only by
+`find_runtime` (the OpenMP runtime that a Python loads), `read_records` (measurements of this machine), `read_plan`, and
+by `plan_this_machine`, which uses the first two.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,7 +1,7 @@
-"""A host's cores -> the number of workers, and one domain (cores) per worker.
+"""Number of workers on a host, and the cores (domain) of each worker.
 
-Usable cores are those that were requested, without those of other plans' processes, and no more than the CPU quota
-feeds. They are cut along NUMA nodes, dies, caches and core types. With more workers than cores, workers share cores.
+Usable cores are the requested ones, without cores in use by other plans' processes, limited by the CPU quota. They are
+divided along NUMA nodes, dies, caches and core types. With more workers than cores, workers share cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,24 @@ Cores = tuple[Core, ...]
 
 
 def uniform_groups(cores: Cores) -> list[Cores]:
-    """The cores of each NUMA node and core type, in the machine's order; those without a node are one
-    group per package and type."""
+    """Group cores by NUMA node and core type, in the machine's order; cores without a node by package and type."""
     groups: dict[tuple[int | None, int | None, float], list[Core]] = {}
     for core in cores:
-        homeless = core.package if core.numa_node is None else None
-        groups.setdefault((core.numa_node, homeless, core.speed), []).append(core)
+        package = core.package if core.numa_node is None else None
+        groups.setdefault((core.numa_node, package, core.speed), []).append(core)
     return [tuple(group) for group in groups.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlaces:
-    """Where cores have their memory: their NUMA nodes, and the packages of those that belong to no node."""
+    """NUMA nodes of some cores, and the packages of cores that belong to no node."""
 
     nodes: frozenset[int]
     packages: frozenset[int]
 
     @property
     def count(self) -> int:
-        """Nodes and packages."""
+        """Number of nodes and packages together."""
         return len(self.nodes) + len(self.packages)
 
     @property
@@ -50,7 +49,7 @@ class MemoryPlaces:
 
 
 def memory_places(cores: Cores) -> MemoryPlaces:
-    """The places of these cores' memory."""
+    """Return the NUMA nodes of some cores, and the packages of cores without a node."""
     return MemoryPlaces(
         nodes=frozenset(core.numa_node for core in cores if core.numa_node is not None),
         packages=frozenset(core.package for core in cores if core.numa_node is None),
@@ -58,7 +57,7 @@ def memory_places(cores: Cores) -> MemoryPlaces:
 
 
 def cores_by(level: str, cores: Cores) -> list[Cores]:
-    """The cores of each die or level-3 cache (`level` "die" or "l3"); one group where the level is not known."""
+    """Group cores by die or level-3 cache (`level` "die" or "l3"); one group per package if the level is unknown."""
     units: dict[tuple[int, int | None], list[Core]] = {}
     for core in cores:
         units.setdefault((core.package, core.die if level == "die" else core.l3), []).append(core)
@@ -73,12 +72,12 @@ LAYOUT_FIGURES = (
     Reason(
         what="lost by remote memory",
         value=f"{LOST_BY_REMOTE_MEMORY:.0%}",
-        why="assumed: of the speed of a worker whose memory is all on other NUMA nodes",
+        why="assumed: loss of speed of a worker whose memory is all on other NUMA nodes",
     ),
     Reason(
         what="equally fast layouts",
         value=f"within {1 - NEARLY:.0%}",
-        why="measured: the rate of one layout varies by as much from run to run; the other rules decide between them",
+        why="measured: a layout's rate varies as much from run to run; the other rules choose between such layouts",
     ),
 )
 
@@ -101,26 +100,28 @@ class Layout:
 
     @property
     def across(self) -> int:
-        """Workers whose cores are in several NUMA nodes."""
+        """Number of workers whose cores span several NUMA nodes."""
         return sum(len({core.numa_node for core in part}) > 1 for part in self.parts)
 
     @property
     def nodes(self) -> int:
-        """NUMA nodes of all workers, those of several workers as often."""
+        """Sum of the workers' numbers of NUMA nodes."""
         return sum(len({core.numa_node for core in part}) for part in self.parts)
 
     def pace(self, *, proportional: bool) -> float:
-        """What the workers compute together, in cores of the fastest type, without remote memory.
+        """Throughput of all workers, in cores of the fastest type with local memory.
 
-        With equal batches all wait for the slowest; with `proportional` ones none waits.
+        With equal batches all workers wait for the slowest; with `proportional` batches none waits.
         """
         each = [capacity(part) for part in self.parts]
         return round(sum(each) if proportional else len(each) * min(each), 6)
 
 
 def capacity(part: Cores) -> float:
-    """What one worker computes, in cores of the fastest type: all its cores keep the slowest one's pace. Of a worker
-    on k NUMA nodes, all but 1 / k of the memory is remote."""
+    """Return a worker's throughput in cores of the fastest type.
+
+    All its cores run at the pace of the slowest; on k NUMA nodes, all but 1 / k of its memory is remote.
+    """
     remote = 1 - 1 / len({core.numa_node for core in part})
     return len(part) * min(core.speed for core in part) * (1 - LOST_BY_REMOTE_MEMORY * remote)
 
@@ -132,10 +133,10 @@ def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
 
 
 def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
-    """The layout of exactly ppn workers, at most one per core, that computes most; of nearly equal ones the one that
-    uses most cores, then the one whose workers have the fewest NUMA nodes. A worker has cores of one type.
+    """Choose the fastest layout of exactly ppn workers, at most one per core, each with cores of one type.
 
-    Layouts that fit in memory come first: `headroom` is the least ratio of a worker's memory to its need.
+    Layouts that fit in memory come first: `headroom` is the smallest ratio of a worker's memory to its need. Among
+    nearly equal layouts the one that uses most cores wins, then the one whose workers have the fewest NUMA nodes.
     """
     layouts = _layouts(cores, ppn)
     layouts = [one for one in layouts if headroom(one) >= 1] or layouts
@@ -146,13 +147,13 @@ def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, 
 
 
 def nearly_fastest(layouts: Sequence[Layout], *, proportional: bool) -> list[Layout]:
-    """Those that compute nearly as much as the one that computes most."""
+    """Select the layouts that are nearly as fast as the fastest one."""
     most = max(one.pace(proportional=proportional) for one in layouts)
     return [one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most]
 
 
 def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:
-    """Workers inside groups of equal cores, the smallest as large as possible; a group that is too small has none."""
+    """Place workers inside groups of equal cores, the smallest worker as large as possible; small groups stay empty."""
     workers = [0] * len(groups)
     for _ in range(ppn):
         widest = max(
@@ -164,7 +165,8 @@ def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:
 
 
 def _layouts(cores: Cores, ppn: int) -> list[Layout]:
-    """Inside NUMA nodes, with a worker in each or not; and for fewer workers than nodes, across nodes."""
+    """List the candidates: workers inside NUMA nodes, with or without a worker in each; across nodes if they are fewer
+    than the nodes."""
     groups = uniform_groups(cores)
     found = [inside_nodes(groups, ppn)]
     if ppn >= len(groups):
@@ -178,7 +180,7 @@ def _layouts(cores: Cores, ppn: int) -> list[Layout]:
 
 
 def _in_each(groups: Sequence[Cores], ppn: int) -> Layout:
-    """Workers inside groups, at least one in each."""
+    """Place workers inside groups, at least one in each."""
     workers = [1] * len(groups)
     for _ in range(ppn - len(groups)):
         widest = max(
@@ -189,11 +191,12 @@ def _in_each(groups: Sequence[Cores], ppn: int) -> Layout:
 
 
 def whole_groups(groups: Sequence[Cores], count: int) -> list[Cores]:
-    """Consecutive whole groups for each of `count` parts, of sizes as equal as possible; larger parts come first."""
+    """Divide consecutive whole groups into `count` parts of sizes as equal as possible; larger parts come first."""
     ends = [0]
     for group in groups:
         ends.append(ends[-1] + len(group))
-    # least[j]: the least sum of squared sizes of the first j groups in so many parts, and where those parts start.
+    # Dynamic programming over the number of parts. least[j]: the least sum of squared part sizes for the first j
+    # groups, and the starts of these parts.
     least: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(groups)
     for _ in range(count):
         least = [(inf, ())] + [_last_part(least, ends, j) for j in range(1, len(groups) + 1)]
@@ -204,7 +207,7 @@ def whole_groups(groups: Sequence[Cores], count: int) -> list[Cores]:
 def _last_part(
     least: Sequence[tuple[float, tuple[int, ...]]], ends: Sequence[int], j: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The best start of a part that ends with group j; of equal ones the last, so that earlier parts are larger."""
+    """Find the best start of a part that ends with group j; the last of equals, so that earlier parts are larger."""
     start = min(range(j), key=lambda i: (least[i][0] + (ends[j] - ends[i]) ** 2, -i))
     return least[start][0] + (ends[j] - ends[start]) ** 2, (*least[start][1], start)
 
@@ -215,7 +218,7 @@ def _divided(groups: Sequence[Cores], workers: Sequence[int]) -> Layout:
 
 
 def divide_group(group: Cores, count: int) -> list[Cores]:
-    """Divide a group into parts that differ by a core at most: along dies, else level-3 caches, where possible."""
+    """Divide a group into parts that differ by at most one core, along dies or else level-3 caches if possible."""
     for level in ("die", "l3"):
         units = cores_by(level, group)
         if len(units) > 1 and len(units) % count == 0:
@@ -243,8 +246,8 @@ WORKER_COUNT_FIGURES = (
     Reason(
         what="hosts with a worker per core",
         value=f"at most {SMALL_HOST_CORES} cores",
-        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; larger hosts have no "
-        "such measurement, and there each worker more costs memory and a rank in every all-reduce",
+        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; not measured on larger "
+        "hosts, where each additional worker costs memory and a rank in every all-reduce",
     ),
     Reason(
         what="near-equal workers",
@@ -257,15 +260,14 @@ WORKER_COUNT_FIGURES = (
 def choose_layout(
     cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool
 ) -> tuple[Layout, str]:
-    """The layout that suits the cores and, if any does, the memory; and why so many workers.
+    """Choose the number of workers and their cores, and return the layout with the reason.
 
-    Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Of the layouts that compute nearly
-    the most: those with near-equal workers, then those that compute most, have whole level-3 caches, have the fewest
-    workers. `headroom` is the least ratio of a worker's memory to its need; where the layout lacks memory, fewer
-    workers have more. `most`: the most workers.
+    Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Among the nearly fastest layouts the
+    order is: near-equal workers, speed, whole level-3 caches, fewest workers. `headroom` is the smallest ratio of a
+    worker's memory to its need; if the layout lacks memory, fewer workers get more each. `most`: limit on the workers.
     """
-    suited = _suited(cores, proportional=proportional)
-    why = _why(cores, suited)
+    suited = _layout_by_cores(cores, proportional=proportional)
+    why = _explain_layout(cores, suited)
     if most is not None and most < len(suited.parts):
         suited = best_layout(cores, most, headroom, proportional=proportional)
         why = formatted("the batch and the images suffice for {most_workers:worker} per host", most_workers=most)
@@ -280,9 +282,11 @@ def choose_layout(
     return max([suited, *fewer], key=headroom), "no worker count fits in the memory; this one comes nearest"
 
 
-def _suited(cores: Cores, *, proportional: bool) -> Layout:
-    """The layout that suits the cores, whatever memory there is. A few cores have a worker each, except slow ones whose
-    worker all others would wait for."""
+def _layout_by_cores(cores: Cores, *, proportional: bool) -> Layout:
+    """Choose a layout by the cores alone, without regard to memory.
+
+    On small hosts each core has a worker, except slow cores whose worker would delay all others.
+    """
     if len(cores) <= SMALL_HOST_CORES:
         fastest = [[core for core in cores if core.speed >= speed] for speed in {core.speed for core in cores}]
         single = [Layout(parts=tuple((core,) for core in kept)) for kept in fastest]
@@ -290,7 +294,8 @@ def _suited(cores: Cores, *, proportional: bool) -> Layout:
     groups = uniform_groups(cores)
     fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
     every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
-    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER] or every  # of very slow cores
+    # Very slow cores may leave no layout within the limit.
+    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER] or every
     return min(
         nearly_fastest(layouts, proportional=proportional),
         key=lambda one: (
@@ -303,13 +308,13 @@ def _suited(cores: Cores, *, proportional: bool) -> Layout:
 
 
 def _whole_caches(layout: Layout) -> bool:
-    """Whether no two workers share a level-3 cache."""
+    """Whether each level-3 cache belongs to a single worker."""
     each = [{core.l3 for core in part} for part in layout.parts]
     return sum(map(len, each)) == len(set().union(*each))
 
 
-def _why(cores: Cores, layout: Layout) -> str:
-    """Why the cores alone suggest these workers."""
+def _explain_layout(cores: Cores, layout: Layout) -> str:
+    """Explain the layout that `_layout_by_cores` chose."""
     count, groups, places = len(layout.parts), uniform_groups(layout.used), memory_places(layout.used)
     nodes = len(places.nodes)
     if len(cores) == 1:
@@ -317,24 +322,24 @@ def _why(cores: Cores, layout: Layout) -> str:
     elif len(cores) <= SMALL_HOST_CORES:
         which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
         why = (
-            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
+            f"one for {which}, as with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
             "(measured on two cores: 1.2-1.35x over one worker of two threads)"
         )
     elif count == len(groups) == 1:
         some = "" if len(layout.used) == len(cores) else "{used} of "
-        why = f"one for the host: {some}its {{cores}} cores suit a single worker"
+        why = f"one for the host, as {some}its {{cores}} cores suit a single worker"
     elif count == len(groups) == nodes:
-        why = "one for each of {nodes} NUMA nodes: no worker spans two"
+        why = "one for each of {nodes} NUMA nodes, so that no worker spans two"
     elif count == len(groups) == places.count:
-        why = "one for each of {groups} groups of cores ({places}): no worker spans two"
+        why = "one for each of {groups} groups of cores ({places}), so that no worker spans two"
     elif count == len(groups):
-        why = "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
+        why = "one for each core type in a NUMA node, so that no worker mixes fast and slow cores"
     else:
         what = "{nodes:NUMA node}" if len(groups) == nodes else "{groups:group} of equal cores"
         where = "its cores are divided" if places.count == 1 else "no worker spans two"
         why = (
-            f"{what} of {{group_cores:core}}: {where}, workers have {{worker_cores:core}} each, and "
-            f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
+            f"{what} of {{group_cores:core}}; {where}, and each worker has {{worker_cores:core}}, at most "
+            f"{MOST_CORES_PER_WORKER} (by published practice, several workers are faster than one)"
         )
     return formatted(
         why,
@@ -348,29 +353,29 @@ def _why(cores: Cores, layout: Layout) -> str:
     )
 
 
-OTHER_TYPE = "slower or faster than the compute cores: mixed, all would run at the slowest cores' speed"
+OTHER_TYPE = "another core type than the compute cores; a mixed worker would run at the slowest core's speed"
 MOST_TRIED = 16  # numbers of workers below the requested one
-TOO_FEW = "too few in their NUMA node: a worker there would slow down all others"
+TOO_FEW = "too few cores in their NUMA node; a worker there would slow down all others"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One worker's cores: `cores` of one type, which may compute, and `spare` ones, which load and communicate."""
+    """One worker's cores: `cores` of one type, which compute, and `spare` cores for loading and communication."""
 
     cores: Cores
     spare: Cores = ()
 
     @property
     def capacity(self) -> float:
-        """How much it computes, in cores of the fastest type."""
+        """Throughput in cores of the fastest type."""
         return sum(core.speed for core in self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The domains by local rank, why they are as they are, and what could not be avoided.
+    """The domains by local rank, with reasons and warnings.
 
-    `unused` are the PUs of cores in NUMA nodes where no worker computes.
+    `unused` are the PUs of cores in no domain.
     """
 
     domains: tuple[Domain, ...]
@@ -388,13 +393,12 @@ def partition_host(
     proportional: bool,
     headroom: Callable[[tuple[Domain, ...]], float],
 ) -> Partition:
-    """Divide the allowed cores into ppn domains; None lets the rules decide how many,
-    `most` at the most.
+    """Divide the allowed cores into ppn domains; None lets the rules choose the number, at most `most`.
 
-    With at least as many workers as NUMA nodes no domain crosses a node. Domains have cores of one type. Cores whose
-    worker all others would wait for are left out. `proportional`: workers get batches in proportion to their cores, so
-    a small domain delays no other. `headroom`: the least ratio of a worker's memory to what it needs. Raises
-    RequestError where ppn exceeds the allowed cores.
+    With at least as many workers as NUMA nodes, no domain crosses a node. Domains have cores of one type. Cores whose
+    worker would delay all others are left out. `proportional`: batches are proportional to the workers' cores, so that
+    a small domain delays no other. `headroom`: smallest ratio of a worker's memory to its need. Raises RequestError if
+    ppn exceeds the allowed cores.
     """
     cores = machine.allowed_cores
     if ppn is not None and ppn > len(cores):
@@ -410,11 +414,11 @@ def partition_host(
         layout, ppn_why = choose_layout(cores, most, room, proportional=proportional)
     else:
         layout = best_layout(cores, ppn, room, proportional=proportional)
-    faster = None if ppn is None or proportional else _faster(cores, layout, room)
+    faster = None if ppn is None or proportional else _faster_layout(cores, layout, room)
     domains = domains_of(cores, layout)
     return Partition(
         domains=domains,
-        unused=tuple(_left_out(cores, domains)),
+        unused=tuple(_unused(cores, domains)),
         reasons=(
             Reason(what="workers per host", value=formatted("{workers}", workers=len(domains)), why=ppn_why),
             *_core_type_reasons(cores, layout.used, proportional=proportional),
@@ -425,20 +429,20 @@ def partition_host(
 
 
 def domains_of(cores: Cores, layout: Layout) -> tuple[Domain, ...]:
-    """The domains of a layout: the other cores of each NUMA node are divided among the workers that compute there."""
+    """Return the domains of a layout; the remaining cores of each NUMA node become spare cores of its workers."""
     busy = {pu for core in layout.used for pu in core.pus}
     idle = tuple(core for core in cores if busy.isdisjoint(core.pus))
-    given: list[Cores] = [()] * len(layout.parts)
+    spares: list[Cores] = [()] * len(layout.parts)
     for node in {core.numa_node for core in idle}:
         here = [i for i, part in enumerate(layout.parts) if any(core.numa_node == node for core in part)]
         divided = shares(tuple(core for core in idle if core.numa_node == node), len(here)) if here else []
         for i, part in zip(here, divided, strict=True):
-            given[i] += part
-    return tuple(Domain(cores=part, spare=spare) for part, spare in zip(layout.parts, given, strict=True))
+            spares[i] += part
+    return tuple(Domain(cores=part, spare=spare) for part, spare in zip(layout.parts, spares, strict=True))
 
 
-def _left_out(cores: Cores, domains: tuple[Domain, ...]) -> list[Unused]:
-    """The PUs in no domain, and why."""
+def _unused(cores: Cores, domains: tuple[Domain, ...]) -> list[Unused]:
+    """List the PUs in no domain, with the reason."""
     assigned = {pu for domain in domains for core in (*domain.cores, *domain.spare) for pu in core.pus}
     idle = [core for core in cores if assigned.isdisjoint(core.pus)]
     computing = {core.speed for domain in domains for core in domain.cores}
@@ -446,15 +450,15 @@ def _left_out(cores: Cores, domains: tuple[Domain, ...]) -> list[Unused]:
 
 
 def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list[Reason]:
-    """Which core types compute, where there are several."""
+    """Explain which core types compute, if there are several."""
     speeds = sorted({core.speed for core in cores}, reverse=True)
     if len(speeds) == 1:
         return []
     counts = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
     if len({core.speed for core in used}) == 1:
         why = (
-            "only those of speed {speed:.2f} compute: a worker has cores of one type, as its threads wait for the "
-            "slowest, and a step waits for the slowest worker; the others may load and communicate"
+            "only cores of speed {speed:.2f} compute, as threads wait for the slowest core of their worker, and a step "
+            "for the slowest worker; the other cores may load images and communicate"
         )
     else:
         how = (
@@ -465,7 +469,7 @@ def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list
 
 
 def _cache_reasons(layout: Layout) -> list[Reason]:
-    """How many level-3 caches a worker has, where a NUMA node has several."""
+    """Explain the number of level-3 caches per worker, if a NUMA node has several."""
     several = any(len(cores_by("l3", group)) > 1 for group in uniform_groups(layout.used))
     if not several or any(core.l3 is None for core in layout.used):
         return []
@@ -475,13 +479,13 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
     workers = {cache: sum(cache in used for used in caches) for cache in every}
     shared = sum(count > 1 for count in workers.values())
     if not shared:
-        why = "whole caches: workers do not evict each other's weights"
+        why = "whole caches, so that workers do not evict each other's weights"
     elif len(set(workers.values())) == 1 and all(len(used) == 1 for used in caches):
         why = "{workers} workers share {caches} caches, equally many each"
     elif any(len(speeds) > 1 for speeds in types):
-        why = "workers share {shared} of {caches} caches: each worker has cores of one type, a cache several"
+        why = "workers share {shared} of {caches} caches, as workers have cores of one type, caches several types"
     else:
-        why = "workers share {shared} of {caches} caches, so that their numbers of cores are as equal as possible"
+        why = "workers share {shared} of {caches} caches, so that workers are as equal as possible"
     return [
         Reason(
             what="level-3 caches per worker",
@@ -491,8 +495,8 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
     ]
 
 
-def _faster(cores: Cores, layout: Layout, headroom: Callable[[Layout], float]) -> Layout | None:
-    """Of workers with unequal domains: the layout of somewhat fewer ones that clearly computes more, if any."""
+def _faster_layout(cores: Cores, layout: Layout, headroom: Callable[[Layout], float]) -> Layout | None:
+    """Find a clearly faster layout with somewhat fewer workers, if the domains are unequal."""
     if max(layout.sizes) == min(layout.sizes):
         return None
     count, pace = len(layout.parts), layout.pace(proportional=False)
@@ -501,7 +505,7 @@ def _faster(cores: Cores, layout: Layout, headroom: Callable[[Layout], float]) -
     return next((one for one in fewer if NEARLY * one.pace(proportional=False) > pace and headroom(one) >= 1), None)
 
 
-def _described(faster: Layout | None, layout: Layout) -> str:
+def _hint_at(faster: Layout | None, layout: Layout) -> str:
     if faster is None:
         return ""
     times = faster.pace(proportional=False) / layout.pace(proportional=False)
@@ -521,14 +525,14 @@ def _warnings(layout: Layout, faster: Layout | None, *, proportional: bool) -> l
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(
             f"domains of {spread(layout.sizes, 'core')}: the smallest sets the pace of each step "
-            f"({{balance=batch}} makes batches proportional to cores{_described(faster, layout)})"
+            f"({{balance=batch}} makes batches proportional to cores{_hint_at(faster, layout)})"
         )
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsableCores:
-    """The machine narrowed to the usable cores, and what was left out and why."""
+    """The machine restricted to its usable cores, and the unused PUs with reasons."""
 
     machine: Machine
     unused: tuple[Unused, ...] = ()
@@ -537,9 +541,12 @@ class UsableCores:
 
 
 def usable_cores(machine: Machine, request: Request) -> UsableCores:
-    """The requested cores, outside occupied PUs, that the CPU quota feeds. Raises RequestError where none is left."""
+    """Restrict the machine to the requested, unoccupied cores within the CPU quota.
+
+    Raises RequestError if no core is left.
+    """
     found = UsableCores(machine=machine)
-    for narrow in (_listed, _without_isolated, _fastest, _without_occupied, _within_quota):
+    for narrow in (_requested, _without_isolated, _fastest, _without_occupied, _within_quota):
         step = narrow(found.machine, request)
         found = UsableCores(
             machine=step.machine,
@@ -550,15 +557,15 @@ def usable_cores(machine: Machine, request: Request) -> UsableCores:
     return found
 
 
-def _listed(machine: Machine, request: Request) -> UsableCores:
-    """Leave out the PUs that are not in the requested list."""
+def _requested(machine: Machine, request: Request) -> UsableCores:
+    """Keep only the PUs in the requested list."""
     if not request.cores:
         return UsableCores(machine=machine)
     listed = format_list(request.cores)
     if missing := set(request.cores) - set(machine.allowed_pus):
         raise RequestError(
-            f"{{cores={listed}}}: host {machine.name} has no CPU {format_list(missing)} for this process: give CPUs of "
-            f"{format_list(machine.allowed_pus)}"
+            f"{{cores={listed}}}: CPUs {format_list(missing)} of host {machine.name} are not available to this "
+            f"process; choose from {format_list(machine.allowed_pus)}"
         )
     pus = frozenset(request.cores)
     return UsableCores(
@@ -573,8 +580,10 @@ def _listed(machine: Machine, request: Request) -> UsableCores:
 
 
 def _without_isolated(machine: Machine, request: Request) -> UsableCores:
-    """Leave out isolated PUs, unless they are requested, or there are no others. Between those that stay the scheduler
-    moves no thread: each has to be bound to one."""
+    """Leave out isolated PUs, unless they are requested or there are no others.
+
+    The scheduler does not move threads between isolated PUs, so that each thread has to be bound to one.
+    """
     isolated = tuple(pu for pu in machine.allowed_pus if pu in frozenset(machine.isolated_pus))
     others = tuple(pu for pu in machine.allowed_pus if pu not in isolated)
     if not isolated:
@@ -582,33 +591,33 @@ def _without_isolated(machine: Machine, request: Request) -> UsableCores:
     listed = format_list(isolated)
     if request.cores or not others:
         bound = (
-            f"CPUs {listed} are isolated (isolcpus): the scheduler moves no thread between them, so that each OpenMP, "
-            "loader and comm thread is bound to one; what else a program starts stays on one CPU"
+            f"CPUs {listed} are isolated (isolcpus): the scheduler moves no thread between them, so each OpenMP, "
+            "loader and comm thread is bound to one CPU; all other threads of the program stay on a single CPU"
         )
         return UsableCores(machine=machine, warnings=(bound,))
     return UsableCores(
         machine=narrowed(machine, frozenset(others), None),
-        unused=(Unused(pus=isolated, why=f"isolated (isolcpus): {{cores={listed}}} plans them"),),
+        unused=(Unused(pus=isolated, why=f"isolated (isolcpus); {{cores={listed}}} uses them"),),
         reasons=(
             Reason(
                 what="CPUs used",
                 value=format_list(others),
-                why="the others are isolated (isolcpus): the scheduler moves no thread between them",
+                why="the others are isolated (isolcpus), and the scheduler moves no thread between them",
             ),
         ),
         warnings=(
-            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} plans them, each thread on one",
+            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} uses them, with a thread on each",
         ),
     )
 
 
 def _fastest(machine: Machine, request: Request) -> UsableCores:
-    """Leave out the slower types of cores, where that is requested."""
+    """Leave out the slower types of cores if requested."""
     cores = machine.allowed_cores
     fastest = tuple(core for core in cores if core.speed == max(core.speed for core in cores))
     if request.e_cores == "auto" or fastest == cores:
         return UsableCores(machine=machine)
-    return _narrowed(machine, fastest, "{e_cores=off}", unused_why="slower cores: {e_cores=off} leaves them out")
+    return _narrowed(machine, fastest, "{e_cores=off}", unused_why="slower cores, left out by {e_cores=off}")
 
 
 def _without_occupied(machine: Machine, request: Request) -> UsableCores:
@@ -620,37 +629,39 @@ def _without_occupied(machine: Machine, request: Request) -> UsableCores:
     kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
     if not kept:
         raise RequestError(
-            f"{{share=true}}: processes of other plans use all {len(cores)} cores that this process may use on host "
-            f"{machine.name}: wait until they end, or plan without {{share}}"
+            f"{{share=true}}: processes of other plans use all {len(cores)} cores available to this process on host "
+            f"{machine.name}; wait until they end, or plan without {{share}}"
         )
-    why = "running processes of other plans are bound to the others ({share=true})"
-    return _narrowed(machine, kept, why, unused_why="on cores of processes that other plans have bound")
+    why = "the others are in use by processes of other plans ({share=true})"
+    return _narrowed(machine, kept, why, unused_why="on cores in use by processes of other plans")
 
 
 def _within_quota(machine: Machine, request: Request) -> UsableCores:
-    """Leave out the PUs beyond the control groups' quota of CPU time: as many remain as may run all the time.
+    """Keep as many PUs as the control groups' CPU quota lets run all the time.
 
-    Whole cores with `smt`, else one PU of each core, so that no second thread takes time from a compute core's.
+    Whole cores with `smt`, else one PU per core, so that no hyper-thread takes CPU time from compute threads.
     """
     cores, quota = machine.allowed_cores, machine.cpu_quota
     running = len(machine.allowed_pus) if quota is None else max(1, int(quota))
     if quota is None or running >= len(machine.allowed_pus):
         return UsableCores(machine=machine)
     each = min(running, max(len(core.pus) for core in cores)) if request.smt else 1
-    best = _kept(machine, cores, running // each)
+    best = _best_cores(machine, cores, running // each)
     kept = tuple(replace(core, pus=core.pus[:each]) for core in best)
-    effect = "with more threads, all would be throttled" if quota >= 1 else "even a single thread is throttled"
-    why = formatted("the control group's quota is the time of {quota:g} CPUs: {effect}", quota=quota, effect=effect)
+    effect = "more threads would all be throttled" if quota >= 1 else "even a single thread is throttled"
+    why = formatted("the control group's quota is the time of {quota:g} CPUs, and {effect}", quota=quota, effect=effect)
     step = _narrowed(machine, kept, why, unused_why="beyond the CPU quota")
     second = tuple(sorted(pu for core in best for pu in core.pus[each:]))
     beyond = Unused(pus=tuple(pu for pu in step.unused[0].pus if pu not in second), why=step.unused[0].why)
-    others = Unused(pus=second, why="further threads of their cores: the CPU quota does not feed all threads")
+    others = Unused(pus=second, why="hyper-threads of used cores; the CPU quota is too small for all threads")
     return replace(step, unused=tuple(item for item in (beyond, others) if item.pus))
 
 
-def _kept(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[Core, ...]:
-    """The `count` best cores, in as few NUMA nodes as possible: those next to memory that the process may use, fast
-    ones, of one node that has enough of them, next to much memory."""
+def _best_cores(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[Core, ...]:
+    """Choose the `count` best cores, in as few NUMA nodes as possible.
+
+    Nodes are ordered by: allowed memory, speed of the cores, enough cores, size of the memory.
+    """
     memory = {
         cpus: sum(
             node.memory_bytes
@@ -685,8 +696,10 @@ def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why:
 
 
 def partition_shared(machine: Machine, ppn: int) -> Partition:
-    """Give each of ppn workers, more than the allowed cores, one core; the cores' numbers of workers differ by at most
-    one. Workers of a core divide its PUs before two of them share a PU."""
+    """Give each of more workers than cores one core; the numbers of workers per core differ by at most one.
+
+    Workers on the same core divide its PUs before two of them share a PU.
+    """
     cores = machine.allowed_cores
     domains = tuple(
         Domain(cores=(part,))
@@ -701,13 +714,13 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         reasons=(Reason(what="workers per host", value=formatted("{workers}", workers=ppn), why=why),),
         warnings=(
             f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
-            "slow each other down: use this to test a number of workers, not to measure speed",
+            "slow each other down; use this to test a number of workers, not to measure speed",
         ),
     )
 
 
 def _parts(core: Core, count: int) -> list[Core]:
-    """The core once for each of its workers, with the PUs of that worker only."""
+    """Return a copy of the core for each of its workers, with that worker's PUs."""
     pus = core.pus
     starts = [i * len(pus) // count for i in range(count)]
     ends = [max(start + 1, (i + 1) * len(pus) // count) for i, start in enumerate(starts)]

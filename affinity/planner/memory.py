@@ -1,4 +1,4 @@
-"""The memory that each worker uses: policy, NUMA nodes, room; and whether a batch fits."""
+"""Memory of each worker: policy, NUMA nodes, available bytes, and whether a batch fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ MEMORY_FIGURES = (
     Reason(
         what="usable share of memory",
         value=f"{USABLE:.0%}",
-        why="assumed: the kernel and the page cache of the images keep the rest",
+        why="assumed: the rest is for the kernel and the page cache of the images",
     ),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """A worker's policy, its NUMA nodes, the bytes it may use, and why."""
+    """A worker's memory policy, its NUMA nodes, the bytes available to it, and the reason."""
 
     policy: MemoryPolicy
     nodes: tuple[int, ...]
@@ -33,15 +33,15 @@ class Memory:
 
 
 def peak_bytes(workload: Workload | None, batch: int | None) -> int | None:
-    """A worker's estimated peak memory; None where workload or batch are not known."""
+    """Estimate a worker's peak memory in bytes; None if workload or batch are unknown."""
     return None if workload is None or batch is None else footprint(workload, batch).total
 
 
 def place_memory(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int | None, ...]) -> tuple[Memory, ...]:
-    """Memory for each worker. `needs` is what each will use, in bytes, None where unknown.
+    """Choose the memory of each worker; `needs` are their needs in bytes, None if unknown.
 
-    A worker with high-bandwidth memory of its own is bound to it where its need fits, and prefers it otherwise. Memory
-    without PUs that is slow, or of which nothing is known, is left out. Each byte counts for one worker.
+    A worker next to high-bandwidth memory is bound to it if its need fits, and prefers it otherwise. Memory without PUs
+    is left out if it is slow or of unknown speed. Each byte is assigned to one worker.
     """
     memory = _memory_of(machine, domains)
     return tuple(_decide(memory, machine, worker, need) for worker, need in enumerate(needs))
@@ -49,9 +49,12 @@ def place_memory(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HostMemory:
-    """The nodes whose memory the process may use, by id; of each worker those with HBM and with DRAM next to it; the
-    nodes of `common` memory, and those of them that are next to no worker. `limit` is each worker's part of the
-    control group's."""
+    """Memory of the host.
+
+    usable: nodes whose memory the process may use, by id. fast, local: for each worker, the nodes with HBM and with
+    DRAM next to it. common: all nodes with DRAM. spare: common nodes next to no worker. limit: each worker's part of
+    the control group's limit, in bytes.
+    """
 
     usable: Mapping[int, NumaNode]
     fast: tuple[tuple[int, ...], ...]
@@ -62,17 +65,17 @@ class _HostMemory:
 
     @property
     def roaming(self) -> int:
-        """Workers without memory next to them, which take it anywhere."""
+        """Number of workers without memory next to them, which use memory anywhere."""
         return sum(not nodes for nodes in self.local)
 
     def part(self, node: int) -> float:
-        """The bytes of a node's common memory that a worker next to it gets. Roaming workers count in equal parts on
-        every node."""
+        """Bytes of a common node's memory for each worker next to it; roaming workers count in equal parts on all
+        nodes."""
         users = sum(node in nodes for nodes in self.local) + self.roaming / max(1, len(self.common))
         return self.usable[node].memory_bytes * USABLE / users
 
     def near_share(self, worker: int) -> float:
-        """A worker's part of the common memory next to it, or anywhere where it has none."""
+        """A worker's part of the common memory next to it, or of all common memory if none is next to it."""
         if self.local[worker]:
             return sum(map(self.part, self.local[worker]))
         return sum(map(self.part, self.common)) / max(1, len(self.common)) if self.usable else inf
@@ -94,8 +97,8 @@ def _memory_of(machine: Machine, domains: tuple[Domain, ...]) -> _HostMemory:
     usable = {node.id: node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
     fast, local = [], []
     for domain in domains:
-        own = {core.numa_node for core in domain.cores}
-        near = [node for node in usable.values() if not own.isdisjoint(node.near)]
+        nodes = {core.numa_node for core in domain.cores}
+        near = [node for node in usable.values() if not nodes.isdisjoint(node.near)]
         fast.append(tuple(node.id for node in near if node.kind == "hbm" and not node.pus))
         local.append(tuple(node.id for node in near if node.kind == "dram" or node.pus))
     common = tuple(node.id for node in usable.values() if node.kind == "dram" or node.pus) or tuple(usable)
@@ -110,7 +113,7 @@ def _memory_of(machine: Machine, domains: tuple[Domain, ...]) -> _HostMemory:
 
 
 def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None) -> Memory:
-    """A worker's memory, from what it needs and what is next to it."""
+    """Choose a worker's memory by its need and the nodes next to it."""
     fast, local = memory.fast[worker], memory.local[worker]
     near_share, fast_share = memory.near_share(worker), memory.fast_share(worker)
 
@@ -132,7 +135,7 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     if need is not None and near_share < need <= near_share + memory.spare_share:
         why = (
             "the memory next to the worker has {near:GiB .1f} of the {need:GiB .1f} GiB that it needs; the rest comes "
-            "from NUMA nodes {spare}, next to no worker"
+            "from NUMA nodes {spare}, which are next to no worker"
         )
         policy, nodes = ("preferred", local) if len(local) == 1 else ("interleave", tuple(sorted(local + memory.spare)))
         return chosen(policy, nodes, near_share + memory.spare_share, why)
@@ -142,25 +145,25 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     why = (
         "the worker spans NUMA nodes" if spans else "memory of equal speed next to the worker is in several NUMA nodes"
     )
-    return chosen("interleave", local, near_share, f"{why}: its pages alternate")
+    return chosen("interleave", local, near_share, f"{why}, so its pages alternate")
 
 
 def _only_one(machine: Machine) -> str:
     if sum(node.memory_bytes > 0 for node in machine.numa_nodes) == 1:
-        return "one NUMA node with memory: nothing to choose"
-    return "the process may use the memory of one NUMA node: nothing to choose"
+        return "only one NUMA node has memory"
+    return "the process may use the memory of one NUMA node only"
 
 
 def _without_near(machine: Machine, memory: _HostMemory) -> str:
     if not any(node.memory_bytes for node in machine.numa_nodes):
-        return "where memory is, or how much, is not known: the kernel takes the nearest"
+        return "place and size of the memory are unknown; the kernel takes the nearest"
     if all(node.id in memory.usable for node in machine.numa_nodes if node.pus and node.memory_bytes):
-        return "there is no memory next to the worker: the kernel takes the nearest"
-    return "the process may use no memory next to the worker: the kernel takes the nearest"
+        return "no memory is next to the worker; the kernel takes the nearest"
+    return "the process may not use the memory next to the worker; the kernel takes the nearest"
 
 
 def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tuple[Memory, ...]) -> list[Reason]:
-    """The memory without PUs that no worker uses, and why."""
+    """List the NUMA nodes without PUs that no worker uses, with the reason."""
     beside = {core.numa_node for domain in domains for core in domain.cores}
     used = {node for memory in memories for node in memory.nodes}
     left_out: dict[str, list[int]] = {}
@@ -172,22 +175,22 @@ def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tu
 
 
 def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:
-    """Of a node that no worker uses; `beside` are the nodes of the workers' cores. Empty of DRAM without PUs."""
+    """Explain why no worker uses a node, "" for DRAM; `beside` are the nodes of the workers' cores."""
     if node.kind == "hbm" and beside.isdisjoint(node.near):
         return "high-bandwidth memory, but next to no worker"
     return {
-        "slow": "slower than the DRAM next to the PUs: a worker's pages would wait for it",
-        "unknown": "it has no PUs of its own, and its speed is not known",
-        "hbm": "high-bandwidth memory in several NUMA nodes, next to a worker that may need more than all of it: only "
-        "one node can be preferred to DRAM, so that more workers, of one node each ({ppn}), would use it",
+        "slow": "slower than the DRAM next to the PUs",
+        "unknown": "memory without PUs, of unknown speed",
+        "hbm": "high-bandwidth memory in several NUMA nodes, next to a worker that may need more than all of it; only "
+        "one node can be preferred to DRAM, so set {ppn} to at least the number of these nodes to use it",
         "dram": "",
     }[node.kind]
 
 
 def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tuple[int, ...]) -> str:
-    """The memory that a worker on these PUs uses under its policy: "DRAM", "HBM", on Xeon Phi "MCDRAM".
+    """Return the kind of memory of a worker: "DRAM", "HBM", on Xeon Phi "MCDRAM".
 
-    "HBM + DRAM" where what does not fit in the fast memory goes to DRAM: policy preferred.
+    "HBM + DRAM" with the policy preferred, by which memory overflows from HBM to DRAM.
     """
     used = [node for node in machine.numa_nodes if node.id in nodes]
     used = used or [node for node in machine.numa_nodes if node.memory_bytes and not {*pus}.isdisjoint(node.pus)]
@@ -199,8 +202,10 @@ def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tupl
 def check_fit(
     workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]
 ) -> tuple[str, ...]:
-    """A warning where an assumed workload does not fit, or of an unknown one not even a Python with torch. Raises
-    DoesNotFitError where a known one does not fit, naming the largest batch that does."""
+    """Return a warning if an assumed workload, or for an unknown one even a Python with torch, does not fit.
+
+    Raises DoesNotFitError, with the largest batch that fits, if a known workload does not fit.
+    """
     if workload is None:
         return _unknown_misfit(memories)
     for worker, (batch, memory) in enumerate(zip(batches, memories, strict=True)):
@@ -210,11 +215,11 @@ def check_fit(
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
             f"{workload.name} with {counted(batch or 0, 'image')} per step needs "
-            f"{_compared(peak, worker, memory)}: {_remedy(workload, peak, memory, memories)}"
+            f"{_needed_and_available(peak, worker, memory)}: {_remedy(workload, peak, memory, memories)}"
         )
         if not workload.assumed:
             raise DoesNotFitError(misfit, largest=most)
-        return (f"a typical training would not fit in memory: {misfit}",)
+        return (f"a typical training would not fit in memory, as {misfit}",)
     return ()
 
 
@@ -224,18 +229,18 @@ def _unknown_misfit(memories: tuple[Memory, ...]) -> tuple[str, ...]:
         return ()
     fewer = len(memories) > 1 and sum(memory.room_bytes for memory in memories) >= PROCESS_BYTES
     remedy = "use fewer workers" if fewer else "give it more memory, or use another host"
-    compared = _compared(PROCESS_BYTES, tight[0], memories[tight[0]])
-    return (f"a training would not fit in memory: a Python with torch alone needs {compared}: {remedy}",)
+    compared = _needed_and_available(PROCESS_BYTES, tight[0], memories[tight[0]])
+    return (f"a training would not fit in memory, as a Python with torch alone needs {compared}: {remedy}",)
 
 
-def _compared(need: int, worker: int, memory: Memory) -> str:
-    """Both sizes, with as many digits as tell them apart."""
+def _needed_and_available(need: int, worker: int, memory: Memory) -> str:
+    """Write needed and available memory with enough digits to tell them apart."""
     digits = 1 if f"{need / GIB:.1f}" != f"{memory.room_bytes / GIB:.1f}" else 3
     return f"{need / GIB:.{digits}f} GiB; worker {worker} has {memory.room_bytes / GIB:.{digits}f} GiB"
 
 
 def _remedy(workload: Workload, need: int, memory: Memory, memories: tuple[Memory, ...]) -> str:
-    """Fewer workers where one with the memory of all would have what it needs, a smaller batch where that fits."""
+    """Suggest a smaller batch if one fits, and fewer workers if one worker with the memory of all would fit."""
     most, together = largest_batch(workload, int(memory.room_bytes)), sum(each.room_bytes for each in memories)
     fewer = len(memories) > 1 and need <= together
     if most:
@@ -244,5 +249,5 @@ def _remedy(workload: Workload, need: int, memory: Memory, memories: tuple[Memor
         return "use fewer workers"
     alone = largest_batch(workload, int(together)) if len(memories) > 1 and together < inf else 0
     if alone:
-        return f"use fewer workers, a single one with {{local_batch}} of {alone} or fewer"
+        return f"use a single worker, with {{local_batch}} set to {alone} or fewer"
     return "train a smaller network or smaller crops, or use another host"

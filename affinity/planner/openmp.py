@@ -26,7 +26,7 @@ ALLOCATORS = (
     ("tcmalloc", ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4")),
     ("jemalloc", ("libjemalloc.so.2",)),
 )
-# LLVM's runtime and Intel's are one: both read KMP_ variables.
+# LLVM's and Intel's runtimes share their code: both read KMP_ variables.
 IOMP = ("libiomp5.so", "libomp.so")
 LOADER_CACHE = Path("/etc/ld.so.cache")
 INSTALL = "pip install intel-openmp, or export LD_PRELOAD=/path/to/libiomp5.so"
@@ -46,8 +46,8 @@ class Runtime:
     openmp: the OpenMP runtime.
     allocator: the memory allocator.
     preload: files for LD_PRELOAD.
-    origin: the file that was found, or why none was; empty for a machine other than this host.
-    missing: OpenMP runtimes and allocators in LD_PRELOAD that the loader would not find.
+    origin: path of the OpenMP runtime, or why it was not found; empty for a machine other than this host.
+    missing: OpenMP runtimes and allocators in LD_PRELOAD that the dynamic loader does not find.
     """
 
     openmp: Annotated[str, one_of("libgomp", "libiomp5")] = "libgomp"
@@ -59,16 +59,16 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The Python that will run: its prefix, and the folder of its torch's libraries if it has torch."""
+    """The Python that will run: its prefix, and the folder of torch's libraries if torch is installed."""
 
     prefix: Path
     torch_lib: Path | None
 
 
 def target_of(command: tuple[str, ...]) -> Target:
-    """The Python that a command starts; this one, where the command starts none directly.
+    """Return the Python that a command starts; this Python if the command is not a Python.
 
-    Another Python is run to find its torch, which takes about 30 ms. Raises InputError when that fails.
+    Another Python is run to find its torch, which takes about 30 ms. Raises InputError if that fails.
     """
     program = shutil.which(command[0]) if command else None
     if program is None or not Path(program).name.startswith("python") or Path(program) == Path(sys.executable):
@@ -78,9 +78,9 @@ def target_of(command: tuple[str, ...]) -> Target:
         output = subprocess.run([program, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError as error:
         last = (os.fsdecode(error.stderr).strip().splitlines() or [f"status {error.returncode}"])[-1]
-        raise InputError(f"cannot find out which torch {program} has: it ends with {last[:300]}: repair that") from None
+        raise InputError(f"cannot find the torch of {program}, which fails with {last[:300]}: repair that") from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise InputError(f"cannot find out which torch {program} has: {error}") from None
+        raise InputError(f"cannot find the torch of {program}: {error}") from None
     prefix, origin = [*os.fsdecode(output).splitlines(), "", ""][:2]
     return _target(prefix, origin)
 
@@ -97,11 +97,11 @@ def find_runtime(
     openmp: str = "auto",
     allocator: str = "auto",
 ) -> Runtime:
-    """What the target loads: its own libraries, those that LD_PRELOAD in `env` names, those that a plan can preload.
+    """Find the OpenMP runtime and allocator of a target: its own, in `env`'s LD_PRELOAD, or preloaded by the plan.
 
-    libiomp5 from the target's prefix or the system is preloaded over torch's libgomp, whose entry points it has too;
-    so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already. Raises RequestError where the target
-    does not load the runtime or the allocator that is requested.
+    libiomp5 from the target's prefix or the system is preloaded to replace torch's libgomp, whose entry points it also
+    provides; so are tcmalloc or jemalloc. Libraries that are already loaded are not preloaded. Raises RequestError if
+    the requested runtime or allocator is not available.
     """
     named = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
     preloaded = [path for path in named if _is_found(path, env, system)]
@@ -114,14 +114,14 @@ def find_runtime(
 
 
 def installed_allocators(target: Target, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))) -> list[str]:
-    """The allocators that a plan can request of a target: glibc and those that are found."""
+    """List the allocators that are available to a target: glibc and the installed ones."""
     places = (target.prefix / "lib", *system)
     return ["glibc", *(name for name, files in ALLOCATORS if _first(files, places))]
 
 
 def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
-    """The environment in which a command's Python loads libiomp5: a plan made on another host does not know its path
-    here. Raises InputError where this Python has none."""
+    """Return the environment in which a command's Python loads libiomp5, for a plan that was made on another host and
+    has no path of it. Raises InputError if the Python has no libiomp5."""
     preload = find_runtime(target_of(command), env, openmp="libiomp5").preload
     library = next((path for path in preload if _named([path], IOMP)), None)
     if library is None:
@@ -132,18 +132,18 @@ def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str,
 def _openmp(
     target: Target, preloaded: list[str], places: tuple[Path, ...], requested: str
 ) -> tuple[str, str, tuple[str, ...]]:
-    """The OpenMP runtime, where it comes from, and what to preload for it."""
-    named, own = _named(preloaded, IOMP), _bundled_with_torch(target, IOMP)
-    if named or own:
-        origin = f"{named}, which LD_PRELOAD names" if named else f"{own}, which torch loads"
+    """Return the OpenMP runtime, its origin, and the libraries to preload."""
+    named, bundled = _named(preloaded, IOMP), _bundled_with_torch(target, IOMP)
+    if named or bundled:
+        origin = f"{named}, from LD_PRELOAD" if named else f"{bundled}, loaded by torch"
         if requested == "libgomp":
             remedy = "remove it from LD_PRELOAD" if named else "remove {openmp}"
             raise RequestError(f"{{openmp=libgomp}}, but the OpenMP runtime here is {origin}: {remedy}")
         return "libiomp5", origin, ()
     if requested != "libgomp" and (path := _first(IOMP[:1], places)):
         return "libiomp5", f"{path}, preloaded", (path,)
-    if own := _bundled_with_torch(target, ("libgomp",)):
-        origin = f"{own}, which torch loads"
+    if bundled := _bundled_with_torch(target, ("libgomp",)):
+        origin = f"{bundled}, loaded by torch"
     else:
         origin = "the system's" if target.torch_lib else f"assumed: no torch in {target.prefix}"
     if requested == "libiomp5":
@@ -155,10 +155,10 @@ def _openmp(
 
 
 def _allocator(preloaded: list[str], places: tuple[Path, ...], requested: str) -> tuple[str, tuple[str, ...]]:
-    """The memory allocator, and what to preload for it."""
+    """Return the memory allocator, and the libraries to preload."""
     named = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
     if named and requested not in ("auto", named):
-        raise RequestError(f"{{allocator={requested}}}, but LD_PRELOAD names {named}: remove it from LD_PRELOAD")
+        raise RequestError(f"{{allocator={requested}}}, but {named} is in LD_PRELOAD: remove it there")
     if named or requested == "glibc":
         return named or requested, ()
     for name, files in ALLOCATORS:
@@ -172,7 +172,7 @@ def _allocator(preloaded: list[str], places: tuple[Path, ...], requested: str) -
 
 
 def _named(paths: list[str], names: tuple[str, ...]) -> str | None:
-    """The first path to a file whose name begins with one of the names."""
+    """Return the first path whose file name begins with one of the names."""
     return next((path for path in paths if Path(path).name.startswith(names)), None)
 
 
@@ -181,8 +181,8 @@ def _first(names: tuple[str, ...], places: tuple[Path, ...]) -> str | None:
 
 
 def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bool:
-    """Whether the dynamic loader finds what LD_PRELOAD names (ld.so(8)): a path as it stands, a bare name in
-    LD_LIBRARY_PATH, its cache and the system's folders. Paths with $LIB and the like are assumed to exist."""
+    """Whether the dynamic loader finds a library in LD_PRELOAD (ld.so(8)): by its path, or a bare name in
+    LD_LIBRARY_PATH, the loader's cache and the system's folders. Paths with $LIB and the like are assumed to exist."""
     if "$" in path:
         return True
     if "/" in path:
@@ -193,7 +193,7 @@ def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bo
 
 
 def _bundled_with_torch(target: Target, names: tuple[str, ...]) -> str | None:
-    """An OpenMP runtime in torch's own folder, or in the one beside it with the wheel's shared libraries."""
+    """Find an OpenMP runtime in torch/lib, or in torch.libs, where wheels bundle shared libraries."""
     if target.torch_lib is None:
         return None
     folders = (target.torch_lib, target.torch_lib.parents[1] / "torch.libs")
@@ -201,30 +201,30 @@ def _bundled_with_torch(target: Target, names: tuple[str, ...]) -> str | None:
     return next((str(path) for path in found), None)
 
 
-# Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
-# pages back: page faults then cost ResNet-50 a fifth to a third of its speed.
+# Activations are large and freed every step. By default glibc maps and unmaps each of them, and jemalloc returns their
+# pages to the kernel: the page faults cost ResNet-50 a fifth to a third of its speed.
 KEEP_MEMORY = {
     "glibc": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
     "jemalloc": {"MALLOC_CONF": "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"},
     "tcmalloc": {},
 }
-# Each of these places threads or processes by itself; with two of them the result is undefined.
+# Each of these binds threads or processes; with two of them the result is undefined.
 BINDERS = (
     *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
     *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
 )
-OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that switch MPI's own binding off
+OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that disable MPI's binding
 
 
 def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool) -> dict[str, str]:
-    """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
+    """Return one worker's variables; with `pin` exactly one of them binds each thread to a PU, else none does.
 
     `packed`: see CoreRoles.
     """
     env = {"OMP_NUM_THREADS": str(len(compute_pus))}
     if runtime.openmp == "libiomp5":
-        # The published setting takes first threads from the mask's first core on; where comm or loader cores come
-        # first it would run into them, so the PUs are listed.
+        # The published setting binds threads from the mask's first core on. If comm or loader cores come first, threads
+        # would be bound to them, so the PUs are listed instead.
         listed = f"proclist=[{','.join(map(str, compute_pus))}],explicit"
         if pin:
             env["KMP_AFFINITY"] = f"granularity=fine,{'compact,1,0' if packed else listed}"
@@ -238,7 +238,7 @@ def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool,
 
 
 def places(pus: tuple[int, ...]) -> str:
-    """One place for each PU, in the format of OMP_PLACES: (4, 6, 8) -> "{4}:3:2", which is {4},{6},{8}."""
+    """Write one place per PU in the format of OMP_PLACES: (4, 6, 8) -> "{4}:3:2", which means {4},{6},{8}."""
     steps = {b - a for a, b in pairwise(pus)}
     if len(pus) > 2 and len(steps) == 1:
         return f"{{{pus[0]}}}:{len(pus)}:{steps.pop()}"
@@ -246,37 +246,36 @@ def places(pus: tuple[int, ...]) -> str:
 
 
 def planned_runtime(runtime: Runtime, requested: str, why: str, allocator: str) -> tuple[Runtime, tuple[str, ...]]:
-    """The runtime to plan for, and warnings.
+    """Return the runtime to plan for, and warnings.
 
-    A runtime found on this host stays as it is, whatever was requested (`why`); for another machine the request holds.
-    An allocator is preloaded from where it was found, so that none can be requested for another machine.
+    A runtime found on this host is used whatever was requested (for the reason `why`), for another machine the
+    requested one. An allocator cannot be requested for another machine, as the plan preloads it by its path.
     """
     warnings = tuple(
-        f"LD_PRELOAD names {path}, which does not exist: the loader ignores it, and so does this plan"
-        for path in runtime.missing
+        f"{path} in LD_PRELOAD does not exist: the loader ignores it, and so does this plan" for path in runtime.missing
     )
     if allocator not in ("auto", runtime.allocator) and not runtime.origin:
-        warnings += (
-            f"planned with {runtime.allocator}, not {allocator}: it is not known where another machine has it",
-        )
+        warnings += (f"planned with {runtime.allocator}, not {allocator}, whose path on another machine is unknown",)
     if requested in ("auto", runtime.openmp):
         return runtime, warnings
     if runtime.origin:
         return runtime, (*warnings, f"planned for {runtime.openmp}, not {requested} ({why}): {INSTALL}")
-    needs = f"; install it on its hosts: {INSTALL}" if requested == "libiomp5" else ""
+    needs = f"; the hosts need it ({INSTALL})" if requested == "libiomp5" else ""
     return replace(runtime, openmp=requested, origin=why + needs), warnings
 
 
 def allocator_why(found: Runtime | None, requested: str, why: str) -> str:
-    """Why the plan has its allocator: `why` it was requested, or that nothing is known of another machine's (None, or
-    without an origin); "" where it is the one that was found on this host."""
+    """Return the reason for the plan's allocator; "" if it is the one that was found on this host.
+
+    `why` if it was requested; otherwise the allocators of another machine (`found` None or without origin) are unknown.
+    """
     if requested == (found or Runtime()).allocator:
         return why
-    return "" if found and found.origin else "what is installed on that machine is not known here"
+    return "" if found and found.origin else "the allocators on that machine are unknown"
 
 
 def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, allocator_why: str) -> list[Reason]:
-    """Why the environment is as it is; `allocator_why`: why this allocator, "" where it is the one that was found."""
+    """Explain the OpenMP runtime and the allocator; `allocator_why` as returned by the function of that name."""
     if runtime.openmp == "libiomp5":
         omp = f"{runtime.origin or 'as installed on its hosts'}; KMP_BLOCKTIME=1 as published"
         binder = "KMP_AFFINITY binds each thread to its own CPU"
@@ -288,13 +287,13 @@ def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, alloc
     elif pin:
         omp += f"; {binder}"
     else:
-        omp += "; threads move within the worker's mask: if pinned, a script's loader processes would share one CPU"
+        omp += "; threads move within the worker's mask, as a pinned script's data loaders would share one CPU"
     chosen, effect = {
         "glibc": (
-            "found neither tcmalloc nor jemalloc",
-            ": glibc is set to keep freed memory, not to unmap it every step",
+            "neither tcmalloc nor jemalloc found",
+            "; glibc is set to keep freed memory instead of unmapping it every step",
         ),
-        "jemalloc": ("found and preloaded", ", and set to keep freed memory"),
+        "jemalloc": ("found and preloaded", "; it is set to keep freed memory"),
         "tcmalloc": ("found and preloaded", "; it keeps freed memory"),
     }[runtime.allocator]
     alloc = (allocator_why or chosen) + effect
@@ -307,10 +306,10 @@ def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, alloc
 def reconciled(
     inherited: Mapping[str, str], planned: Mapping[str, str], *, keep: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment of a worker's command, and the inherited variables that contradict the plan.
+    """Merge inherited and planned variables, and list the inherited ones that contradict the plan.
 
-    The plan wins, and binders that it does not use are removed, so that exactly one binds; with `keep` inherited
-    variables win. LD_PRELOAD never contradicts: the user's libraries stay, behind the plan's.
+    Planned variables take precedence, and other binding variables are removed, so that exactly one binds; with `keep`
+    inherited variables take precedence. LD_PRELOAD is joined: the plan's libraries, then the user's.
     """
     env = dict(inherited)
     clashes = []
@@ -330,17 +329,17 @@ def reconciled(
     return env, clashes
 
 
-# Intel MPI and oneCCL spin while they wait, on cores that another worker of an oversubscribed host then cannot use.
-# Measured on more ranks than cores: a small all-reduce of Intel MPI takes 12.8 ms, 0.24 ms in its wait mode.
+# Waiting ranks of Intel MPI and oneCCL spin, and on an oversubscribed host block a core for other workers. Measured
+# with more ranks than cores: a small all-reduce of Intel MPI takes 12.8 ms by spinning, 0.24 ms in wait mode.
 YIELDING = {"I_MPI_WAIT_MODE": "1", "CCL_YIELD": "sched_yield"}
 
 
 def ccl_environment(comm_pus: tuple[tuple[int, ...], ...], most: int | None, *, shared_cores: bool) -> dict[str, str]:
-    """CCL_WORKER_COUNT and CCL_WORKER_AFFINITY for a host whose workers have these comm PUs; none where one has none.
-    `shared_cores` adds the variables that make waiting ranks yield their core.
+    """Return CCL_WORKER_COUNT and CCL_WORKER_AFFINITY for the workers' comm PUs, unless a worker has none.
 
-    `most` limits the threads of a worker. The list has exactly workers x count entries, by local rank, the same on
-    every worker: oneCCL throws on any other length.
+    `most` limits the threads per worker. The affinity list has exactly workers x count entries, by local rank, and is
+    the same for all workers: oneCCL throws on any other length. `shared_cores` adds the variables that make waiting
+    ranks yield their core.
     """
     count = min(map(len, comm_pus))
     count = count if most is None else min(count, most)

@@ -1,4 +1,4 @@
-"""Machine and request -> plan: workers, threads, binding, environment, and the reason of each number."""
+"""Plan a host: workers, threads, binding and environment, with a reason for each value."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -56,16 +56,16 @@ VariableName = Annotated[str, Meta(pattern="^[^=]+$")]
 class WorkerPlan:
     """One worker.
 
-    local_rank: the worker's number on its host.
-    compute_pus: hardware threads that compute.
-    comm_pus: hardware threads of oneCCL.
-    loader_pus: hardware threads that load images.
-    memory_policy: how the kernel places the worker's memory.
+    local_rank: the worker's local rank.
+    compute_pus: hardware threads for computing.
+    comm_pus: hardware threads for oneCCL.
+    loader_pus: hardware threads for loading images.
+    memory_policy: the kernel's memory policy for the worker.
     memory_nodes: the NUMA nodes of that policy.
-    memory_bytes: estimated peak memory, in bytes; None where the request leaves it open.
-    intra_op: threads of an operator.
-    inter_op: operators that may run at the same time.
-    local_batch: images of the worker in each step; None where the request leaves it open.
+    memory_bytes: estimated peak memory, in bytes; None if network or batch are unknown.
+    intra_op: number of intra-op threads.
+    inter_op: number of inter-op threads.
+    local_batch: images per step; None if not requested.
     env: environment variables of the worker.
     """
 
@@ -83,19 +83,19 @@ class WorkerPlan:
 
     @property
     def pus(self) -> tuple[int, ...]:
-        """The domain: every PU that this worker may run on, ascending."""
+        """The worker's domain: all PUs that it may run on, ascending."""
         return tuple(sorted({*self.compute_pus, *self.comm_pus, *self.loader_pus}))
 
 
 def batch_reasons(
     machine: Machine, request: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]
 ) -> list[Reason]:
-    """The local batches and the memory that they take."""
+    """Explain the local batches and the workers' memory."""
     batches = sorted({worker.local_batch for worker in workers if worker.local_batch is not None})
     if not batches:
         return []
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
-    why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else SET
+    why = "typical; set by neither a recipe nor {local_batch}" if default else SET
     if request.global_batch is not None:
         why = formatted(
             "equal parts of the global batch of {global_batch} images on {workers:worker}, in as few backward passes "
@@ -105,7 +105,7 @@ def batch_reasons(
         )
     if request.balance == "batch":
         why = formatted(
-            "in proportion to compute threads, {average} on average: all workers take the same time",
+            "proportional to compute threads, {average} on average, so that all workers take the same time",
             average=request.local_batch or 0,
         )
     reasons = [Reason(what="local batch", value=formatted("{images}", images=tuple(batches)), why=why)]
@@ -121,7 +121,7 @@ def batch_reasons(
         )
         why = formatted(
             "{network}, {images:image} per step: activations {activations:GiB .2f}, weights {weights:GiB .2f}, "
-            "gradients {gradients:GiB .2f}, optimizer {optimizer:GiB .2f}, the process itself {process:GiB .2f} GiB",
+            "gradients {gradients:GiB .2f}, optimizer {optimizer:GiB .2f}, process {process:GiB .2f} GiB",
             network=f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}",
             images=batches[-1],
             **asdict(parts),
@@ -131,7 +131,7 @@ def batch_reasons(
 
 
 def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reason]:
-    """What so many workers cost: ranks in each all-reduce, images per backward pass, memory."""
+    """Explain the cost of the number of workers: ranks per all-reduce, images per backward pass, memory."""
     ranks, images = request.nodes * len(workers), [w.local_batch for w in workers if w.local_batch is not None]
     memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
     costs = [
@@ -140,19 +140,19 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
         *(["{memory:GiB .1f} GiB on a host"] if memory else []),
     ]
     value = formatted(", ".join(costs), ranks=ranks, images=request.nodes * sum(images), memory=sum(memory))
-    why = "each worker has its own process, weights and gradients, so fewer workers with more threads cost less"
+    why = "each worker has its own process, weights and gradients; fewer workers with more threads cost less"
     return [Reason(what="cost of the workers", value=value, why=why)] if ranks > 1 else []
 
 
 def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[Reason]:
-    """oneCCL's threads and how it waits, as a worker's environment has them."""
+    """Explain oneCCL's variables in a worker's environment."""
     reasons = []
     if "CCL_WORKER_COUNT" in variables:
-        why = default_why or "one for each comm CPU; every worker lists the CPUs of all workers"
+        why = default_why or "one for each comm CPU; CCL_WORKER_AFFINITY lists the CPUs of all workers"
         value = formatted("{threads}", threads=int(variables["CCL_WORKER_COUNT"]))
         reasons.append(Reason(what="oneCCL threads per worker", value=value, why=why))
     if "CCL_YIELD" in variables:
-        why = "workers share cores: a waiting rank yields its core to another, where MPI and oneCCL would spin"
+        why = "workers share cores, so a waiting rank yields its core instead of spinning"
         reasons.append(Reason(what="waiting of MPI and oneCCL", value="yields", why=why))
     return reasons
 
@@ -163,9 +163,9 @@ NOTHING_MEASURED = Measured()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A host's workers, with a reason for every value; `measured` is what the machine was measured to do.
+    """Plan of a host: its workers, with a reason for every value, and the measurements it is based on.
 
-    The texts name settings in braces, `{balance=batch}`, which each reader spells in its own way: see `worded`.
+    Texts have settings in braces, `{balance=batch}`, which command lines and recipes spell differently: see `worded`.
     """
 
     machine: Machine
@@ -185,7 +185,7 @@ class Plan:
         return len(used) > len(set(used))
 
     def worded(self, wording: Wording) -> "Plan":
-        """The plan with the settings that its texts name as `wording(name, value)` spells them."""
+        """Return the plan with the settings in its texts spelled by `wording(name, value)`."""
         return replace(
             self,
             unused=tuple(replace(item, why=worded(item.why, wording)) for item in self.unused),
@@ -194,7 +194,7 @@ class Plan:
         )
 
     def memory_kind(self, worker: WorkerPlan) -> str:
-        """The memory that a worker uses: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" where it may overflow into DRAM."""
+        """Return the kind of a worker's memory: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" if it may overflow into DRAM."""
         return memory_name(self.machine, worker.memory_policy, worker.memory_nodes, worker.pus)
 
 
@@ -204,12 +204,11 @@ def plan_machine(
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
 ) -> Plan:
-    """Plan one host; without a request by the rules alone, without a runtime for torch's own libgomp and glibc. What
-    was measured on the machine replaces what the rules assume.
+    """Plan one host: by default by the rules alone, for torch's own libgomp and glibc.
 
-    Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a
-    core, unless the request allows it; every allowed PU is used or named with a reason; the estimated memory fits.
-    Raises InputError when the request does not fit the host.
+    `measured` replaces figures that the rules assume. Invariants, checked before returning: domains are disjoint and
+    inside the allowed set; no two workers share a core, unless the request allows it; every allowed PU is used or
+    listed as unused with a reason; the estimated memory fits. Raises InputError if the request does not fit the host.
     """
     request = request or Request()
     check_request(request)
@@ -233,7 +232,7 @@ def plan_machine(
         request=request,
         runtime=loaded,
         workers=workers,
-        unused=_merged(
+        unused=_merge_unused(
             *usable.unused,
             *partition.unused,
             *(item for role in roles for item in role.unused),
@@ -242,7 +241,7 @@ def plan_machine(
             *usable.reasons,
             *partition.reasons,
             *worker_costs(full, workers),
-            *_once(sizes, memories),
+            *_distinct_reasons(sizes, memories),
             *left_out_reasons(usable.machine, partition.domains, memories),
             *batch_reasons(machine, full, workers, memories),
             *ccl_reasons(workers[0].env, default_why.get("comm_threads")),
@@ -261,13 +260,13 @@ def plan_machine(
 
 
 def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
-    """The workers' domains: cores of their own, or shared ones where that is allowed and there are too few."""
+    """Choose the workers' domains: exclusive cores, or shared ones if oversubscription is allowed and necessary."""
     if request.oversubscribe and request.ppn is not None and request.ppn > len(machine.allowed_cores):
         return partition_shared(machine, request.ppn)
     proportional = request.balance == "batch"
 
     def headroom(domains: tuple[Domain, ...]) -> float:
-        """The least ratio of a worker's memory to what it needs: of an unknown program, a Python with torch."""
+        """Smallest ratio of a worker's memory to its need; an unknown program needs as much as a Python with torch."""
         threads = tuple(len(domain.cores) for domain in domains)
         batch = _local_batch(request, len(domains))
         batches = local_batches(domains, threads, batch, proportional=proportional)
@@ -287,7 +286,7 @@ def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
 
 
 def _local_batch(request: Request, ppn: int) -> int | None:
-    """Images of a worker's largest backward pass on hosts of ppn workers."""
+    """Return the most images of a worker's backward pass on hosts with ppn workers."""
     if request.local_batch is None:
         return None
     return most_per_pass(request.local_batch, request.global_batch, request.nodes * ppn)
@@ -301,8 +300,10 @@ def _workers(
     sizes: tuple[WorkerSizes, ...],
     runtime: Runtime,
 ) -> tuple[tuple[WorkerPlan, ...], tuple[Memory, ...], tuple[str, ...]]:
-    """The workers, their memory, and a warning where an assumed network needs more of it than a worker has. Raises
-    DoesNotFitError where a known one does."""
+    """Build the workers, their memory, and a warning if an assumed network does not fit in it.
+
+    Raises DoesNotFitError if a known network does not fit.
+    """
     threads = tuple(size.intra_op for size in sizes)
     batches = local_batches(domains, threads, request.local_batch, proportional=request.balance == "batch")
     peaks = tuple(peak_bytes(request.workload, batch) for batch in batches)
@@ -330,19 +331,19 @@ def _workers(
 
 
 def _pins(machine: Machine, request: Request, role: CoreRoles) -> bool:
-    """Whether OpenMP binds each thread of a worker: on isolated PUs all would stay on the first one."""
-    wanted = request.pin_threads or not set(role.compute).isdisjoint(machine.isolated_pus)
-    return wanted and not role.single_pu
+    """Whether OpenMP binds each thread of a worker; on isolated PUs it must, as all threads would stay on one."""
+    needed = request.pin_threads or not set(role.compute).isdisjoint(machine.isolated_pus)
+    return needed and not role.single_pu
 
 
-def _once(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[Reason]:
-    """The workers' reasons, those that are the same for several workers once."""
+def _distinct_reasons(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[Reason]:
+    """List the workers' reasons without duplicates."""
     every = (reason for size, memory in zip(sizes, memories, strict=True) for reason in (*size.reasons, memory.reason))
     return list(dict.fromkeys(every))
 
 
-def _merged(*unused: Unused) -> tuple[Unused, ...]:
-    """One entry for each reason that leaves PUs out."""
+def _merge_unused(*unused: Unused) -> tuple[Unused, ...]:
+    """Merge unused PUs that have the same reason."""
     by_why: dict[str, set[int]] = {}
     for item in filter(lambda item: item.pus, unused):
         by_why.setdefault(item.why, set()).update(item.pus)
@@ -350,7 +351,7 @@ def _merged(*unused: Unused) -> tuple[Unused, ...]:
 
 
 def _check(plan: Plan) -> None:
-    """Assert the invariants of `plan_machine`; a failure here is a defect of the rules, not of the user's input."""
+    """Assert the invariants of `plan_machine`; a failure is a bug in the rules, not wrong input."""
     allowed = set(plan.machine.allowed_pus)
     for worker in plan.workers:
         parts = (worker.compute_pus, worker.comm_pus, worker.loader_pus)
@@ -363,4 +364,4 @@ def _check(plan: Plan) -> None:
         "batches do not add up"
     )
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
-    assert named == allowed, f"PUs {format_list(allowed ^ named)} are neither used nor named"
+    assert named == allowed, f"PUs {format_list(allowed ^ named)} are neither used nor listed as unused"

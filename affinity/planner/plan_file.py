@@ -1,4 +1,4 @@
-"""Plans as JSON files."""
+"""Read and write plans as JSON."""
 
 import json
 import re
@@ -23,21 +23,21 @@ T = TypeVar("T")
 PLAN_FILE = "plan.json"
 """The name of a plan's file in the folder of a job or run."""
 MOST = 1 << 63
-# Control characters, which a terminal may take for commands, and halves of characters, which nothing can encode but
-# those that stand for the bytes of a file name.
+# Control characters, which a terminal would interpret, and surrogates, which cannot be encoded; except surrogates that
+# stand for non-UTF-8 bytes of a file name.
 UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
 
 
 class WrittenMachine(Struct, kw_only=True):
-    """The host, and what this process may use of it.
+    """The host, and the parts of it that this process may use.
 
     packages: number of CPU sockets.
-    numa_nodes: number of NUMA nodes, those without cores included.
+    numa_nodes: number of NUMA nodes, including nodes without cores.
     cores: number of cores.
     pus: number of hardware threads (PUs).
-    isolated_pus: CPUs between which the scheduler moves no thread (isolcpus); absent where there are none.
-    core_list: every core that may be used.
-    numa_node_list: every NUMA node of the host.
+    isolated_pus: CPUs between which the scheduler moves no thread (isolcpus); absent if there are none.
+    core_list: all cores of the host.
+    numa_node_list: all NUMA nodes of the host.
     """
 
     name: str
@@ -58,16 +58,15 @@ class WrittenMachine(Struct, kw_only=True):
 
 
 class WrittenPlan(Struct, kw_only=True):
-    """A host's plan: what `cputrain plan --format json` prints and plan.json holds.
+    """Plan of a host, as printed by `cputrain plan --format json` and saved in plan.json.
 
-    request: what was requested; None: the profile, a tuned plan or the rules decide.
-    measured: what `cputrain bench` and `tune` have measured on this host, which the rules go by.
+    request: the requested settings; None lets the profile, a tuned plan or the rules decide.
+    measured: measurements of `cputrain bench` and `tune` on this host that the rules use.
     workers: the workers of the host, by local rank.
     unused: allowed PUs that no worker uses, with the reason.
     reasons: each decision, with its reason.
     oversubscribed: whether workers share cores.
-    warnings: what the user should know about this plan. Settings are in braces: {balance=batch} is --balance batch on
-        the command line.
+    warnings: warnings about this plan. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 
     schema_version: Literal[1] = 1
@@ -86,7 +85,7 @@ SAME_IN_FILE = ("name", "model", "isa", "allowed_pus", "allowed_nodes", "cpu_quo
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data; `plan_from_dict` reads it back."""
+    """Convert a plan to JSON data; the inverse of `plan_from_dict`."""
     machine = plan.machine
     host = WrittenMachine(
         **{name: getattr(machine, name) for name in SAME_IN_FILE},
@@ -109,17 +108,17 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         oversubscribed=plan.oversubscribed,
         warnings=plan.warnings,
     )
-    data: dict[str, Any] = msgspec.to_builtins(written, enc_hook=str)  # of the texts that carry their numbers
+    data: dict[str, Any] = msgspec.to_builtins(written, enc_hook=str)  # str: a `Text` is written without its numbers
     return data
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON text, with each field of a worker, each core and each NUMA node on a line."""
+    """Convert a plan to JSON text, with a line for each field of a worker, each core and each NUMA node."""
     return dumps(plan_to_dict(plan))
 
 
 def dumps(value: Any, indent: str = "") -> str:
-    """JSON with small dictionaries, and values that hold no dictionaries, on one line."""
+    """Write JSON with small dictionaries, and values without dictionaries, on one line."""
     flat = json.dumps(value)
     if not isinstance(value, dict | list | tuple) or not value or _is_leaf(value, len(flat)):
         return flat
@@ -133,24 +132,24 @@ def dumps(value: Any, indent: str = "") -> str:
 
 
 def _is_leaf(value: Any, length: int) -> bool:
-    """Whether a value is short, or a list of numbers."""
-    holds = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict) and not any(isinstance(item, dict | list | tuple | str) for item in holds):
+    """Whether a value is written on one line: short, or a list of numbers."""
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict) and not any(isinstance(item, dict | list | tuple | str) for item in items):
         return True
-    return length <= 140 and not any(isinstance(item, dict) for item in holds)
+    return length <= 140 and not any(isinstance(item, dict) for item in items)
 
 
 def plan_from_dict(data: Any) -> Plan:
-    """The plan that `plan_to_dict` wrote. Raises InputError when it is damaged or of another schema."""
+    """Convert JSON data of `plan_to_dict` to a plan. Raises InputError if it is damaged or of another schema."""
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION or isinstance(found, bool):
         shown = json.dumps(found)[:60]
-        raise InputError(f"the plan has schema_version {shown}; this program reads {SCHEMA_VERSION}: plan again")
+        raise InputError(f"the plan has schema_version {shown}, but this version reads {SCHEMA_VERSION}: plan again")
     try:
         written = _checked(data, WrittenPlan)
         check_request(written.request)
     except (ValueError, RequestError) as error:
-        raise InputError(f"the plan is damaged: {printable(str(error))}: plan again") from None
+        raise InputError(f"the plan is damaged: {printable(str(error))}; plan again") from None
     host = written.machine
     plan = Plan(
         machine=Machine(
@@ -167,13 +166,13 @@ def plan_from_dict(data: Any) -> Plan:
         warnings=written.warnings,
         measured=written.measured,
     )
-    for problem in _unknown_parts(plan):
-        raise InputError(f"the plan is damaged: {problem}: plan again")
+    for problem in _inconsistencies(plan):
+        raise InputError(f"the plan is damaged: {problem}; plan again")
     return plan
 
 
 def _checked(data: Any, kind: type[T]) -> T:
-    """JSON data as a type. Raises ValueError with the first place that is wrong."""
+    """Convert JSON data to a type. Raises ValueError with the place of the first error."""
     try:
         found = msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -185,18 +184,19 @@ def _checked(data: Any, kind: type[T]) -> T:
 
 
 def _problems(value: Any, kept: Any, place: str) -> Iterator[str]:
-    """What the types allow in a value and no plan has; `kept` is what they have made of it."""
+    """Find errors in JSON data that conversion to the types does not: unknown names, duplicates, unprintable text,
+    numbers out of range. `kept` is the data after conversion and back."""
     if isinstance(value, dict):
         for name, item in value.items():
             if UNSHOWN.search(name):
                 yield f"{place}{name[:60]!a} has characters that cannot be shown"
             elif name not in kept:
-                yield f"{place}{name[:60]} is not a part of a plan"
+                yield f"{place}{name[:60]} is not a field of a plan"
             else:
                 yield from _problems(item, kept[name], f"{place}{name}.")
     elif isinstance(value, list):
         if value and type(value[0]) is int and len(set(value)) < len(value):
-            yield f"{place[:-1]} has a value twice"
+            yield f"{place[:-1]} has a duplicate value"
         for number, (item, kept_item) in enumerate(zip(value, kept, strict=True)):
             yield from _problems(item, kept_item, f"{place[:-1]}[{number}].")
     elif isinstance(value, str):
@@ -206,34 +206,34 @@ def _problems(value: Any, kept: Any, place: str) -> Iterator[str]:
         yield f"{place[:-1]} is {value}"
 
 
-def _unknown_parts(plan: Plan) -> Iterator[str]:
-    """What a plan names that its machine does not have, which no schema can tell."""
+def _inconsistencies(plan: Plan) -> Iterator[str]:
+    """Find inconsistencies between a plan and its machine, which no schema can express."""
     machine = plan.machine
     pus, nodes = frozenset(machine.pus), frozenset(node.id for node in machine.numa_nodes)
     if len(machine.pus) > len(pus) or not all(core.pus for core in machine.cores):
         yield "a core has no CPU, or a CPU of another core"
     of_nodes = [pu for node in machine.numa_nodes for pu in node.pus]
     if not pus.issuperset((*machine.allowed_pus, *of_nodes)) or not nodes.issuperset(machine.allowed_nodes):
-        yield "its machine has no such allowed CPUs or NUMA nodes"
+        yield "the allowed CPUs or NUMA nodes are not in its machine"
     if not nodes.issuperset(core.numa_node for core in machine.cores if core.numa_node is not None):
-        yield "its machine has no such NUMA nodes"
+        yield "a core's NUMA node is not in its machine"
     for i, worker in enumerate(plan.workers):
         if not pus.issuperset((*worker.compute_pus, *worker.comm_pus, *worker.loader_pus)):
-            yield f"worker {i} has CPUs that its machine does not have"
+            yield f"worker {i} has CPUs that are not in its machine"
         if not nodes.issuperset(worker.memory_nodes):
-            yield f"worker {i} has NUMA nodes that its machine does not have"
+            yield f"worker {i} has NUMA nodes that are not in its machine"
     if not pus.issuperset(pu for item in plan.unused for pu in item.pus):
-        yield "its unused CPUs are not the machine's"
+        yield "the unused CPUs are not in its machine"
 
 
 def request_to_json(request: Request) -> str:
-    """The fields of a request that differ from the defaults, as one line of JSON."""
+    """Write the fields of a request that differ from the defaults as one line of JSON."""
     blank, fields = msgspec.to_builtins(Request()), msgspec.to_builtins(request)
     return json.dumps({key: value for key, value in fields.items() if value != blank[key]})
 
 
 def request_from_json(text: str) -> Request:
-    """The inverse of `request_to_json`. Raises InputError on anything else."""
+    """Read the output of `request_to_json`. Raises InputError on anything else."""
     try:
         return _checked(json.loads(text), Request)
     except (ValueError, RecursionError) as error:
@@ -241,12 +241,12 @@ def request_from_json(text: str) -> Request:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises InputError when it cannot be read."""
+    """Read a plan file. Raises InputError if it cannot be read."""
     return plan_from_dict(read_json(path))
 
 
 def read_json(path: Path) -> Any:
-    """A plan file's JSON. Raises InputError when it cannot be read or is not JSON."""
+    """Read a plan file's JSON. Raises InputError if it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -254,15 +254,15 @@ def read_json(path: Path) -> Any:
 
 
 def plan_of_host(data: Any, host: str) -> Any:
-    """A host's plan in the JSON of one plan, or of several host groups with their hosts' names, full or short.
+    """Select a host's plan in the JSON of one plan, or of several host groups with full or short host names.
 
-    Raises InputError when the host is in none of them, or may be several of theirs.
+    Raises InputError if the host is in no group, or its name is ambiguous.
     """
     return _plan_in_groups(data, host, lambda hosts: find_host(host, hosts))
 
 
 def plan_of_this_host(data: Any) -> Any:
-    """The plan of this host, whichever of its names or addresses the host groups have; otherwise as `plan_of_host`."""
+    """Like `plan_of_host` for this host, by any of its names or addresses."""
     return _plan_in_groups(data, socket.gethostname(), find_this_host)
 
 
@@ -271,7 +271,7 @@ def _plan_in_groups(data: Any, host: str, find: Callable[[Sequence[str]], int | 
     if groups is None:
         return data
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        raise InputError("the plan is damaged: host_groups is not a list of hosts and plans: plan again")
+        raise InputError("the plan is damaged: host_groups is not a list of hosts and plans; plan again")
     hosts = [(name, group["plan"]) for group in groups for name in group["hosts"]]
     place = find([name for name, _ in hosts])
     if place is None:
@@ -285,7 +285,7 @@ def _is_group(group: Any) -> bool:
 
 
 def worker_of(plan: Plan, local_rank: int) -> WorkerPlan:
-    """Worker `local_rank` of a plan. Raises InputError when there is none."""
+    """Return a plan's worker by its local rank. Raises InputError if there is none."""
     if not 0 <= local_rank < len(plan.workers):
         raise InputError(f"local rank {local_rank} is not in the plan, which has {len(plan.workers)} workers per host")
     return plan.workers[local_rank]

@@ -1,7 +1,7 @@
-"""Measurements kept between commands, and this machine's plan by them.
+"""Saved measurements of this machine, and its plan based on them.
 
-A file for each measurement, in the cache folder, with the machine and the versions that it depends on. `cputrain bench`
-and `tune` write them; this module reads them.
+Each measurement is a file in the cache folder, with the machine and versions that it depends on. `cputrain bench` and
+`tune` write the files; this module reads them.
 """
 
 import platform
@@ -31,13 +31,13 @@ PACKAGES = {
     "Intel MPI": "impi-rt",
     "IPEX": "intel-extension-for-pytorch",
 }
-LEAST, MOST = 1e-9, 1e18  # of a rate
+LEAST, MOST = 1e-9, 1e18  # limits of a plausible rate
 MODULE_GIB = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A measurement: its kind, what was measured, on which machine, with which versions, when, by which command."""
+    """A measurement: kind, what was measured, machine, software versions, date, command, results."""
 
     kind: str
     name: str
@@ -50,19 +50,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """The records of a machine that may be used; `notes` tell of the others, and why."""
+    """The usable records of a machine; `notes` name the unusable ones, with the reason."""
 
     usable: tuple[Record, ...] = ()
     notes: tuple[str, ...] = ()
 
     def of(self, kind: str) -> tuple[Record, ...]:
-        """The usable ones of a kind."""
+        """Return the usable records of a kind."""
         return tuple(record for record in self.usable if record.kind == kind)
 
 
 def machine_name(machine: Machine) -> str:
-    """What a measurement counts for: processor, numbers of packages, NUMA nodes, cores and CPUs, memory, and what of
-    them this process may use."""
+    """Describe the hardware that a measurement applies to: processor, numbers of packages, NUMA nodes, cores and CPUs,
+    memory, and how much of them this process may use."""
     memory = sum(node.memory_bytes for node in machine.numa_nodes)
     limit = machine.memory_limit_bytes
     parts = (
@@ -71,7 +71,7 @@ def machine_name(machine: Machine) -> str:
         counted(len(machine.numa_nodes), "NUMA node"),
         f"{len(machine.allowed_cores)} of {counted(len(machine.cores), 'core')}",
         counted(len(machine.pus), "CPU"),
-        # of modules: kernels keep some of it, and not always the same
+        # rounded up to whole memory modules, as kernels reserve a varying part of the memory
         f"{MODULE_GIB * ceil(memory / GIB / MODULE_GIB)} GiB",
         *(() if limit is None or limit >= memory else (f"{limit // GIB} GiB of them",)),
         *(() if machine.cpu_quota is None else (f"the time of {machine.cpu_quota:g} CPUs",)),
@@ -80,7 +80,7 @@ def machine_name(machine: Machine) -> str:
 
 
 def current_versions(root: Path = Path("/")) -> tuple[str, ...]:
-    """What a measurement depends on besides the machine: "torch 2.13.0", the kernel's clock governor."""
+    """Return the software that a measurement depends on, such as "torch 2.13.0", and the CPU frequency governor."""
     governor = root / GOVERNOR
     clock = governor.read_text(encoding="utf-8").strip() if governor.is_file() else "unknown"
     packages = (f"{title} {installed_version(name) or 'none'}" for title, name in PACKAGES.items())
@@ -88,12 +88,12 @@ def current_versions(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def records_folder(machine: str, env: Mapping[str, str]) -> Path:
-    """Where the records of a machine lie. Raises RunError where the user has no cache folder."""
+    """Return the folder of a machine's records. Raises RunError if the user has no cache folder."""
     return cache_folder(env) / FOLDER / _slug(machine)
 
 
 def record_path(record: Record, env: Mapping[str, str]) -> Path:
-    """The file of a record: a new one of the same name takes its place."""
+    """Return the file of a record; a newer record of the same kind and name overwrites it."""
     return records_folder(record.machine, env) / f"{record.kind}-{_slug(record.name)}.json"
 
 
@@ -102,7 +102,7 @@ def _slug(text: str) -> str:
 
 
 def read_records(machine: Machine, env: Mapping[str, str]) -> Records:
-    """The records of a machine. Damaged ones, and those with other versions than now, are named and not used."""
+    """Read a machine's records. Damaged records, and records of other software versions, are only named in `notes`."""
     name = machine_name(machine)
     try:
         paths = sorted(records_folder(name, env).glob("*.json"))
@@ -126,27 +126,27 @@ def read_records(machine: Machine, env: Mapping[str, str]) -> Records:
 
 
 def _stale_notes(stale: list[Record], now: tuple[str, ...]) -> list[str]:
-    """A line for the commands whose measurements are out of date since the same day and for the same reason."""
+    """Write one note for all commands whose measurements have the same date and are stale for the same reason."""
     commands: dict[tuple[str, str], list[str]] = {}
     for command in sorted({record.command for record in stale}):
         old = max((record for record in stale if record.command == command), key=lambda record: record.date)
         changed = [f"{was}, now {new}" for was, new in zip(old.versions, now, strict=False) if was != new]
-        why = ", ".join(changed) or "of another release"
+        why = ", ".join(changed) or "another release"
         commands.setdefault((old.date, why), []).append(f"`{command}`")
     return [
-        f"what {', '.join(names)} measured on {date} is not used ({why}): run {'them' if names[1:] else 'it'} again"
+        f"measurements of {', '.join(names)} on {date} are stale ({why}): run {'them' if names[1:] else 'it'} again"
         for (date, why), names in commands.items()
     ]
 
 
 def parse_record(text: str) -> Record:
-    """The record in a file's text. Raises ValueError where it is none."""
+    """Parse a record. Raises ValueError if it is invalid."""
     import msgspec  # most hosts have no records
 
     try:
         data = msgspec.json.decode(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError("of another format")
+            raise ValueError(f"not of format {FORMAT}")
         record = msgspec.convert(data, Record)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
@@ -158,7 +158,7 @@ def parse_record(text: str) -> Record:
 
 
 def rate_of(record: Record) -> Rate:
-    """The rate that a record holds. Raises ValueError where it holds none."""
+    """Return the rate in a record. Raises ValueError if it is invalid."""
     value, low, high = (_positive(record.values.get(key)) for key in ("value", "low", "high"))
     if not low <= value <= high:
         raise ValueError("value is not between low and high")
@@ -167,46 +167,46 @@ def rate_of(record: Record) -> Rate:
 
 def _positive(value: Any) -> float:
     if type(value) not in (int, float) or not LEAST <= value <= MOST:
-        raise ValueError("value, low and high are not positive numbers of usual size")
+        raise ValueError("value, low or high is not a plausible positive number")
     return float(value)
 
 
 def tuned_of(record: Record) -> Tuned:
-    """The tuned plan that a record holds. Raises ValueError where it holds none."""
+    """Return the tuned plan in a record. Raises ValueError if it is invalid."""
     values = record.values
     counts = {key: values.get(key) for key in ("ppn", "comm_cores", "loader_cores")}
     if not all(type(count) is int and count >= (name == "ppn") for name, count in counts.items()):
         raise ValueError("ppn, comm_cores and loader_cores are not counts")
     if values.get("allocator") not in OPTION_OF["allocator"].choices or not isinstance(values.get("why"), str):
-        raise ValueError("allocator or why are missing")
+        raise ValueError("allocator or why is missing")
     return Tuned(**counts, allocator=values["allocator"], why=values["why"], date=record.date)  # type: ignore[arg-type]
 
 
 def read_measured(machine: Machine, request: Request, env: Mapping[str, str]) -> Measured:
-    """What was measured on a machine, as far as it counts for a request."""
-    records, wanted = read_records(machine, env), tuning_name(request)
-    kept = [each for each in records.usable if each.kind == RATE or (each.kind, each.name) == (TUNED, wanted)]
-    return replace(measured_of(kept), notes=(*records.notes, *_tuned_for_others(records.of(TUNED), wanted)))
+    """Read the measurements of a machine that apply to a request."""
+    records, name = read_records(machine, env), tuning_name(request)
+    kept = [each for each in records.usable if each.kind == RATE or (each.kind, each.name) == (TUNED, name)]
+    return replace(measured_of(kept), notes=(*records.notes, *_tuned_for_others(records.of(TUNED), name)))
 
 
-def _tuned_for_others(tuned: Sequence[Record], wanted: str | None) -> list[str]:
-    """A line where the network's plan was tuned, but for another precision, decoder or batch than the wanted one."""
-    if wanted is None or any(record.name == wanted for record in tuned):
+def _tuned_for_others(tuned: Sequence[Record], name: str | None) -> list[str]:
+    """Note that a tuned plan exists only for a different precision, decoder or batch size."""
+    if name is None or any(record.name == name for record in tuned):
         return []
-    network, _, now = wanted.partition(", ")
+    network, _, now = name.partition(", ")
     others = [record for record in tuned if record.name.partition(", ")[0] == network]
     if not others:
         return []
     newest = max(others, key=lambda record: record.date)
     before = newest.name.partition(", ")[2]
     return [
-        f"the plan that `{newest.command}` found on {newest.date} is for {before}, not for {now}: run it with these "
-        "settings, too"
+        f"the plan that `{newest.command}` found on {newest.date} is for {before}, not for {now}: run it again with "
+        "these settings"
     ]
 
 
 def measured_of(records: Sequence[Record]) -> Measured:
-    """The rates and the tuned plan that records hold. Raises ValueError where one is damaged."""
+    """Collect the rates and the tuned plan from records. Raises ValueError if one is invalid."""
     tuned = next((tuned_of(record) for record in records if record.kind == TUNED), None)
     return Measured(rates=tuple(rate_of(record) for record in records if record.kind == RATE), tuned=tuned)
 
@@ -214,10 +214,10 @@ def measured_of(records: Sequence[Record]) -> Measured:
 def plan_this_machine(
     request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, machine: Machine | None = None
 ) -> Plan:
-    """Read this machine (or take it as already read) and plan it. Raises InputError where the request does not fit.
+    """Plan this machine, which is read unless given, based on its saved measurements.
 
-    The OpenMP runtime and the allocator are those of the Python that `command` starts; (): of this Python. What
-    `cputrain bench` and `tune` have measured on this machine is used.
+    OpenMP runtime and allocator are the ones that the Python started by `command` loads; (): this Python. Raises
+    InputError if the request does not fit.
     """
     machine = machine or this_machine()
     measured = read_measured(machine, request, env)

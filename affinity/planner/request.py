@@ -1,4 +1,4 @@
-"""What a plan is asked for: settings, the network's sizes, published profiles, what was measured on the machine."""
+"""Input of the planner: settings, the network's sizes, published profiles, measurements of the machine."""
 
 import json
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
 from cputrain.affinity.wording import Number, either, numbers_of
 
-SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
+SET = "set by the recipe or an option"  # the reason for a value that the user has set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One decision, or a figure behind decisions; planner stages return their values together with these.
+    """A decision of the planner, or a figure that decisions are based on, with its reason.
 
     what: what was decided.
     value: the decision, as shown.
-    why: why. Settings are in braces: {balance=batch} is --balance batch on the command line.
+    why: the reason. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 
     what: str
@@ -32,29 +32,29 @@ class Reason:
 
     @property
     def numbers(self) -> dict[str, Number]:
-        """The numbers of its texts, by name, in plain units; none where it was read from a file."""
+        """The numbers in its texts, by name, in base units; empty if it was read from a file."""
         return numbers_of(self.value, self.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Allowed PUs that no worker gets.
+    """Allowed PUs that no worker uses.
 
-    pus: their numbers.
-    why: why. Settings are in braces: {balance=batch} is --balance batch on the command line.
+    pus: the PUs.
+    why: the reason. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 
     pus: Ids
     why: str
 
 
-TWO_WORKERS_A_PACKAGE = 28  # cores; the 24 of a Xeon 8160 stayed one worker
+TWO_WORKERS_A_PACKAGE = 28  # cores; the 24-core package of a Xeon 8160 had one worker
 FEWEST_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A source to cite, and the request fields that it sets for a machine and the requested ppn, if any."""
+    """Published settings: their source, and the request fields that they set for a machine and the requested ppn."""
 
     source: str
     decide: Callable[[Machine, int | None], dict[str, Any]]
@@ -66,7 +66,7 @@ def is_phi(machine: Machine) -> bool:
 
 
 def _bkm_2018(machine: Machine, ppn: int | None) -> dict[str, Any]:
-    """Workers by package or quadrant, two communication servers each (Phi: four); the other cores compute."""
+    """A worker per package or quadrant with two communication servers (Phi: four); its other cores compute."""
     packages, cores = len({core.package for core in machine.allowed_cores}), len(machine.allowed_cores)
     nodes = len({core.numa_node for core in machine.allowed_cores})
     a_package = 4 if is_phi(machine) else 2 if cores // packages >= TWO_WORKERS_A_PACKAGE else 1
@@ -85,7 +85,7 @@ def _bkm_2018(machine: Machine, ppn: int | None) -> dict[str, Any]:
 
 
 def _mlperf_spr(machine: Machine, ppn: int | None) -> dict[str, Any]:
-    """One worker a package; eight communication threads on the second threads of cores that compute."""
+    """A worker per package; eight communication threads on hyper-threads of compute cores."""
     ppn = ppn or len({core.package for core in machine.allowed_cores})
     spare = len(machine.allowed_cores) // ppn > 1
     has_siblings = all(len(core.pus) > 1 for core in machine.allowed_cores)
@@ -112,9 +112,9 @@ PROFILES = {
 
 BYTES = 4  # float32
 PROCESS_BYTES = 750_000_000
-PEAK_OVER_KEPT = 1.6  # peak resident memory over what backward keeps: gradients of activations, reordered copies
-IMAGE_PIXELS = 204_000  # mean of ImageNet's images, which crops of 224 x 224 are taken from
-USUAL_BATCH = 32  # images per step of a worker, where no batch is set
+PEAK_OVER_KEPT = 1.6  # peak / activations kept for backward; the rest: gradients of activations, reordered copies
+IMAGE_PIXELS = 204_000  # mean of ImageNet's images before cropping
+USUAL_BATCH = 32  # local batch if none is set
 WORKLOAD_FIGURES = (
     Reason(
         what="memory of a process without a network",
@@ -134,14 +134,14 @@ WORKLOAD_FIGURES = (
 class Workload:
     """A network in training.
 
-    name: the network and its input.
-    parameters: number of its weights.
+    name: the network and its input size.
+    parameters: number of weights.
     gflop: floating-point operations of forward and backward pass in 1e9, per image.
     activation_bytes: bytes that the forward pass keeps for the backward pass, per image.
-    optimizer_copies: the optimizer's state in copies of the weights (momentum: 1, Adam: 2).
-    assumed: whether it stands for an unknown network: no plan is refused because of it.
-    decoder: what decodes the images.
-    image_pixels: pixels of an image before it is cropped.
+    optimizer_copies: size of the optimizer's state in copies of the weights (momentum: 1, Adam: 2).
+    assumed: whether it stands in for an unknown network; no plan is refused because of it.
+    decoder: library that decodes the images.
+    image_pixels: pixels of an image before cropping.
     precision: precision of the computation.
     """
 
@@ -157,13 +157,13 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that each worker contributes to an all-reduce."""
+        """Bytes that each worker contributes to the all-reduce of a step."""
         return self.parameters * BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A worker's memory in bytes, by what it is for."""
+    """A worker's memory in bytes, by purpose."""
 
     process: int
     weights: int
@@ -178,7 +178,7 @@ class Footprint:
 
 
 def _resnet50() -> Workload:
-    """ResNet-50 as tools/network_table.py has traced it."""
+    """ResNet-50 as traced by tools/network_table.py."""
     traced = json.loads((shipped("networks") / "resnet50.json").read_text(encoding="utf-8"))
     sizes = {key: traced[key] for key in ("parameters", "gflop", "activation_bytes")}
     return Workload(name="ResNet-50 at 224 x 224", assumed=True, **sizes)
@@ -188,9 +188,9 @@ RESNET50 = _resnet50()
 
 
 def footprint(workload: Workload, local_batch: int) -> Footprint:
-    """Peak memory of a worker with `local_batch` images per step; gradients count twice, for DDP's buckets.
+    """Estimate a worker's peak memory with `local_batch` images per step.
 
-    With bf16 there is a copy of the weights in bfloat16, which the backward pass needs.
+    Gradients count twice, for DDP's buckets; with bf16 the backward pass needs a copy of the weights in bfloat16.
     """
     weights = workload.parameters * BYTES
     return Footprint(
@@ -203,7 +203,7 @@ def footprint(workload: Workload, local_batch: int) -> Footprint:
 
 
 def largest_batch(workload: Workload, room_bytes: int) -> int:
-    """The most images per step whose footprint fits; 0 when not even the weights do."""
+    """Return the largest local batch whose footprint fits; 0 if not even the weights fit."""
     left = room_bytes - footprint(workload, 0).total
     return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
 
@@ -211,21 +211,21 @@ def largest_batch(workload: Workload, room_bytes: int) -> int:
 DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
 BF16 = "convolution, bf16 to float32"
 Speed = Annotated[float, Meta(gt=0)]
-STANDARD = "resnet50 at 224 x 224"  # its training rate stands for networks that have none
+STANDARD = "resnet50 at 224 x 224"  # its training rate is used for networks without a measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A speed that was measured.
+    """A measured speed.
 
-    name: with its unit: "training NETWORK, PRECISION" GFLOP/s of a core in whole steps; "decoding DECODER" ns of a core
-        per pixel of a JPEG; "all-reduce BACKEND" bytes/s that a core receives, adds and sends; "memory" bytes/s of the
-        host; "convolution, bf16 to float32" the one's speed relative to the other's.
-    value: the median of the repeats.
-    low: the lowest of the repeats.
-    high: the highest of the repeats.
-    date: the day: 2026-01-31.
-    command: the command that has measured it.
+    name: what was measured: "training NETWORK, PRECISION" in GFLOP/s per core over whole steps; "decoding DECODER" in
+        ns per pixel of a JPEG on one core; "all-reduce BACKEND" in bytes/s that a core receives, adds and sends;
+        "memory" in bytes/s of the host; "convolution, bf16 to float32" as the ratio of their speeds.
+    value: median of the repeats.
+    low: lowest of the repeats.
+    high: highest of the repeats.
+    date: day of the measurement, as 2026-01-31.
+    command: command that measured it.
     """
 
     name: str
@@ -238,14 +238,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The fastest plan of one host for a training among those that `cputrain tune` has tried.
+    """The fastest plan for a training on one host among those that `cputrain tune` tried.
 
     ppn: workers per host.
     comm_cores: cores per worker reserved for communication.
-    loader_cores: cores per worker reserved for loading images; each of the others has a thread.
+    loader_cores: cores per worker reserved for loading images; each of the other cores has a compute thread.
     allocator: the memory allocator.
-    date: the day: 2026-01-31.
-    why: by how much it is faster.
+    date: day of the measurement, as 2026-01-31.
+    why: how much faster it is.
     """
 
     ppn: OneOrMore
@@ -258,11 +258,11 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The measurements that count for a machine and a request.
+    """The measurements that apply to a machine and a request.
 
-    rates: speeds of the machine.
-    tuned: the fastest plan of those that `cputrain tune` has tried for this training; None: none were tried.
-    notes: measurements that are not used, and why.
+    rates: measured speeds of the machine.
+    tuned: the fastest plan that `cputrain tune` found for this training; None if it was not tuned.
+    notes: measurements that are not used, with the reason.
     """
 
     rates: tuple[Rate, ...] = ()
@@ -270,18 +270,18 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def rate(self, *names: str) -> Rate | None:
-        """The rate of the first of these names that was measured."""
+        """Return the first of these rates that was measured; None if none was."""
         known = {rate.name: rate for rate in self.rates}
         return next((known[name] for name in names if name in known), None)
 
 
 def training_name(workload: str, precision: str) -> str:
-    """The name of a network's training rate: "training resnet50 at 224 x 224, float32"."""
+    """Return the name of a network's training rate: "training resnet50 at 224 x 224, float32"."""
     return f"training {workload}, {precision}"
 
 
-# Kinds of options: a number that the planner may choose, a number, Gbit/s, CPUs as taskset numbers them, one of several
-# words, auto|on|off for a field that is true or false, and what is on or off.
+# Kinds of options: a number or "auto", a number, Gbit/s, a CPU list as for taskset, one of several words, auto|on|off
+# for a boolean field, and a flag.
 NUMBER, COUNT, SPEED, CPUS, CHOICE, SWITCH, FLAG = "number", "count", "speed", "CPUs", "choice", "switch", "flag"
 # Sections of --help.
 WORKERS, RUNTIME, NETWORK = "Workers and cores", "OpenMP and memory", "Network and launcher"
@@ -289,10 +289,10 @@ WORKERS, RUNTIME, NETWORK = "Workers and cores", "OpenMP and memory", "Network a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A planning option, from which the command lines' options, the recipe's key and the references are made.
+    """A planning option; command-line options, recipe keys and reference pages are generated from it.
 
-    `help` stands in `section` of --help; `manual` describes the recipe's key plan.NAME, "" where there is none. `least`
-    is the smallest number; `choices` are words, the recipe's default first.
+    `help` is shown in `section` of --help; `manual` documents the recipe key plan.NAME, "" if there is no such key.
+    `least` is the smallest number; `choices` are the words, the recipe's default first.
     """
 
     name: str
@@ -305,18 +305,18 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its name on a command line: "--comm-cores"."""
+        """The option on a command line: "--comm-cores"."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def default(self) -> str | bool:
-        """The value of the recipe's key that is not set."""
+        """The default of the recipe key."""
         if self.choices:
             return self.choices[0]
         return {NUMBER: "auto", CPUS: "all"}.get(self.kind, False)
 
     def requested(self, value: Any) -> Any:
-        """The value of the field of `Request` for a value on a command line or in a recipe."""
+        """Convert a value from a command line or recipe to the value of the `Request` field."""
         if self.kind == NUMBER:
             return None if value == "auto" else value
         if self.kind == CPUS and isinstance(value, str):
@@ -356,53 +356,52 @@ OPTIONS = (
         name="smt",
         kind=SWITCH,
         choices=("auto", "on", "off"),
-        help="compute on the second hardware thread of each core, too",
-        manual="Whether to compute on the second hardware thread of each core too; auto: off.",
+        help="also compute on hyper-threads (SMT siblings)",
+        manual="Whether to compute on hyper-threads (SMT siblings) too; auto: off.",
     ),
-    Option(name="local_batch", kind=COUNT, help="images per step of a worker, on average"),
+    Option(name="local_batch", kind=COUNT, help="images per step and worker, on average"),
     Option(
         name="cores",
         kind=CPUS,
-        help="plan with these CPUs alone, numbered as in taskset: 0-15,32; hyper-threads only where listed too",
-        manual="CPUs to plan with, as taskset numbers them: all, or a list such as 0-15,32. Their hyper-threads are "
-        "used only where they are listed too.",
+        help="plan only these CPUs, numbered as for taskset (0-15,32); hyper-threads must be listed, too",
+        manual="CPUs to plan with, numbered as for taskset: all, or a list such as 0-15,32. Their hyper-threads are "
+        "used only if listed, too.",
     ),
     Option(
         name="e_cores",
         kind=CHOICE,
         choices=("auto", "off"),
-        help="slower cores; auto: they compute where that is faster",
-        manual="Whether slower types of cores (efficiency cores) compute: auto uses them where that is faster; off "
-        "leaves them out.",
+        help="efficiency cores; auto: use them if that is faster",
+        manual="Whether slower types of cores (efficiency cores) compute. auto: if that is faster; off: never.",
     ),
     Option(
         name="balance",
         kind=CHOICE,
         choices=("equal", "batch"),
-        help="equal local batches, or (batch) in proportion to each worker's cores",
-        manual="How a host's images are divided among its workers. equal: the same number each; batch: in proportion "
-        "to each worker's cores, with batch.local as the average.",
+        help="equal local batches, or local batches proportional to each worker's cores (batch)",
+        manual="How a host's images are divided among its workers. equal: the same local batch for all; batch: in "
+        "proportion to each worker's cores, with batch.local as the average.",
     ),
     Option(
         name="oversubscribe",
         kind=FLAG,
-        help="allow more workers than cores; they share cores",
-        manual="Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean "
-        "nothing.",
+        help="allow more workers than physical cores",
+        manual="Whether ppn may exceed the number of cores, so that workers share cores. For tests only: timings are "
+        "meaningless.",
     ),
     Option(
         name="share",
         kind=FLAG,
-        help="avoid cores that are used by running processes of other plans",
-        manual="Whether to leave out cores to which other plans have bound running processes, to share the host with "
-        "them.",
+        help="avoid cores in use by running processes of other plans",
+        manual="Whether to share the host with running processes of other plans by avoiding the cores that they are "
+        "bound to.",
     ),
     Option(
         name="profile",
         kind=CHOICE,
         choices=tuple(PROFILES),
-        help="published settings for everything left at auto",
-        manual="Published set of choices to use wherever this section has auto. bkm-2018: SURFsara and Intel's "
+        help="published settings for all options left at auto",
+        manual="Published settings for all keys of this section left at auto. bkm-2018: SURFsara and Intel's "
         "best-known methods; mlperf-spr: Intel's MLPerf v2.1 submission; auto: the planner's own rules.",
     ),
     Option(
@@ -410,26 +409,26 @@ OPTIONS = (
         kind=CHOICE,
         section=RUNTIME,
         choices=("auto", "libgomp", "libiomp5"),
-        help="OpenMP runtime; auto: the profile's, or the one that is loaded",
-        manual="OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the "
-        "one that this Python loads.",
+        help="OpenMP runtime; auto: the profile's, else the installed one",
+        manual="OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto: the profile's, else the one that "
+        "this Python loads.",
     ),
     Option(
         name="allocator",
         kind=CHOICE,
         section=RUNTIME,
         choices=("auto", "glibc", "tcmalloc", "jemalloc"),
-        help="memory allocator; auto: tcmalloc or jemalloc where found",
-        manual="Memory allocator of the workers. auto takes tcmalloc, or else jemalloc, where this host has it, or "
-        "else glibc's own.",
+        help="memory allocator; auto: tcmalloc or jemalloc if installed",
+        manual="Memory allocator of the workers. auto: tcmalloc, else jemalloc, if installed on this host, else "
+        "glibc's.",
     ),
     Option(name="link_gbit", kind=SPEED, section=NETWORK, least=0.001, help="link speed of a host"),
 )
-"""The planning options in the order of --help. All but share, which depends on running processes, are fields of
+"""The planning options in the order of --help; all but share, which depends on running processes, are fields of
 `Request`."""
 OPTION_OF = {option.name: option for option in OPTIONS}
 RECIPE_OPTIONS = tuple(option for option in OPTIONS if option.manual)
-# Those that a job's hosts take from the command line that made the job.
+# Options that are passed on from the command line of `cputrain job` to the job's hosts.
 JOB_OPTIONS = tuple(option for option in RECIPE_OPTIONS if option.kind != FLAG and option.name != "ppn")
 SMALLEST = {
     **{option.name: option.least for option in OPTIONS if option.kind in (NUMBER, COUNT, SPEED)},
@@ -439,33 +438,33 @@ SMALLEST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a plan should be like; None lets the profile, a tuned plan or the rules decide.
+    """Settings of a plan; None lets the profile, a tuned plan or the rules decide.
 
     ppn: workers per host.
     threads: intra-op threads per worker.
     inter_op: inter-op threads per worker.
     comm_cores: cores per worker reserved for communication.
     loader_cores: cores per worker reserved for loading images.
-    smt: second hardware threads compute, too.
-    pin_threads: bind each OpenMP thread to a PU of its own. OpenMP then binds the process's first thread, too, and
-        whatever it starts later (loader processes, say) inherits that one PU unless it moves itself.
-    nodes: hosts of the job; with more than one, communication gets cores of its own.
-    link_gbit: speed of a host's link in Gbit/s.
-    profile: published practice that decides what is None here.
-    balance: "equal" local batches, or "batch": in proportion to each worker's cores.
-    local_batch: images per step of a worker, the mean over the host's workers.
-    workload: what it trains.
+    smt: compute on hyper-threads (SMT siblings), too.
+    pin_threads: bind each OpenMP thread to its own PU. OpenMP then binds the process's main thread, too, and processes
+        that it starts later (data loaders, for example) inherit that single PU unless they change their affinity mask.
+    nodes: number of hosts in the job; with more than one, cores may be reserved for communication.
+    link_gbit: link speed of a host in Gbit/s.
+    profile: published settings for all fields that are None.
+    balance: "equal" local batches, or "batch": proportional to each worker's cores.
+    local_batch: images per step and worker, the mean over the host's workers.
+    workload: the network to train.
     openmp: the OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded.
-    allocator: the memory allocator; "auto": tcmalloc, else jemalloc, where found, else glibc.
-    oversubscribe: allow more workers than cores, which then share cores.
-    occupied: PUs whose cores are left to other processes.
-    cores: the PUs to plan with, as taskset numbers them; none: all that the process may use.
-    e_cores: "off" leaves out cores slower than the fastest ones; "auto": they compute where that is faster.
-    global_batch: images per step of all workers of all hosts; local_batch is then the most in one backward pass.
-    most_workers: the most workers of all hosts together that the rules may choose.
-    comm_threads: threads of oneCCL per worker. Published profiles set this and the next two, the rules do not.
-    comm_siblings: how many of oneCCL's threads run on second threads of compute cores.
-    reserve_last: comm and loader cores are at the end of a domain instead of its start.
+    allocator: the memory allocator; "auto": tcmalloc, else jemalloc, if installed, else glibc.
+    oversubscribe: allow more workers than cores, so that workers share cores.
+    occupied: PUs whose cores are reserved for other processes.
+    cores: the PUs to plan with, numbered as for taskset; empty: all that the process may use.
+    e_cores: "off" excludes cores slower than the fastest type; "auto" uses them if that is faster.
+    global_batch: images per step over all workers of all hosts; local_batch is then the limit for one backward pass.
+    most_workers: the limit on all hosts' workers together that the rules may choose.
+    comm_threads: oneCCL threads per worker. Set by published profiles, like the next two fields, not by the rules.
+    comm_siblings: number of oneCCL threads on hyper-threads of compute cores.
+    reserve_last: reserve comm and loader cores at the end of a domain instead of its start.
     """
 
     ppn: Count | None = None
@@ -495,7 +494,7 @@ class Request:
 
 
 def check_request(request: Request) -> None:
-    """Raise RequestError where a value is wrong on any machine."""
+    """Raise RequestError if a value is invalid on any machine."""
     for name, smallest in SMALLEST.items():
         value = getattr(request, name)
         if value is not None and value < smallest:
@@ -513,14 +512,14 @@ def check_request(request: Request) -> None:
         if option.kind == CHOICE and (value := getattr(request, option.name)) not in option.choices:
             raise RequestError(f"{{{option.name}={value}}}: must be {either(option.choices)}")
     if request.balance == "batch" and request.local_batch is None:
-        raise RequestError("{balance=batch} has no batch to balance: train a recipe, or set {local_batch}")
+        raise RequestError("{balance=batch} needs a batch to balance: train a recipe, or set {local_batch}")
 
 
 TUNED = ("ppn", "comm_cores", "loader_cores")
 
 
 def with_defaults(machine: Machine, request: Request, measured: Measured) -> tuple[Request, dict[str, str]]:
-    """The request with the profile's values, or those of the tuned plan, where the user set none; and why, by field."""
+    """Fill in values of the profile or the tuned plan that the user has not set, and return the reasons by field."""
     if request.profile != "auto":
         profile = PROFILES[request.profile]
         return _filled(request, profile.decide(machine, request.ppn), f"profile {request.profile}: {profile.source}")
@@ -536,9 +535,9 @@ def _filled(request: Request, values: dict[str, Any], why: str) -> tuple[Request
 
 
 def tuned_values(tuned: Tuned, request: Request) -> dict[str, Any]:
-    """The values of a tuned plan for a request; empty where the request asks for anything else than that plan.
+    """Return the values of a tuned plan for a request; empty if the request sets anything that contradicts the plan.
 
-    It was measured on a whole host: for a job of several hosts only its number of workers counts.
+    Plans are tuned on a single whole host, so that only the number of workers is used for several hosts.
     """
     other_cores = request.occupied or request.cores or request.e_cores != "auto" or request.oversubscribe
     if other_cores or request.smt or request.threads is not None or request.balance != "equal":
@@ -553,7 +552,7 @@ def tuned_values(tuned: Tuned, request: Request) -> dict[str, Any]:
 
 
 def tuning_name(request: Request) -> str | None:
-    """What a tuned plan is for: network, precision, decoder and batch; None where the network is unknown."""
+    """Return the key of a tuned plan: network, precision, decoder and batch; None if the network is unknown."""
     workload = request.workload
     if workload is None or workload.assumed or request.local_batch is None:
         return None

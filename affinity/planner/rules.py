@@ -1,7 +1,6 @@
-"""A worker's cores by role (computing, communication, loading), its threads, and its share of the batch, each with
-its reason.
+"""Rules for a worker: cores by role (computing, communication, loading), threads, and its part of the batch.
 
-What a setting, a tuned plan or a profile gives comes first; these are the planner's own rules.
+Each value comes with its reason. Settings, tuned plans and profiles take precedence over these rules.
 """
 
 from collections.abc import Mapping
@@ -29,10 +28,10 @@ from cputrain.affinity.planner.request import (
 from cputrain.affinity.topology.machine import Core, Machine
 from cputrain.affinity.wording import formatted
 
-CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step
-BF16_GFLOPS = {"avx512_bf16": 150.0}  # AMX's processors have these instructions, too; without them bf16 is emulated
+CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # mean over a whole training step
+BF16_GFLOPS = {"avx512_bf16": 150.0}  # processors with AMX have avx512_bf16, too; without it bf16 is emulated
 LEAST_GFLOPS = 20.0
-DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # per pixel of a JPEG, from which crops are decoded
+DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # per pixel of the JPEG for a training crop
 COMM_BYTES_PER_CORE_S = 8e9
 COMM_BYTES_PER_PHI_CORE_S = 3.2e9
 TRAINING, DECODED, REDUCED = "training, GFLOP/s per core", "decoding, ns per pixel of an image", "GB/s per comm core"
@@ -43,33 +42,33 @@ CORE_RATE_FIGURES = (
             f"{isa} {gflops:g}"
             for isa, gflops in (*CORE_GFLOPS.items(), ("others", LEAST_GFLOPS), *BF16_GFLOPS.items())
         ),
-        why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); SURFsara-Intel 2018, 256 hosts, comes to "
-        "35 (16,400 images/s on 256 x 44 computing cores), 44 before its loss to communication; others: assumed. In "
-        "bf16: 150 on Zen 4; MLPerf v2.1 with AMX, 16 hosts, comes to 116 (8,570 images/s on 16 x 112 cores)",
+        why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); SURFsara-Intel 2018, 256 hosts: "
+        "35 (16,400 images/s on 256 x 44 compute cores), 44 without communication; others: assumed. Measured in "
+        "bf16: 150 on Zen 4; MLPerf v2.1 with AMX, 16 hosts: 116 (8,570 images/s on 16 x 112 cores)",
     ),
     Reason(
         what=DECODED,
         value=", ".join(f"{name} {ns:g}" for name, ns in DECODING_NS.items()),
-        why="measured in CPU time on an AMD EPYC, images of 204,000 (ImageNet's mean), 108,000 and 86,000 pixels: "
+        why="CPU time measured on an AMD EPYC for images of 204,000 (ImageNet's mean), 108,000 and 86,000 pixels: "
         "libjpeg-turbo 6.8, 7.1, 5.2; Pillow 15.8, 20.3, 18.1",
     ),
     Reason(
         what=REDUCED,
         value=f"{COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
-        why="assumed, of receiving, adding and sending in an all-reduce: half of what one core reads from memory. "
-        "oneCCL between two ranks of a host came to 2-3.4 on AMD EPYC, but with as many comm cores as that asks for, "
-        "AlexNet on 2,048 packages is predicted 40 % too fast. Xeon Phi: four cores for 12.5 GB/s, as Intel Caffe",
+        why="assumed for receiving, adding and sending in an all-reduce: half of one core's memory read bandwidth. "
+        "Measured with oneCCL between two ranks of an AMD EPYC host: 2-3.4; with as many comm cores as that would "
+        "need, AlexNet on 2,048 packages is predicted 40 % too fast. Xeon Phi: four cores for 12.5 GB/s (Intel Caffe)",
     ),
 )
-UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of a rate in that of its figure
+UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of the figures, in units of the measured rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreRates:
-    """What one core does: GFLOP/s of a training, images/s decoded, bytes/s in an all-reduce.
+    """Speed of one core: GFLOP/s in training, decoded images/s, bytes/s in an all-reduce.
 
-    `measured` are the names of those that this machine was measured for, with their dates. `assumed` tells that no
-    rate of trainings is cited for its instructions, or that they are not known.
+    `measured` has the dates of the rates that were measured on this machine, by name. `assumed` is True if no training
+    rate is cited for the machine's vector extensions, or if they are unknown.
     """
 
     gflops: float
@@ -79,7 +78,7 @@ class CoreRates:
     assumed: bool
 
     def since(self, what: str) -> str:
-        """Where a rate is from, as an addition to a reason: " (measured on 2026-01-31)", "" if it is cited."""
+        """Return a rate's origin to append to a reason: " (measured on 2026-01-31)"; "" if it is cited."""
         if what in self.measured:
             return f" (measured on {self.measured[what]})"
         if what == TRAINING and self.assumed:
@@ -88,14 +87,14 @@ class CoreRates:
 
 
 def core_rates(machine: Machine, workload: Workload, measured: Measured) -> CoreRates:
-    """The rates for a workload on a machine."""
+    """Return a core's rates for a workload: measured if possible, else cited or assumed."""
     known = {**CORE_GFLOPS, **(BF16_GFLOPS if workload.precision == "bf16" else {})}
     cited = max((known[flag] for flag in machine.isa if flag in known), default=LEAST_GFLOPS)
     comm = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
     found = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
 
-    def value(what: str, otherwise: float) -> float:
-        return found[what].value if what in found else otherwise
+    def value(what: str, default: float) -> float:
+        return found[what].value if what in found else default
 
     return CoreRates(
         gflops=value(TRAINING, cited),
@@ -107,7 +106,7 @@ def core_rates(machine: Machine, workload: Workload, measured: Measured) -> Core
 
 
 def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason]:
-    """The figures above that were measured on this machine, by what they are, beside what is cited."""
+    """Return the figures that were measured on this machine, by name, with the cited value in the reason."""
     found: dict[str, Reason] = {}
     for figure in CORE_RATE_FIGURES:
         rate = _measured(workload, measured)[figure.what]
@@ -116,15 +115,15 @@ def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason
             found[figure.what] = Reason(
                 what=figure.what,
                 value=f"{value:.3g} ({low:.3g}-{high:.3g})",
-                why=f"measured here on {rate.date} by `{rate.command}`: {rate.name}; elsewhere {figure.value}",
+                why=f"measured here on {rate.date} by `{rate.command}` ({rate.name}); elsewhere {figure.value}",
             )
     return found
 
 
 def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
-    own, standard = (training_name(name, workload.precision) for name in (workload.name, STANDARD))
+    this, standard = (training_name(name, workload.precision) for name in (workload.name, STANDARD))
     return {
-        TRAINING: measured.rate(own, standard),
+        TRAINING: measured.rate(this, standard),
         DECODED: measured.rate(f"{DECODING} {workload.decoder}"),
         REDUCED: measured.rate(f"{ALL_REDUCE} ccl"),
     }
@@ -132,7 +131,7 @@ def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSizes:
-    """Cores that communicate and load, second threads of compute cores that communicate, threads; with reasons."""
+    """Numbers of comm cores, loader cores, comm threads on compute cores' hyper-threads, and threads; with reasons."""
 
     comm_cores: int
     loader_cores: int
@@ -144,7 +143,7 @@ class WorkerSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """A domain's cores: those reserved for communication and loading, those that compute, spare ones without work."""
+    """A domain's cores: reserved for communication and loading, for computing, and idle."""
 
     reserved: tuple[Core, ...]
     compute: tuple[Core, ...]
@@ -153,9 +152,9 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreRoles:
-    """The PUs of a worker by role.
+    """A worker's PUs by role.
 
-    `packed`: the worker's PUs in OpenMP's own order, first threads of all cores first, start with `compute`.
+    `packed`: in OpenMP's default order, first threads of all cores first, the worker's PUs start with `compute`.
     """
 
     compute: tuple[int, ...]
@@ -166,37 +165,37 @@ class CoreRoles:
 
     @property
     def single_pu(self) -> bool:
-        """Whether the worker has one PU: the process's mask alone then binds its one thread."""
+        """Whether the worker has a single PU, to which the process's affinity mask binds its only thread."""
         return len(self.compute) + len(self.comm) + len(self.loader) == 1
 
 
 def reserve(domain: Domain, count: int, *, at_end: bool) -> Reserved:
-    """Reserve `count` cores, spare ones first, then the domain's first ones (`at_end`: its last ones).
+    """Reserve `count` cores: spare cores first, then the domain's first cores (`at_end`: its last cores).
 
-    At the start because a host's first cores also take its interrupts.
+    First cores, because a host's first cores also handle its interrupts.
     """
     spare, taken = domain.spare[:count], max(0, count - len(domain.spare))
     kept = len(domain.cores) - taken
-    own = domain.cores[kept:] if at_end else domain.cores[:taken]
+    reserved = domain.cores[kept:] if at_end else domain.cores[:taken]
     compute = domain.cores[:kept] if at_end else domain.cores[taken:]
-    return Reserved(reserved=spare + own, compute=compute, idle=domain.spare[count:])
+    return Reserved(reserved=spare + reserved, compute=compute, idle=domain.spare[count:])
 
 
 def compute_candidates(cores: tuple[Core, ...], *, smt: bool) -> tuple[int, ...]:
-    """The PUs that may compute: the first thread of each core, with `smt` all of them."""
+    """Return the PUs that may compute: the first hardware thread of each core, or with `smt` all of them."""
     return tuple(pu for core in cores for pu in (core.pus if smt else core.pus[:1]))
 
 
 def second_threads(cores: tuple[Core, ...], compute: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Second threads of the first `count` compute cores. Raises RequestError where they compute themselves."""
+    """Return the hyper-threads of the first `count` compute cores. Raises RequestError if they compute themselves."""
     second = tuple(core.pus[1] for core in cores if len(core.pus) > 1 and core.pus[0] in compute)[:count]
     if not set(second).isdisjoint(compute):
-        raise RequestError("communication on second hardware threads excludes computing on them: leave {smt} off")
+        raise RequestError("hyper-threads cannot both communicate and compute: leave {smt} off")
     return second
 
 
 def assign_roles(domain: Domain, sizes: WorkerSizes, request: Request) -> CoreRoles:
-    """Give each PU of a domain its role: comm cores come first among the reserved ones, then loader cores."""
+    """Assign a role to each PU of a domain; the first reserved cores are comm cores, the others loader cores."""
     cores = reserve(domain, sizes.comm_cores + sizes.loader_cores, at_end=request.reserve_last)
     compute = compute_candidates(cores.compute, smt=request.smt)[: sizes.intra_op]
     siblings = second_threads(cores.compute, compute, sizes.comm_siblings)
@@ -218,18 +217,18 @@ def _pus(cores: tuple[Core, ...]) -> tuple[int, ...]:
 
 
 def _first_threads_first(cores: tuple[Core, ...]) -> tuple[int, ...]:
-    """The PUs of cores: the first thread of each, then the second of each, and so on."""
+    """Return the PUs of cores: the first hardware thread of each core, then the second of each, and so on."""
     threads = max((len(core.pus) for core in cores), default=0)
     return tuple(core.pus[i] for i in range(threads) for core in cores if i < len(core.pus))
 
 
 def _idle(cores: Reserved, busy_pus: set[int], threads: int) -> tuple[Unused, ...]:
-    """The PUs that have no work, and why."""
+    """List the idle PUs, with the reason."""
     busy = [core for core in cores.compute if not busy_pus.isdisjoint(core.pus)]
     siblings = tuple(pu for core in busy for pu in core.pus if pu not in busy_pus)
     beyond = tuple(pu for core in cores.compute if core not in busy for pu in core.pus)
     idle = (
-        Unused(pus=siblings, why="second threads of compute cores: two would compete for one core's vector units"),
+        Unused(pus=siblings, why="hyper-threads of compute cores, which would compete for the cores' vector units"),
         Unused(pus=beyond, why=f"{{threads={threads}}} leaves them out"),
         Unused(pus=_pus(cores.idle), why=OTHER_TYPE),
     )
@@ -244,13 +243,13 @@ RULE_FIGURES = (
         what="cores to spare",
         value=f"one in {CORES_TO_SPARE_ONE}",
         why="assumed: a smaller worker would lose more than communication and loading cost; SURFsara-Intel 2018, 256 "
-        "hosts, gave two in 24 to communication",
+        "hosts, reserved two in 24 for communication",
     ),
     Reason(what="comm cores per worker", value=f"at most {MOST_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
     Reason(
         what="negligible communication",
         value=f"{NEGLIGIBLE:.1%} of a step",
-        why="assumed: less is not worth a core, however small a part of the cores that is",
+        why="assumed: less communication is not worth a core, even of a large worker",
     ),
 )
 
@@ -258,9 +257,9 @@ RULE_FIGURES = (
 def comm_cores(
     domain: Domain, rates: CoreRates, workload: Workload, *, ppn: int, nodes: int, link_gbit: float, local_batch: int
 ) -> tuple[int, str]:
-    """Cores of a domain reserved for communication: enough to keep a worker's share of the link busy; and why."""
+    """Return the number of comm cores, enough to saturate a worker's part of the link, and the reason."""
     if nodes == 1:
-        return 0, "one host: an all-reduce over loopback costs a few percent of a step, less than a core would"
+        return 0, "on one host an all-reduce over loopback costs a few percent of a step, less than a core would"
     if not _to_spare(domain):
         return 0, formatted("a domain of {cores:core} is too small to spare one", cores=len(domain.cores))
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
@@ -270,7 +269,7 @@ def comm_cores(
         why = "{wire_s:ms .1f} ms of communication in a step of {step_s:.1f} s is not worth a core"
         return 0, formatted(why, wire_s=wire_s, step_s=step_s)
     return min(ceil(bytes_per_s / rates.comm_bytes_per_s), MOST_COMM_CORES, _to_spare(domain)), formatted(
-        "several hosts: the all-reduce overlaps the backward pass; {link_gbit:g} Gbit/s per host is "
+        "on several hosts the all-reduce overlaps the backward pass; {link_gbit:g} Gbit/s per host is "
         "{link_bytes_per_s:GB .1f} GB/s per worker, and one core reduces about {core_bytes_per_s:GB .3g} GB/s{since}",
         link_gbit=link_gbit,
         link_bytes_per_s=bytes_per_s,
@@ -280,7 +279,7 @@ def comm_cores(
 
 
 def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[int, str]:
-    """Cores of a domain reserved for loading images: enough to decode what the others train on; and why."""
+    """Return the number of loader cores, enough to decode the images for the compute cores, and the reason."""
     cores = len(domain.cores)
     if not _to_spare(domain):
         why = "a domain of {cores:core} is too small to spare one; decoding shares the compute cores"
@@ -301,22 +300,22 @@ def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[
 
 
 def _to_spare(domain: Domain) -> int:
-    """Cores that a domain can do without: one in eight of those that compute, and all of other types."""
+    """Return how many cores may be reserved: one in eight of the domain's cores, and all spare cores."""
     return len(domain.cores) // CORES_TO_SPARE_ONE + len(domain.spare)
 
 
 def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, str]:
-    """Threads across operators, and why."""
+    """Return the number of inter-op threads, and the reason."""
     if intra_op >= CORES_TO_SPARE_ONE:
         return 2, "published practice on 24-core packages (intra-op 22, inter-op 2)"
     if workload is not None and not workload.assumed and workload.name.startswith("resnet"):
-        return 1, "ResNet is a chain of operators: there is nothing to run in parallel"
-    return 1, "few cores compute: a second operator beside one would take cores from it"
+        return 1, "ResNet is a chain of operators, so nothing can run in parallel"
+    return 1, "with few compute cores, operators in parallel would compete for them"
 
 
 def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> int:
-    """Images of a worker's largest backward pass: `local_batch`, or less where equal shares of a global batch over all
-    workers need as few passes with less."""
+    """Return the most images of a worker's backward pass: `local_batch`, or less if equal parts of a global batch need
+    no more passes with less."""
     if global_batch is None:
         return local_batch
     passes = ceil(global_batch / (workers * local_batch))
@@ -326,9 +325,9 @@ def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> i
 def local_batches(
     domains: tuple[Domain, ...], threads: tuple[int, ...], local_batch: int | None, *, proportional: bool
 ) -> tuple[int | None, ...]:
-    """Images per step of each worker, local_batch on average, exactly local_batch x workers together.
+    """Return each worker's images per step, which add up to exactly local_batch x workers.
 
-    `proportional`: in proportion to what each worker's threads compute, at least 1, by largest remainders.
+    `proportional`: in proportion to the speed of each worker's threads, at least 1, by largest remainders.
     """
     if local_batch is None or not proportional:
         return (local_batch,) * len(domains)
@@ -354,32 +353,32 @@ def worker_sizes(
     local_rank: int,
     ppn: int,
 ) -> WorkerSizes:
-    """The sizes of the worker that has this domain.
+    """Choose the numbers of cores and threads of the worker with this domain.
 
-    `request` has the values of the profile or the tuned plan filled in, `default_why` the reason for each of those. A
-    requested value that does not fit raises RequestError; one that was filled in is lowered to what the domain has.
+    `request` includes the values of the profile or tuned plan, `default_why` their reasons. Such values are lowered to
+    fit the domain; a requested value that does not fit raises RequestError.
     """
     rates = core_rates(machine, request.workload or RESNET50, measured)
     (comm, why_comm), (loader, why_loader) = _reserved_cores(rates, request, default_why, domain, ppn)
     if comm + loader - len(domain.spare) >= len(domain.cores):
         raise RequestError(
-            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores to "
-            "compute: request fewer of them, or a smaller {ppn}"
+            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores for "
+            "computing: reserve fewer cores, or set a smaller {ppn}"
         )
     compute = reserve(domain, comm + loader, at_end=request.reserve_last).compute
     candidates = compute_candidates(compute, smt=request.smt)
     if request.threads is not None and request.threads > len(candidates):
         raise RequestError(
-            f"{{threads={request.threads}}}: worker {local_rank} has compute cores for {len(candidates)}: set "
+            f"{{threads={request.threads}}}: worker {local_rank} has compute cores for {len(candidates)}; set "
             f"{{threads}} to {len(candidates)} or fewer"
         )
-    each = f"one for each {'hardware thread' if request.smt else 'core'} of the domain that is not reserved"
+    each = f"one for each {'hardware thread' if request.smt else 'core'} that is not reserved"
     intra, why_intra = _chosen((len(candidates), each), request.threads, default_why.get("threads"))
     inter, why_inter = _chosen(inter_op_threads(intra, request.workload), request.inter_op, default_why.get("inter_op"))
     siblings = len(second_threads(compute, candidates[:intra], request.comm_siblings))
     if siblings:
         why_comm = default_why.get("comm_siblings", SET)
-    comm_value = "{comm_cores} and {comm_siblings} second threads" if siblings else "{comm_cores}"
+    comm_value = "{comm_cores} and {comm_siblings} hyper-threads" if siblings else "{comm_cores}"
     found = (
         ("comm cores per worker", comm_value, why_comm),
         ("loader cores per worker", "{loader_cores}", why_loader),
@@ -402,13 +401,13 @@ def worker_sizes(
 def _reserved_cores(
     rates: CoreRates, request: Request, default_why: Mapping[str, str], domain: Domain, ppn: int
 ) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Comm cores and why, loader cores and why."""
+    """Choose the numbers of comm cores and loader cores, each with its reason."""
     workload, batch = request.workload or RESNET50, request.local_batch or USUAL_BATCH
     comm_rule = comm_cores(
         domain, rates, workload, ppn=ppn, nodes=request.nodes, link_gbit=request.link_gbit, local_batch=batch
     )
     loader_rule = loader_cores(replace(domain, spare=domain.spare[comm_rule[0] :]), rates, workload)
-    most = len(domain.cores) + len(domain.spare) - 1  # what a default may take of a small domain
+    most = len(domain.cores) + len(domain.spare) - 1  # limits a default on a small domain
     loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), most)
     return _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), most - loader[0]), loader
 
@@ -416,7 +415,7 @@ def _reserved_cores(
 def _chosen(
     rule: tuple[int, str], requested: int | None, default_why: str | None, most: int | None = None
 ) -> tuple[int, str]:
-    """The requested value, or the default, which is at most `most`, or the rule's; and why."""
+    """Choose the requested value, else the default limited to `most`, else the rule's, with the reason."""
     if requested is None:
         return rule
     value = requested if default_why is None or most is None else min(requested, most)

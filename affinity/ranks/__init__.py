@@ -1,4 +1,4 @@
-"""A process's rank, from any launcher's environment; and the address and port at which the ranks of a job meet."""
+"""A process's rank from any launcher's environment, the rendezvous address of a job's ranks, and host names."""
 
 from cputrain.affinity.lazy import front
 

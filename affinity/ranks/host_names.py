@@ -1,7 +1,7 @@
-"""Which host a name means: names and addresses compared, a host found in a list by any of its names, hosts told apart.
+"""Compare host names and addresses, find a host in a list by any of its names, and label hosts uniquely.
 
-Names are compared as DNS does, without regard to case (RFC 4343) and to the final dot of an absolute name (RFC 1034,
-3.1). A name is short for those that begin with all of its labels: n1 for n1.cluster.
+Like DNS, names are compared without case (RFC 4343) and without the final dot of an absolute name (RFC 1034, 3.1). A
+name is short for longer names that begin with all of its labels: n1 for n1.cluster.
 """
 
 import ipaddress
@@ -13,23 +13,23 @@ from itertools import accumulate
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import LOOPBACK, own_addresses
+from cputrain.affinity.ranks.rank import LOOPBACK, local_addresses
 from cputrain.affinity.wording import either
 
 LOCALHOST = "localhost"
 HOSTS = Path("/etc/hosts")
 LOOPBACKS = (LOOPBACK, "::1")
 NUMBERS = re.compile("[0-9]+")
-MAX_CANDIDATES = 4  # named in a message
+MAX_CANDIDATES = 4  # listed in a message
 
 
 def network_name(host: str) -> str:
-    """The host's name or address as sockets take it: without a user, and without the brackets of an IPv6 address."""
+    """Return a host's name or address for sockets: without user, and without the brackets of an IPv6 address."""
     return host.rpartition("@")[2].strip("[]")
 
 
 def host_key(host: str) -> str:
-    """What all spellings of a host have in common: ana@N1. and n1, FE80::1 and [fe80:0::1], 127.0.0.1 and localhost."""
+    """Normalize a host's spellings: ana@N1. and n1, FE80::1 and [fe80:0::1], 127.0.0.1 and localhost."""
     name = network_name(host).lower()
     address = _address(name)
     key = name.removesuffix(".") if address is None else str(address)
@@ -37,13 +37,13 @@ def host_key(host: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is given by its IPv4 or IPv6 address."""
+    """Whether a host is written as IPv4 or IPv6 address."""
     return _address(network_name(host)) is not None
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if ":" not in name and not name.replace(".", "").isdecimal():
-        return None  # most names, in a tenth of the time
+        return None  # a shortcut for most names, ten times as fast
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -52,13 +52,13 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is that of every host for itself: localhost, 127.0.0.1, ::1."""
+    """Whether a name or address is a loopback one: localhost, 127.0.0.1, ::1."""
     address = _address(network_name(host))
     return host_key(host) == LOCALHOST if address is None else address.is_loopback
 
 
 def repeated_host(hosts: Iterable[str]) -> tuple[str, str] | None:
-    """The first two spellings of the same host in a list; None where all hosts differ."""
+    """Return the first two spellings of the same host in a list; None if all hosts differ."""
     seen: dict[str, str] = {}
     for host in hosts:
         if (key := host_key(host)) in seen:
@@ -68,62 +68,65 @@ def repeated_host(hosts: Iterable[str]) -> tuple[str, str] | None:
 
 
 def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """The first two names or addresses of this host in a list; None where it is there once, or not.
+    """Return the first two names or addresses of this host in a list; None if it is listed once or not at all.
 
-    Asks no name service. Loopback addresses but 127.0.0.1 and ::1 are hosts of their own: people test with them.
+    Does not query the name service. Loopback addresses other than 127.0.0.1 and ::1 count as separate hosts, as people
+    test with them.
     """
     if len(hosts) < 2:
         return None
     found = _candidates(socket.gethostname(), hosts)
     short = {hosts[place] for place in found if len(found) == 1 and _is_short_for(socket.gethostname(), hosts[place])}
-    keys = _own_keys() | {host_key(name) for name in short}
-    own = [name for name in hosts if host_key(name) in keys or (not is_loopback(name) and _is_own(name))]
-    return (own[0], own[1]) if len(own) > 1 else None
+    keys = _local_keys() | {host_key(name) for name in short}
+    here = [name for name in hosts if host_key(name) in keys or (not is_loopback(name) and _is_local(name))]
+    return (here[0], here[1]) if len(here) > 1 else None
 
 
 def names_of_one_host(hosts: Sequence[str], *, by_name: bool) -> tuple[str, str] | None:
-    """The first name in a list and a longer one that begins with all of its labels, where they are one host: the name
-    service gives them the same address; or with `by_name`, it does not know both and no other name is longer. None
-    without such. It is asked of such names only."""
+    """Return the first name in a list and a longer form of it that mean the same host; None if there are none.
+
+    They do if the name service has a common address for them; with `by_name` also if it does not know both of them
+    and there is only one longer form. Only such names are looked up.
+    """
     by_key = {host_key(host): host for host in hosts if not is_address(host)}
     longer: dict[str, list[str]] = {}
     for key, host in by_key.items():
-        for short in _shortened(key)[:-1]:
+        for short in _prefixes(key)[:-1]:
             if short in by_key:
                 longer.setdefault(by_key[short], []).append(host)
     for short, others in longer.items():
-        own = {*addresses_of(short)}
+        addresses = {*addresses_of(short)}
         for host in others:
             found = addresses_of(host)
-            if not own.isdisjoint(found) or (by_name and len(others) == 1 and not (own and found)):
+            if not addresses.isdisjoint(found) or (by_name and len(others) == 1 and not (addresses and found)):
                 return short, host
     return None
 
 
-def _own_keys() -> set[str]:
-    """localhost, this host's name, and those that /etc/hosts has for it or for one of its addresses."""
+def _local_keys() -> set[str]:
+    """Return localhost, this host's name, and its aliases in /etc/hosts by name or address."""
     keys = {LOCALHOST, host_key(socket.gethostname())}
     lines = HOSTS.read_text(encoding="utf-8", errors="replace").splitlines() if HOSTS.exists() else ()
     words = [line.partition("#")[0].split() for line in lines]
-    own = keys | {host_key(address) for address in own_addresses()}
-    return keys.union(*(map(host_key, line[1:]) for line in words if not own.isdisjoint(map(host_key, line))))
+    local = keys | {host_key(address) for address in local_addresses()}
+    return keys.union(*(map(host_key, line[1:]) for line in words if not local.isdisjoint(map(host_key, line))))
 
 
 def find_host(host: str, listed: Sequence[str]) -> int | None:
-    """A host's place in a list, by names alone: the same full name, else the only one that is short for the other, else
-    the only one with the same first label in another domain; None without one.
+    """Find a host's index in a list by name; None if it is not listed.
 
-    Raises InputError where several may be meant.
+    In this order: the same full name, the only shorter or longer form, the only name with the same first label in
+    another domain. Raises InputError if the name is ambiguous.
     """
     found = _candidates(host, listed)
     if len(found) > 1:
         names = [listed[place] for place in found[:MAX_CANDIDATES]]
-        raise InputError(f"host {host} may be {either(names)}: name it in full")
+        raise InputError(f"host {host} may be {either(names)}: use its full name")
     return found[0] if found else None
 
 
 def _candidates(host: str, listed: Sequence[str]) -> list[int]:
-    """The places of those that a host's name may mean: one, where it is there in full."""
+    """Return the indexes of the hosts that a name may mean; one if the full name is listed."""
     key, keys = host_key(host), [host_key(name) for name in listed]
     if key in keys:
         return [keys.index(key)]
@@ -132,44 +135,47 @@ def _candidates(host: str, listed: Sequence[str]) -> list[int]:
     label = key.partition(".")[0]
     alike = [place for place, other in enumerate(keys) if other.partition(".")[0] == label and not is_address(other)]
     short = [place for place in alike if f"{key}.".startswith(f"{keys[place]}.") or keys[place].startswith(f"{key}.")]
-    # Names that differ only in numbers are those of a series: worker.1.net, worker.2.net.
+    # Names that differ only in numbers are different hosts of a series: worker.1.net, worker.2.net.
     series = NUMBERS.sub("0", key)
     return short or [place for place in alike if NUMBERS.sub("0", keys[place]) != series]
 
 
 def find_this_host(listed: Sequence[str]) -> int | None:
-    """This host's place in a list: by its name, else by an address that is its own; None where it is not there.
+    """Find this host's index in a list by its name, else by its addresses; None if it is not listed.
 
-    Asks the name service only where its name is not in the list. Raises InputError where several may be meant.
+    Queries the name service only if its name is not in the list. Raises InputError if the name is ambiguous.
     """
     here = socket.gethostname()
     found = _candidates(here, listed)
     if len(found) == 1 and _is_short_for(here, listed[found[0]]):
         return found[0]
-    own = [place for place, name in enumerate(listed) if _is_own(name)]
-    own = own or [place for place in found if any(map(is_own_address, addresses_of(listed[place])))]
-    if own:
-        return own[0]
-    unknown = [place for place in found if not addresses_of(listed[place])]  # the others are other hosts
+    this = [place for place, name in enumerate(listed) if _is_local(name)]
+    this = this or [place for place in found if any(map(is_local_address, addresses_of(listed[place])))]
+    if this:
+        return this[0]
+    unknown = [place for place in found if not addresses_of(listed[place])]  # names with addresses are other hosts
     if not unknown:
-        names = {host_key(name) for name in _own_names()}
+        names = {host_key(name) for name in _local_names()}
         return next((place for place, name in enumerate(listed) if host_key(name) in names), None)
     place = find_host(here, [listed[place] for place in unknown])
     return None if place is None else unknown[place]
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name is localhost, this host's own, full or short, or one of its addresses. The name service is asked
-    about a longer or shorter form of its own name only: n1.a.org may be another host than this n1."""
+    """Whether a name is localhost, this host's name in full or short form, or one of its addresses.
+
+    The name service is queried only for longer or shorter forms of this host's name: n1.a.org may be another host than
+    this n1.
+    """
     here = socket.gethostname()
-    if _is_own(name) or host_key(name) == host_key(here):
+    if _is_local(name) or host_key(name) == host_key(here):
         return True
-    return _is_short_for(here, name) and (not (found := addresses_of(name)) or any(map(is_own_address, found)))
+    return _is_short_for(here, name) and (not (found := addresses_of(name)) or any(map(is_local_address, found)))
 
 
-def _is_own(name: str) -> bool:
+def _is_local(name: str) -> bool:
     """Whether a name is localhost or one of this host's addresses."""
-    return host_key(name) == LOCALHOST or (is_address(name) and is_own_address(network_name(name)))
+    return host_key(name) == LOCALHOST or (is_address(name) and is_local_address(network_name(name)))
 
 
 def _is_short_for(one: str, other: str) -> bool:
@@ -180,8 +186,8 @@ def _is_short_for(one: str, other: str) -> bool:
     return longer.startswith(shorter)
 
 
-def is_own_address(address: str) -> bool:
-    """Whether an address is one of this host's: only then may a socket have it."""
+def is_local_address(address: str) -> bool:
+    """Whether an address belongs to this host, tested by binding a socket to it."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -192,17 +198,17 @@ def is_own_address(address: str) -> bool:
 
 
 def addresses_of(name: str) -> list[str]:
-    """A host's addresses by the name service; none where it does not know the name."""
+    """Look up a host's addresses in the name service; empty if it does not know the name."""
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(network_name(name), None, type=socket.SOCK_DGRAM)]
     except (OSError, UnicodeError):
         return []
 
 
-def _own_names() -> list[str]:
-    """This host's names by the name service, aliases among them, in /etc/hosts too."""
+def _local_names() -> list[str]:
+    """Look up this host's names and aliases in the name service, which includes /etc/hosts."""
     names = []
-    for address in own_addresses():
+    for address in local_addresses():
         try:
             name, aliases, _ = socket.gethostbyaddr(address)
         except OSError:
@@ -212,16 +218,15 @@ def _own_names() -> list[str]:
 
 
 def share_first_label(hosts: Sequence[str]) -> bool:
-    """Whether the names of several hosts begin with the same label."""
+    """Whether several host names begin with the same label."""
     labels = [host_key(host).partition(".")[0] for host in hosts if not is_address(host)]
     return len(set(labels)) < len(labels)
 
 
 def host_labels(hosts: Sequence[str]) -> tuple[str, ...]:
-    """A short name for each host that no other host of the list has: its first label, or as many as tell it apart; an
-    address as it is."""
+    """Return a unique short name for each host: its first label, or as many as necessary; addresses unchanged."""
     names = [network_name(host).removesuffix(".") for host in hosts]
-    shortened = [_shortened(name) for name in names]
+    shortened = [_prefixes(name) for name in names]
     uses = Counter(text.lower() for texts in shortened for text in texts)
     return tuple(
         next((text for text in texts if uses[text.lower()] == 1), name)
@@ -229,6 +234,6 @@ def host_labels(hosts: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _shortened(name: str) -> list[str]:
-    """A name's beginnings, label by label: n1, n1.cluster."""
+def _prefixes(name: str) -> list[str]:
+    """List a name's prefixes by label: n1, n1.cluster."""
     return [name] if is_address(name) else list(accumulate(name.split("."), "{}.{}".format))

@@ -1,8 +1,8 @@
-"""Any launcher's environment -> rank, local rank, world size, and where the ranks meet (torch.distributed's env://).
+"""Rank, local rank, world size and rendezvous (torch.distributed's env://) from any launcher's environment.
 
-`LAUNCHER_VARIABLES` has what each launcher and scheduler sets: a rank's numbers, a job's id, all its other variables.
+`LAUNCHER_VARIABLES` lists each launcher's and scheduler's variables: rank numbers, job id, and prefixes of all others.
 
-Pods of an Indexed Job of Kubernetes are numbered by it; `cputrain job kubernetes` names how many there are.
+In an Indexed Job, Kubernetes numbers the pods, and `cputrain job kubernetes` sets their count.
 """
 
 import errno
@@ -26,28 +26,28 @@ IPV6 = Path("/proc/net/if_inet6")
 
 
 def address_to(peer: str) -> str:
-    """This host's own address on its way to a peer. Raises OSError where the peer has no address or no route."""
+    """Return this host's address on the route to a peer. Raises OSError if the peer has no address or no route."""
     family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the route
+        probe.connect(address)  # chooses the route without sending anything
         return str(probe.getsockname()[0])
 
 
 def interface_to(peer: str) -> str | None:
-    """The network interface over which this host reaches a peer; None where it has none."""
+    """Return the network interface on the route to a peer; None if there is none."""
     try:
-        own = address_to(peer)
+        address = address_to(peer)
     except OSError:
         return None
-    if ":" in own:
-        wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
+    if ":" in address:
+        number = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         lines = (line.split() for line in IPV6.read_text(encoding="utf-8").splitlines())
-        return next((words[-1] for words in lines if words[0] == wanted), None)
-    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
+        return next((words[-1] for words in lines if words[0] == number), None)
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
 
 
-def own_addresses() -> list[str]:
-    """This host's addresses, one of IPv4 and all of IPv6 for each interface but loopback."""
+def local_addresses() -> list[str]:
+    """Return this host's addresses: for each interface except loopback one IPv4 and all IPv6 addresses."""
     names = [name for _, name in socket.if_nameindex() if name != LOOPBACK_INTERFACE]
     listed = (line.split() for line in IPV6.read_text(encoding="utf-8").splitlines()) if IPV6.exists() else ()
     six = [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])) for words in listed if words[-1] in names]
@@ -55,7 +55,7 @@ def own_addresses() -> list[str]:
 
 
 def _address(interface: str) -> str | None:
-    """An interface's IPv4 address, if it has one."""
+    """Return an interface's IPv4 address; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
@@ -66,24 +66,25 @@ def _address(interface: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherVariables:
-    """What launchers of one kind, or a scheduler, leave in the environment of a rank."""
+    """Environment variables that a kind of launcher, or a scheduler, sets for a rank."""
 
     convention: str
-    """The name of the kind, as `Rank.convention` has it."""
+    """Name of the kind, used in `Rank.convention`."""
     rank_names: tuple[str, ...] = ()
-    """Rank, world size, local rank, local world size; () where it starts no ranks."""
+    """Variables of rank, world size, local rank, local world size; () if it starts no ranks."""
     names_suffice: bool = True
-    """Whether `rank_names` alone tell a rank; False: a function of its own does, or there are none."""
+    """Whether `rank_names` alone identify a rank; if False, a separate function does, or there are none."""
     for_scripts: bool = False
-    """Whether the ranks of all launchers get `rank_names` too, for scripts that read them."""
+    """Whether `rank_names` are also set under all other launchers, for scripts that read them."""
     prefixes: tuple[str, ...] = ()
-    """Beginnings of the names of all its variables beside `rank_names`."""
+    """Prefixes of all its variables besides `rank_names`."""
     start_id: tuple[str, ...] = ()
-    """Variables that are equal for all ranks of one start and together differ between starts."""
+    """Variables whose values together identify a start: the same for all its ranks, different for every start."""
     job_variable: str | None = None
-    """The id of a scheduler's job."""
+    """Variable with the id of a scheduler's job."""
     pmi_of: tuple[str, str] | None = None
-    """A variable that only this launcher sets, and its name in messages, where oneCCL cannot use MPI with its PMI."""
+    """For launchers with whose PMI oneCCL cannot use MPI: a variable that only this launcher sets, and its name in
+    messages."""
 
 
 ENV = LauncherVariables(
@@ -138,27 +139,27 @@ SLURM = LauncherVariables(
 )
 PBS = LauncherVariables(convention="pbs", names_suffice=False, prefixes=("PBS_",), job_variable="PBS_JOBID")
 
-# Most specific first: srun's variables are also there when another launcher runs inside a Slurm job, and PMI's under
-# several of them.
+# Most specific first: srun's variables are also set if another launcher runs inside a Slurm job, and PMI's by several
+# launchers.
 LAUNCHER_VARIABLES = (ENV, OPEN_MPI, MVAPICH, HYDRA, PALS, SLURM, PBS)
-# As above, but Intel MPI's mpirun may be started in a task that srun's PMIx has given its own namespace.
+# In this order, as Intel MPI's mpirun may run in a task that has a PMIx namespace from srun.
 START_IDS = tuple(each.start_id for each in (HYDRA, OPEN_MPI, SLURM, PALS))
 PREFIXES = tuple(prefix for each in LAUNCHER_VARIABLES for prefix in each.prefixes)
-PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to PMI's server
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to the PMI server
 
 
 LOOPBACK = "127.0.0.1"
-MASTER_PORT = 29500  # torch.distributed's own default
+MASTER_PORT = 29500  # torch.distributed's default
 MAX_RANKS = 1 << 24
 NUMBER = re.compile("[0-9]{1,9}")
 STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
-SET_TASKS = "set it to the tasks of each host as Slurm does, 4(x2) for two hosts of 4"
+SET_TASKS = "set it to the tasks per host in Slurm's format, 4(x2) for two hosts with 4 each"
 TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One process's place in its job; `convention` names the variables it was read from."""
+    """A process's rank in its job; `convention` names the launcher variables that it was read from."""
 
     rank: int
     world_size: int
@@ -172,12 +173,12 @@ class Rank:
         return self.local_world_size == self.world_size
 
 
-# Launchers' variables for the local rank.
+# The launchers' variables for the local rank.
 LOCAL_RANK_VARIABLES = tuple(each.rank_names[2] for each in LAUNCHER_VARIABLES if each.rank_names)
 
 
 def discover(env: Mapping[str, str]) -> Rank | None:
-    """This process's rank; None when no launcher started it. Raises InputError where variables are missing."""
+    """Return this process's rank; None if no launcher started it. Raises InputError if variables are missing."""
     incomplete = []
     for launcher in LAUNCHER_VARIABLES:
         names = launcher.rank_names
@@ -185,7 +186,7 @@ def discover(env: Mapping[str, str]) -> Rank | None:
             continue
         missing = [name for name in names if name not in env]
         if missing:
-            incomplete.append(f"{names[0]} is set but {', '.join(missing)} is not set")
+            incomplete.append(f"{names[0]} is set, but not {', '.join(missing)}")
             continue
         rank, world, local, local_world = (_number(env, name) for name in names)
         return _checked(
@@ -197,22 +198,22 @@ def discover(env: Mapping[str, str]) -> Rank | None:
                 convention=launcher.convention,
             )
         )
-    # srun leaves half of PMI's variables too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
-    # numbered step; a step of one task is most often a shell, in which people start things themselves.
+    # srun sets half of PMI's variables, too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
+    # numbered job step; a step of one task is most often an interactive shell.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
         return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
-    if "PMIX_RANK" in env:  # prterun's ranks get the rest from its server
-        incomplete.append("PMIX_RANK is set but no world size is set")
+    if "PMIX_RANK" in env:  # prterun's ranks get all other numbers from its server
+        incomplete.append("PMIX_RANK is set, but no world size")
     if incomplete:
         raise InputError(
-            f"{'; '.join(incomplete)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or, if no "
-            "launcher started this process, unset these variables"
+            f"{'; '.join(incomplete)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or unset "
+            "these variables if no launcher started this process"
         )
     return None
 
 
 def local_rank_of(env: Mapping[str, str]) -> int | None:
-    """This process's local rank, where a launcher has set at least that; else None."""
+    """Return this process's local rank if a launcher has set at least that, else None."""
     return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if NUMBER.fullmatch(env.get(name, ""))), None)
 
 
@@ -235,13 +236,13 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
 
 
 def tasks_per_node(env: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """A variable in Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1). Raises InputError on anything else."""
+    """Parse a variable in Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1). Raises InputError on anything else."""
     text = env.get(name, "")
     counts: list[int] = []
     for part in text.split(","):
         match = TASKS.fullmatch(part)
         if match is None:
-            raise InputError(f"{name}={text[:60]!r}: {part[:30]!r} is not N or N(xM): {SET_TASKS}")
+            raise InputError(f"{name}={text[:60]!r}: {part[:30]!r} is not N or N(xM); {SET_TASKS}")
         if len(counts) + int(match[2] or 1) > MAX_RANKS:
             raise InputError(f"{name}={text[:60]!r} has more than {MAX_RANKS:,} hosts: {SET_TASKS}")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -249,7 +250,7 @@ def tasks_per_node(env: Mapping[str, str], name: str) -> tuple[int, ...]:
 
 
 def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
-    """The env:// variables that torch.distributed.init_process_group() reads."""
+    """Return the env:// variables that torch.distributed.init_process_group() reads."""
     numbers = (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)
     return {
         **{name: str(number) for name, number in zip(ENV.rank_names, numbers, strict=True)},
@@ -276,52 +277,54 @@ def _checked(rank: Rank) -> Rank:
     return rank
 
 
-INDEX, COUNT = "JOB_COMPLETION_INDEX", "CPUTRAIN_PODS"  # the first is Kubernetes' own
+INDEX, COUNT = "JOB_COMPLETION_INDEX", "CPUTRAIN_PODS"  # the first is set by Kubernetes
 POD_NUMBER = re.compile("[0-9]{1,6}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """A pod's `index` among the `count` pods of its job."""
+    """Index of a pod among the `count` pods of its job."""
 
     index: int = 0
     count: int = 1
 
 
 def pods_of(env: Mapping[str, str]) -> Pods:
-    """The pods of this process's job; one, where there is no such job. Raises InputError for variables that are wrong.
+    """Return this pod's index and the pod count of its job; 0 of 1 outside such a job.
 
-    The index alone says nothing: the pods of most Indexed Jobs have nothing to do with each other.
+    Without the count the index is ignored, as the pods of most Indexed Jobs are independent. Raises InputError if the
+    variables are invalid.
     """
     if COUNT not in env:
         return Pods()
     index, count = env.get(INDEX, ""), env[COUNT]
     if not (POD_NUMBER.fullmatch(index) and POD_NUMBER.fullmatch(count) and int(index) < int(count)):
         raise InputError(
-            f"{COUNT}={count[:30]} and {INDEX}={index[:30] or 'unset'}: the index must be a number below the count: "
+            f"{COUNT}={count[:30]} and {INDEX}={index[:30] or 'unset'}: the index must be a number below the count; "
             f"start with the manifest of cputrain job kubernetes, or unset {COUNT}"
         )
     return Pods(index=int(index), count=int(count))
 
 
-# Below the ports that Linux gives to outgoing connections (32768 and up) and to Kubernetes' services (30000 and up).
+# Below Linux's ephemeral ports (32768 and up) and Kubernetes' node ports (30000 and up).
 FIRST_PORT, PORTS = 20_000, 10_000
-# Names that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. An MPI does not conclude from
-# these alone that its own mpirun started the process.
+# Variables that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. They alone do not make an MPI
+# library believe that its mpirun started the process.
 OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
-# oneCCL's own default: accelerate and transformers with Intel's bindings take "ccl" only where it is set.
+# oneCCL's default, set because accelerate and transformers with Intel's bindings choose "ccl" only if it is set.
 ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
-# Of Slurm's list, to the first comma that is not in brackets.
+# The part of Slurm's host list up to the first comma outside brackets.
 FIRST_HOSTS = re.compile(r"(?:[^\[\],\s]|\[\d[\d,-]*\])+(?=,|\s*\Z)")
 FIRST_NUMBER = re.compile(r"\[(\d+)[\d,-]*\]")
 
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
-    MPICH, Open MPI and Slurm, the host's number (NODE_RANK, GROUP_RANK, SLURM_NODEID), and, where they are not set,
-    MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and CCL_WORKER_COUNT.
+    """Add a rank's variables to an environment.
 
-    Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; the same numbers by their names in Intel MPI, MPICH, Open MPI and
+    Slurm; the host's number (NODE_RANK, GROUP_RANK, SLURM_NODEID); and, unless set, MASTER_ADDR, MASTER_PORT,
+    GLOO_SOCKET_IFNAME and CCL_WORKER_COUNT. Raises InputError if rank 0's host is unknown, RunError if the port is in
+    use.
     """
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
@@ -331,30 +334,30 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
-    # A PMI from outside this job (that of a shell that srun started) does not know its ranks.
+    # A PMI server from outside this job, such as that of a shell started by srun, does not know this job's ranks.
     foreign = [env.get(name) for name in HYDRA.rank_names[:2]] != numbers[:2]
     kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
     return {**defaults, **kept, **same, **node, **rendezvous(rank, address, port)}
 
 
 def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
-    """The same (address, port) for all ranks of the job, found without communication.
+    """Return the rendezvous (address, port), the same for all ranks of the job, without communication.
 
     Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of
     20000-29999 derived from the launcher's job id, or 29500. Rank 0 checks values that are not from the environment.
     """
-    address, port = env.get("MASTER_ADDR"), port_of(env)
-    meant = address or (LOOPBACK if rank.one_host else _first_host(env))
+    given, port = env.get("MASTER_ADDR"), port_of(env)
+    address = given or (LOOPBACK if rank.one_host else _first_host(env))
     number = _port_of_job(_job(env)) if port is None else port
-    if rank.rank == 0 and not address:
-        _check_address(meant, _list_of_slurm(env))
+    if rank.rank == 0 and not given:
+        _check_address(address, _list_of_slurm(env))
     if rank.rank == 0 and port is None:
         _check_port(number)
-    return meant, number
+    return address, number
 
 
 def port_of(env: Mapping[str, str]) -> int | None:
-    """MASTER_PORT, where it is set. Raises InputError where it is not a TCP port."""
+    """Return MASTER_PORT; None if it is unset. Raises InputError if it is not a TCP port."""
     port = env.get("MASTER_PORT")
     if port is not None and not (NUMBER.fullmatch(port) and 0 < int(port) < 1 << 16):
         raise InputError(f"MASTER_PORT={port[:60]} is not a TCP port: export a number from 1 to 65535, or unset it")
@@ -362,7 +365,7 @@ def port_of(env: Mapping[str, str]) -> int | None:
 
 
 def _list_of_slurm(env: Mapping[str, str]) -> str:
-    """The variable that lists the hosts of the ranks under Slurm."""
+    """Return the name of the variable that lists the ranks' hosts under Slurm."""
     in_step = env.get("SLURM_STEP_ID", "").isdigit() and env.get("SLURM_STEP_NODELIST")
     return "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
 
@@ -378,20 +381,20 @@ def _first_host(env: Mapping[str, str]) -> str:
         )
     if match is None:
         raise InputError(
-            "several hosts, but the host of rank 0 is not known: set MASTER_ADDR to its name for all ranks (mpirun "
-            "-genv MASTER_ADDR HOST; Open MPI: -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
+            "several hosts, but the host of rank 0 is unknown: set MASTER_ADDR to its name for all ranks (mpirun -genv "
+            "MASTER_ADDR HOST, or with Open MPI -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
         )
     return FIRST_NUMBER.sub(r"\1", match[0])
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """The launcher's id of this job; MPICH's before that of the job in which its mpiexec was started."""
+    """Return the launcher's id of this job; MPICH's has precedence over the job in which its mpiexec was started."""
     named = (names for names in START_IDS if all(name in env for name in names))
     return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
 
 
 def _hydra_port() -> str | None:
-    """HOST:PORT at which MPICH's mpiexec controls its job: an option of each host's proxy, an ancestor of its ranks."""
+    """Return HOST:PORT of MPICH's mpiexec, an option of the proxy that is an ancestor of all ranks on a host."""
     for argv in _ancestors():
         if Path(argv[0]).name == "hydra_pmi_proxy" and "--control-port" in argv[:-1]:
             return argv[argv.index("--control-port") + 1]
@@ -399,7 +402,7 @@ def _hydra_port() -> str | None:
 
 
 def _ancestors() -> Iterator[list[str]]:
-    """The command lines of this process's ancestors, parent first, as far as they can be read."""
+    """Yield the command lines of this process's ancestors, parent first, up to the first unreadable one."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -414,7 +417,7 @@ def _port_of_job(job: str | None) -> int:
 
 
 def _check_address(address: str, variable: str) -> None:
-    """Raise, on rank 0, where the address, which is of this variable, is not this host's."""
+    """Raise an error on rank 0 if the address, from the variable `variable`, is not this host's."""
     here = socket.gethostname()
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -427,14 +430,14 @@ def _check_address(address: str, variable: str) -> None:
         ) from None
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
-            raise RunError(f"cannot listen on {address}: {error.strerror}: set MASTER_ADDR to another name") from None
+            raise RunError(f"cannot listen on {address} ({error.strerror}): set MASTER_ADDR to another name") from None
         raise InputError(
             f"rank 0 runs on {here}, not on {address}, the first host of {variable}: set MASTER_ADDR to {here}"
         ) from None
 
 
 def _check_port(port: int) -> None:
-    """Raise, on rank 0, where the port is in use on any address: torch.distributed's store listens on all."""
+    """Raise an error on rank 0 if the port is in use on any address, as torch.distributed's store listens on all."""
     both = socket.has_dualstack_ipv6()
     try:
         with socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -445,6 +448,6 @@ def _check_port(port: int) -> None:
     except OSError as error:
         why = "in use" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
         raise RunError(
-            f"port {port} of {socket.gethostname()}, where this job's ranks would meet, is {why}: set MASTER_PORT to a "
-            "free one"
+            f"port {port} of {socket.gethostname()}, the rendezvous of this job's ranks, is {why}: set MASTER_PORT to "
+            "a free one"
         ) from None

@@ -1,6 +1,6 @@
-"""Machines by name (configs/machines/PROCESSOR.yaml and one of its variants), and any other description of one.
+"""Find a machine: by its name in the catalog (configs/machines/PROCESSOR.yaml and a variant) or in any other form.
 
-A tarball of a host's kernel files is read here, and saved.
+Also reads and saves tarballs of a host's kernel files.
 """
 
 import bz2
@@ -28,34 +28,37 @@ from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.affinity.wording import GIB
 
-# The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
-# (hwloc: 1 GiB).
+# Assumed memory of a NUMA node in a description without sizes: large, so that memory does not limit the number of
+# workers (hwloc assumes 1 GiB).
 ASSUMED_NODE_BYTES = 256 * GIB
-REACHED = 0.8  # of the nominal speed of memory channels
+ACHIEVED = 0.8  # achieved share of the memory channels' nominal bandwidth
 
 
 MACHINES = shipped("machines")
 
 
 def find_machine(spec: str) -> Machine:
-    """The machine named by `spec`: "this", a folder or tarball with sys/ and proc/, lstopo XML, a synthetic description
-    ("pack:2 core:24 pu:2") or a catalog name. Raises InputError where it cannot be read."""
+    """Return the machine that `spec` describes.
+
+    "this", a folder or tarball with sys/ and proc/, lstopo XML, a synthetic description ("pack:2 core:24 pu:2") or a
+    catalog name. Raises InputError if it cannot be read.
+    """
     if spec == "this":
         return this_machine()
     try:
-        return _described(spec, Path(spec))
+        return _read_description(spec, Path(spec))
     except OSError as error:
         raise InputError(f"cannot read machine {spec[:200]!r}: {error.strerror}") from None
 
 
-def _described(spec: str, path: Path) -> Machine:
+def _read_description(spec: str, path: Path) -> Machine:
     if path.is_dir():
         return read_machine(tree_root(path))
     if is_archive(spec) or (path.is_file() and tarfile.is_tarfile(path)):
         with unpacked(path) as folder:
             return read_machine(tree_root(folder), name=path.name.split(".")[0])
     if (spec.endswith(".xml") and (path.is_file() or not path.exists())) or (path.is_file() and _starts_as_xml(path)):
-        from cputrain.affinity.topology.hwloc import read_lstopo  # XML: only where a machine is described by it
+        from cputrain.affinity.topology.hwloc import read_lstopo  # imports XML, which is rarely needed
 
         return read_lstopo(path)
     if path.exists():
@@ -75,12 +78,12 @@ def _starts_as_xml(path: Path) -> bool:
 
 
 def described_machines(folder: Path) -> tuple[Path, ...]:
-    """The descriptions of machines under a folder: tarballs, XML files, folders with sys/ and proc/; by path.
+    """List the machine descriptions under a folder by path: tarballs, XML files, folders with sys/ and proc/.
 
-    Raises InputError where there are none.
+    Raises InputError if there are none.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: name one with descriptions of machines")
+        raise InputError(f"{folder} is not a folder: name a folder with machine descriptions")
     found = []
     for place, folders, files in os.walk(folder):
         if "sys" in folders and (Path(place) / "sys/devices/system/cpu").is_dir():
@@ -89,20 +92,20 @@ def described_machines(folder: Path) -> tuple[Path, ...]:
         folders.sort()
         found += [Path(place) / file for file in files if is_archive(file) or file.endswith(".xml")]
     if not found:
-        raise InputError(f"{folder} contains no tarball, XML file or folder that describes a machine")
+        raise InputError(f"{folder} contains no tarball, XML file or folder that describes a machine: name another one")
     return tuple(sorted(found))
 
 
 def machine_names() -> list[str]:
-    """Every machine of the catalog: PROCESSOR-VARIANT."""
+    """List the names of all machines in the catalog: PROCESSOR-VARIANT."""
     return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["variants"])
 
 
 def catalog_machines() -> tuple[Machine, ...]:
-    """Every machine of the catalog, by name."""
+    """Return all machines in the catalog, sorted by name."""
     entries = ((path, _entry(path)) for path in MACHINES.glob("*.yaml"))
     found = (
-        _assembled(f"{path.stem}-{variant}", entry, **sizes)
+        _build_machine(f"{path.stem}-{variant}", entry, **sizes)
         for path, entry in entries
         for variant, sizes in entry["variants"].items()
     )
@@ -110,32 +113,32 @@ def catalog_machines() -> tuple[Machine, ...]:
 
 
 def description_of(machine: Machine) -> str:
-    """The comment at the top of a catalog machine's file: the processor's code name and what is special of it."""
+    """Return the first comment in a catalog machine's file: the processor's code name and special features."""
     files = [path for path in MACHINES.glob("*.yaml") if machine.name.startswith(f"{path.stem}-")]
     return files[0].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def named_machine(name: str) -> Machine:
-    """The catalog's machine of that name. Raises InputError with the nearest names."""
+    """Return a catalog machine by name. Raises InputError with the nearest names if it does not exist."""
     for path in MACHINES.glob("*.yaml"):
         if name.startswith(f"{path.stem}-"):
             entry = _entry(path)
             variant = entry["variants"].get(name.removeprefix(f"{path.stem}-"))
             if variant is not None:
-                return _assembled(name, entry, **variant)
+                return _build_machine(name, entry, **variant)
     near = get_close_matches(name, machine_names(), n=3, cutoff=0.4)
-    nearest = f"nearest are {', '.join(near)}; " if near else ""
+    nearest = f" (nearest are {', '.join(near)})" if near else ""
     raise InputError(
-        f"machine {name!r} is not in the catalog: {nearest}cputrain machines lists all of them; or give a folder"
+        f"machine {name!r} is not in the catalog{nearest}: cputrain machines lists all of them; or give a folder"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorFacts:
-    """What the catalog knows of a processor beyond its cores; None where it does not know.
+    """A processor's memory bandwidth and clock range in the catalog; None if unknown.
 
-    `memory_bytes_per_s`: what a package reads from memory, 80 % of the nominal speed of its channels (McCalpin's STREAM
-    reaches about that) or as measured. `clock_range`: how much faster than the base clock all cores run at most.
+    `memory_bytes_per_s`: read bandwidth of a package, measured or 80 % of its channels' nominal bandwidth, which is
+    about what McCalpin's STREAM reaches. `clock_range`: all-core turbo clock over base clock, minus 1.
     """
 
     memory_bytes_per_s: float | None = None
@@ -144,13 +147,13 @@ class ProcessorFacts:
 
 @lru_cache(maxsize=8)
 def processor_facts(model: str) -> ProcessorFacts:
-    """What is known of a processor by the name that the kernel gives it."""
+    """Return the catalog's facts on a processor by the kernel's name for it."""
     for path in MACHINES.glob("*.yaml"):
         if f"model: {model}\n" not in path.read_text(encoding="utf-8"):
             continue
         entry = _entry(path)
         nominal, measured, clock = (entry.get(key) for key in ("memory_gb_s", "stream_gb_s", "clock_ghz"))
-        memory = measured or (None if nominal is None else REACHED * nominal)
+        memory = measured or (None if nominal is None else ACHIEVED * nominal)
         return ProcessorFacts(
             memory_bytes_per_s=None if memory is None else memory * 1e9,
             clock_range=None if clock is None else clock[1] / clock[0] - 1,
@@ -161,7 +164,7 @@ def processor_facts(model: str) -> ProcessorFacts:
 def _entry(path: Path) -> dict[str, Any]:
     try:
         entry: dict[str, Any] = read_yaml(path)
-    except ModuleNotFoundError:  # `python -m cputrain.affinity` reads every other description without PyYAML
+    except ModuleNotFoundError:  # `python -m cputrain.affinity` reads all other descriptions without PyYAML
         raise InputError(
             "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "
             "tarball, lstopo's XML or a synthetic description"
@@ -169,15 +172,15 @@ def _entry(path: Path) -> dict[str, Any]:
     return entry
 
 
-def _assembled(
+def _build_machine(
     name: str, entry: dict[str, Any], *, packages: int, cores: list[int], gib: int, hbm_gib: int = 0, kind: str = "dram"
 ) -> Machine:
-    """A host of equal packages; `cores` lists those of each NUMA node of a package, `gib` is the memory of one: of
-    DRAM a usual size, as hosts differ.
+    """Build a host of equal packages.
 
-    `l3_cores` of an entry is the number of cores that share a level-3 cache, where a NUMA node may have several.
-    With `hbm_gib` every such node has a memory-only node of that size next to it. PUs are numbered as Linux does on
-    most hosts: the first threads of all cores, package by package, then the second ones.
+    `cores`: number of cores of each NUMA node of a package. `gib`: memory of a node, for DRAM a typical size, as hosts
+    differ. `hbm_gib`: size of a memory-only node next to each node. `l3_cores` of an entry: number of cores that share
+    a level-3 cache, of which a NUMA node may have several. PUs are numbered as by Linux on most hosts: first the first
+    threads of all cores, package by package, then the second threads.
     """
     sizes = cores * packages
     total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
@@ -219,7 +222,7 @@ def _assembled(
     )
 
 
-# What is read of a host's files, which has thousands that are not and that take long to unpack.
+# The files that are read; a host's tarball may have thousands of others, which take long to unpack.
 CPU = (
     r"online|isolated|cpu\d+/(online|cpu_capacity|cache/index\d/(level|shared_cpu_list|shared_cpu_map)|"
     r"topology/(core_cpus_list|thread_siblings(_list)?|(package_cpus|core_siblings)(_list)?|physical_package_id|die_id)|"
@@ -235,9 +238,9 @@ GROUPS = (
     r"(cpuset\.)?(cpus|mems)|cpuset\.(cpus|mems)\.effective|cpuset\.cpus\.partition|cpu\.(max|cfs_quota_us|cfs_period_us)|"
     r"memory\.(max|limit_in_bytes)"
 )
-# Control groups are mounted anywhere, but for the folders of sys/ that have other files by these names.
+# Control groups may be mounted anywhere except in some folders of sys/, which have other files with such names.
 READ = re.compile(rf"(?:^|/)(?:{DEVICES}|{PROCESS}|(?!.*\bsys/(?:devices|class|bus|module)/)(?:.*/)?(?:{GROUPS}))$")
-# The one link that leads to a file that is read: cpuN/cpufreq, where several CPUs have one clock.
+# The only link that is followed: cpuN/cpufreq of CPUs that share a clock.
 CLOCK = re.compile(r"\.\./cpufreq/policy\d+")
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 OPENED: dict[bytes, Any] = {  # functions of a path that return a binary file
@@ -246,23 +249,23 @@ OPENED: dict[bytes, Any] = {  # functions of a path that return a binary file
     b"\xfd7zXZ\0": lzma.open,
     b"]\0\0": lzma.open,
 }
-MOST_UNPACKED = 1 << 30  # bytes of a tarball; that of a whole /sys and /proc of 4,096 CPUs has less
+MOST_UNPACKED = 1 << 30  # bytes of a tarball; the whole /sys and /proc of a host with 4,096 CPUs has less
 MOST_MEMBERS = 1 << 19
-MOST_WRITTEN, MOST_FILES = 1 << 26, 1 << 17  # bytes, and files and folders, that are read of it
+MOST_WRITTEN, MOST_FILES = 1 << 26, 1 << 17  # limits of bytes, and of files and folders, that are unpacked
 DAMAGE = (OSError, EOFError, ValueError, KeyError, tarfile.TarError, zlib.error, lzma.LZMAError)
 
 
 def is_archive(spec: str) -> bool:
-    """Whether the name is a tarball's."""
+    """Whether the name ends like a tarball's."""
     return spec.endswith(SUFFIXES)
 
 
 @contextmanager
 def unpacked(archive: Path) -> Iterator[Path]:
-    """The tarball's files that are read, in a temporary folder, which is removed afterwards.
+    """Unpack the necessary files of a tarball to a temporary folder, which is removed after the block.
 
-    Nothing is written outside it, and no link but to a CPU's clock. Raises InputError when the file is missing,
-    damaged, truncated or unpacks to too much. Errors inside the block name the files as the tarball's.
+    Nothing is written outside it, and the only links are to a CPU's clock. Raises InputError if the file is missing,
+    damaged, truncated or too large when unpacked. Errors inside the block name the tarball's files.
     """
     with tempfile.TemporaryDirectory(prefix="affinity-") as scratch:
         try:
@@ -274,7 +277,7 @@ def unpacked(archive: Path) -> Iterator[Path]:
 
 
 def tree_root(folder: Path) -> Path:
-    """The folder itself or the nearest one below it that has sys/devices. Raises InputError when there is none."""
+    """Return the folder, or the nearest one below it, that has sys/devices. Raises InputError if there is none."""
     pattern = "sys/devices/system/cpu"
     for depth in ("", "*/", "*/*/"):
         found = sorted(folder.glob(depth + pattern))
@@ -284,36 +287,39 @@ def tree_root(folder: Path) -> Path:
 
 
 class _Bounded:
-    """A tarball's bytes for tarfile. Raises InputError where more of them than MOST_UNPACKED, or more than MOST_BYTES
-    at once, would be unpacked: headers too are as long as they say."""
+    """A tarball's bytes for tarfile, with limits against decompression bombs.
+
+    Raises InputError if more than MOST_UNPACKED would be unpacked, or more than MOST_BYTES at once, as headers may
+    claim any size.
+    """
 
     def __init__(self, file: IO[bytes], archive: Path) -> None:
         self._file, self._archive = file, archive
         self.tell = file.tell
 
     def read(self, count: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         if count > MOST_BYTES:
-            raise _too_large(self._archive, f"a header of {count:,} bytes: no more than {MOST_BYTES:,} are read")
+            raise _too_large(self._archive, f"a header of {count:,} bytes, above the limit of {MOST_BYTES:,}")
         self._check(self.tell() + count)
         return self._file.read(count)
 
     def seek(self, position: int) -> int:
-        """Go to a position."""
+        """Seek to a position."""
         self._check(position)
         return self._file.seek(position)
 
     def _check(self, position: int) -> None:
         if position > MOST_UNPACKED:
-            raise _too_large(self._archive, f"more than {MOST_UNPACKED >> 20:,} MiB: no more is unpacked")
+            raise _too_large(self._archive, f"more than {MOST_UNPACKED >> 20:,} MiB, the limit for unpacking")
 
 
 def _too_large(archive: Path, found: str) -> InputError:
     return InputError(f"{archive} has {found}: pack only the host's sys/devices and proc/")
 
 
-def _opened(archive: Path) -> IO[bytes]:
-    """The tarball's file, decompressed by what its first bytes say."""
+def _open_tarball(archive: Path) -> IO[bytes]:
+    """Open a tarball, decompressed according to its first bytes."""
     with archive.open("rb") as file:
         begin = file.read(8)
     for magic, opened in OPENED.items():
@@ -326,30 +332,32 @@ def _unpack(archive: Path, folder: Path) -> None:
     written = files = 0
     contents: dict[str, tarfile.TarInfo] = {}
     try:
-        with _opened(archive) as file, tarfile.open(fileobj=_Bounded(file, archive), mode="r:") as tar:  # type: ignore[call-overload]
+        with _open_tarball(archive) as file, tarfile.open(fileobj=_Bounded(file, archive), mode="r:") as tar:  # type: ignore[call-overload]
             for number, packed in enumerate(tar, 1):
                 if number > MOST_MEMBERS:
-                    raise _too_large(archive, f"more than {MOST_MEMBERS:,} members: no more are read")
+                    raise _too_large(archive, f"more than {MOST_MEMBERS:,} members, the limit for reading")
                 name = posixpath.normpath(packed.name)
-                member = _with_content(packed, name, contents)
+                member = _resolve_hard_link(packed, name, contents)
                 if READ.search(name) and not name.startswith(("/", "..")) and member.size <= MOST_BYTES:
                     written, files = written + member.size, files + 1
                     if written > MOST_WRITTEN:
-                        raise _too_large(archive, f"more than {MOST_WRITTEN >> 20} MiB of the files that are read")
+                        raise _too_large(archive, f"more than {MOST_WRITTEN >> 20} MiB of topology files")
                     if files > MOST_FILES:
-                        raise _too_large(archive, f"more than {MOST_FILES:,} of the files that are read")
+                        raise _too_large(archive, f"more than {MOST_FILES:,} topology files")
                     _write(tar, member, folder / name)
             _check_end(tar)
     except FileNotFoundError:
         raise InputError(f"{archive} does not exist: name a tarball with a host's sys/ and proc/") from None
     except DAMAGE as error:
-        why = "it is damaged, cut short or no tarball" if isinstance(error, tarfile.ReadError) else error
-        raise InputError(f"cannot unpack {archive}: {why}: copy or pack it again") from None
+        why = "it is damaged, truncated or not a tarball" if isinstance(error, tarfile.ReadError) else error
+        raise InputError(f"cannot unpack {archive}: {why}; copy or pack it again") from None
 
 
-def _with_content(member: tarfile.TarInfo, name: str, contents: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo:
-    """The member itself; of a hard link the file that it leads to, whose size counts. `contents` are the files so far,
-    by name."""
+def _resolve_hard_link(member: tarfile.TarInfo, name: str, contents: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo:
+    """Return the member, or for a hard link the file that it points to, so that its size counts.
+
+    `contents` are the files so far, by name.
+    """
     if member.islnk():
         member = contents.get(posixpath.normpath(member.linkname), member)
     if member.isfile():
@@ -358,9 +366,9 @@ def _with_content(member: tarfile.TarInfo, name: str, contents: dict[str, tarfil
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise ReadError unless the members end with a block of zeros: tarfile stops in silence at a damaged header.
+    """Raise ReadError unless the members end with a block of zeros, as tarfile ignores damaged headers silently.
 
-    Reading to the end checks the sums of a compressed tarball, too.
+    Reading to the end also verifies the checksums of a compressed tarball.
     """
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
@@ -368,24 +376,24 @@ def _check_end(tar: tarfile.TarFile) -> None:
     while tar.fileobj.read(MOST_BYTES):
         pass
     if end != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError("it is damaged or cut short")
+        raise tarfile.ReadError("it is damaged or truncated")
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():  # a later member of the same name takes an earlier one's place
+    if path.is_symlink():  # a later member of the same name replaces an earlier one
         path.unlink()
     if member.issym() and path.name == "cpufreq" and CLOCK.fullmatch(member.linkname):
         path.symlink_to(member.linkname)
-    elif member.isdir() or member.issym():  # initiators/nodeN is a link whose name is all that counts
+    elif member.isdir() or member.issym():  # initiators/nodeN is a link of which only the name matters
         path.mkdir(exist_ok=True)
     elif member.islnk():
-        raise tarfile.ReadError(f"{member.name} is a link to no file in it")
+        raise tarfile.ReadError(f"{member.name} is a link to a missing file")
     elif (content := tar.extractfile(member)) is not None:
         path.write_bytes(content.read())
 
 
-# Where the files are; of these only those are saved that `READ` or `HWLOC` names.
+# Places of the files; only files that match `READ` or `HWLOC` are saved.
 PLACES = (
     *("sys/devices/system/cpu/*", "sys/devices/system/cpu/cpu[0-9]*/*", "sys/devices/system/cpu/cpu[0-9]*/*/*"),
     *("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*/*", "sys/devices/system/cpu/cpu[0-9]*/regs/identification/*"),
@@ -394,14 +402,14 @@ PLACES = (
     *("sys/devices/system/node/node[0-9]*/hugepages/*/nr_hugepages",),
     *("proc/*info", "proc/self/cgroup", "proc/self/cpuset", "proc/sys/kernel/*"),
 )
-# What hwloc reads beyond: sizes of caches, sets of PUs under other names, huge pages, the kernel's release.
+# Further files that hwloc reads: sizes of caches, sets of PUs under other names, huge pages, the kernel's release.
 HWLOC = re.compile(
     r"/cpu\d+/(cache/index\d/(type|size|id|coherency_line_size|number_of_sets|physical_line_partition|"
     r"ways_of_associativity)|topology/(core_cpus|(die|cluster|book|drawer)_(cpus|cpus_list|id|siblings)|core_id)|"
     r"regs/identification/midr_el1|cpufreq/base_frequency)$|"
     r"/node\d+/hugepages/hugepages-\d+kB/nr_hugepages$|proc/sys/kernel/(ostype|osrelease)$"
 )
-# Of these files only the lines that tell limits: the others tell about the user, the job and the file servers.
+# Only the lines about limits are saved of these files: the others reveal the user, the job and the file servers.
 LINES = {
     "proc/self/status": re.compile(r"(Cpus|Mems)_allowed(_list)?:"),
     "proc/mounts": re.compile(r"\S+ \S+ (cgroup2?|cpuset) "),
@@ -409,13 +417,13 @@ LINES = {
 
 
 def save_machine(root: Path, file: Path) -> int:
-    """Write the topology of the host under root into a new tarball; the number of files in it.
+    """Save the topology of the host under root in a new tarball, and return its number of files.
 
-    `find_machine(str(file))` reads the same machine, and `lstopo` after unpacking and with HWLOC_FSROOT. Files that the
-    kernel refuses to read are not in it. Raises InputError where the tarball exists or cannot be one by its name.
+    `find_machine(str(file))` reads the same machine, and so does `lstopo` with HWLOC_FSROOT after unpacking. Files that
+    the kernel refuses to read are left out. Raises InputError if the tarball exists or its name has no known suffix.
     """
     if not is_archive(file.name):
-        raise InputError(f"{file} is not the name of a tarball: name it HOST.tar.xz")
+        raise InputError(f"{file} is not the name of a tarball: name it HOST.tar.xz, for example")
     if file.exists():
         raise InputError(f"{file} already exists: name another file")
     buffer = io.BytesIO()
@@ -436,7 +444,7 @@ def save_machine(root: Path, file: Path) -> int:
 
 
 def _contents(root: Path) -> dict[str, bytes | None]:
-    """Name -> content; None for a folder whose name tells something (initiators/node0)."""
+    """Map names to contents; None for folders of which only the name matters (initiators/node0)."""
     contents: dict[str, bytes | None] = {}
     for path in sorted({*(path for place in PLACES for path in root.glob(place)), *limit_files(root)}):
         name = str(path.relative_to(root))
@@ -445,15 +453,15 @@ def _contents(root: Path) -> dict[str, bytes | None]:
                 contents[name] = None
             elif path.is_file() and (content := _content(path)) is not None:
                 contents[name] = content
-    for name, wanted in LINES.items():
+    for name, pattern in LINES.items():
         if (root / name).is_file():
-            kept = (line for line in text(root / name).splitlines() if wanted.match(line))
+            kept = (line for line in text(root / name).splitlines() if pattern.match(line))
             contents[name] = "".join(f"{line}\n" for line in kept).encode()
     return contents
 
 
 def _content(path: Path) -> bytes | None:
-    """None where the kernel refuses: a driver without a value, a file for root alone."""
+    """Read a file; None if the kernel refuses, for lack of a value or of permission."""
     try:
         return text(path).encode() + b"\n"
     except InputError:

@@ -1,4 +1,4 @@
-"""Machines in hwloc's forms: the XML that lstopo writes, and synthetic descriptions ("pack:2 core:24 pu:2")."""
+"""Read machines in hwloc's formats: lstopo's XML, and synthetic descriptions ("pack:2 core:24 pu:2")."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from cputrain.affinity.topology.machine import (
     Machine,
     NumaNode,
     format_list,
-    homeless_warnings,
+    missing_node_warnings,
     ordered,
     parse_mask,
 )
@@ -25,27 +25,30 @@ from cputrain.affinity.topology.sysfs import ASSUMED, nearly_equal, relative_spe
 
 
 def plain_number(text: str) -> int:
-    """A number of digits alone. Raises ValueError at anything else: a sign, a blank, "nan"."""
+    """Parse a number of digits only. Raises ValueError on anything else, such as a sign, a blank, "nan"."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 20):
         raise ValueError(f"{text[:40]!r} is not a number")
     return int(text)
 
 
-# hwloc's names of kinds of memory -> ours; for others (SPM) nothing is known.
+# hwloc's kinds of memory -> ours; others (SPM) are unknown.
 KINDS = {
     **{"DRAM": "dram", "MCDRAM": "hbm", "HBM": "hbm"},
     **{"NVM": "slow", "CXL-DRAM": "slow", "CXL-NVM": "slow", "GPUMemory": "slow"},
 }
-# The sizes of equal memories differ by what the kernel keeps for itself of one.
+# Sizes of equal memories differ, as the kernel reserves a part of one.
 NEARLY_EQUAL = 0.1
-# Where several memories are next to the same PUs, the first of these is the PUs' own.
+# If several memories are next to the same PUs, the first in this order is in the PUs' NUMA node.
 ORDER = {"dram": 0, "hbm": 1, "slow": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryObject:
-    """A NUMANode as written: `pus` are those that it lists as next to it, `inside` those of the object that it is in,
-    `gp_index` its name in the file's tables of figures."""
+    """A NUMANode object of the file.
+
+    `pus`: the PUs that it lists as next to it. `inside`: the PUs of the enclosing object. `gp_index`: its id in the
+    file's memory attributes.
+    """
 
     id: int
     gp_index: str | None
@@ -57,14 +60,14 @@ class MemoryObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Bandwidth in MB/s and latency in ns of the memories, by gp_index, from the nearest PUs."""
+    """Bandwidth in MB/s and latency in ns of memories from their nearest PUs, by gp_index."""
 
     bandwidth: Mapping[str, int]
     latency: Mapping[str, int]
 
 
 def figures_of(root: ElementTree.Element) -> Figures:
-    """The file's memory attributes; empty where the host has none. Raises ValueError where one is not a number."""
+    """Read the file's memory attributes; empty if it has none. Raises ValueError if a value is not a number."""
 
     def values(*names: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -87,11 +90,11 @@ def figures_of(root: ElementTree.Element) -> Figures:
 def machine_nodes(
     memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_gib: Sizes
 ) -> tuple[NumaNode, ...]:
-    """The nodes by id.
+    """Build the NUMA nodes by id.
 
-    hwloc gives every memory the PUs next to it; only one memory of a PU is its own NUMA node: that which has the fewest
-    PUs next to it, DRAM before others. Raises ValueError where two nodes have the same number, where a node lists other
-    PUs than the object that it is in, or where nothing tells which PUs are whose.
+    hwloc lists the PUs next to each memory, but a PU belongs to one NUMA node only: the memory with the fewest PUs next
+    to it, DRAM before others. Raises ValueError if two nodes have the same id, if a node lists other PUs than its
+    enclosing object, or if it is ambiguous to which node PUs belong.
     """
     every = frozenset(pus)
     owner: dict[int, int] = {}
@@ -99,11 +102,11 @@ def machine_nodes(
     kinds = {memory.id: KINDS[memory.subtype] for memory in memories if memory.subtype in KINDS}
     for memory in sorted(memories, key=lambda m: (ORDER[kinds.get(m.id, "dram")], len(m.pus), m.id)):
         if memory.id in nodes:
-            raise ValueError(f"NUMA node {memory.id} is there twice")
+            raise ValueError(f"NUMA node {memory.id} is listed twice")
         near = tuple(pu for pu in memory.pus if pu in every)
         if {*near} != every.intersection(memory.inside):
             listed, inside = format_list(memory.pus), format_list(memory.inside) or "none"
-            raise ValueError(f"NUMA node {memory.id} lists CPUs {listed}, the object that it is in has {inside}")
+            raise ValueError(f"NUMA node {memory.id} lists CPUs {listed}, but its enclosing object has {inside}")
         own = () if any(pu in owner for pu in near) else near
         owner |= dict.fromkeys(own, memory.id)
         nodes[memory.id] = NumaNode(
@@ -115,32 +118,36 @@ def machine_nodes(
             latency_ns=figures.latency.get(memory.gp_index or "") or None,
         )
     by_id = tuple(nodes[i] for i in sorted(nodes))
-    _refuse_twins(with_kinds(by_id, kinds, on_package_gib=()))
+    _refuse_ambiguous(with_kinds(by_id, kinds, on_package_gib=()))
     return with_kinds(by_id, kinds, on_package_gib=on_package_gib)
 
 
-def _refuse_twins(nodes: tuple[NumaNode, ...]) -> None:
-    """Raise ValueError where nodes of one size are next to the same PUs and nothing tells their kinds: lstopo without
-    groups (--filter group:none) writes the nodes of a package so, each with a part of its PUs in truth."""
+def _refuse_ambiguous(nodes: tuple[NumaNode, ...]) -> None:
+    """Raise ValueError if nodes of equal size and unknown kind are next to the same PUs.
+
+    lstopo without groups (--filter group:none) writes the nodes of a package like this, although each has only a part
+    of the PUs.
+    """
     by_id = {node.id: node for node in nodes}
     for node in nodes:
         owners = [by_id[i] for i in node.near if node.kind == "unknown" and node.memory_bytes]
-        for own in owners:
-            if abs(node.memory_bytes - own.memory_bytes) < NEARLY_EQUAL * own.memory_bytes:
+        for other in owners:
+            if abs(node.memory_bytes - other.memory_bytes) < NEARLY_EQUAL * other.memory_bytes:
                 raise ValueError(
-                    f"NUMA nodes {own.id} and {node.id} list the same CPUs {format_list(own.pus)} and equal memory, as "
-                    "lstopo does without groups"
+                    f"NUMA nodes {other.id} and {node.id} list the same CPUs {format_list(other.pus)} and equal "
+                    "memory, as written by lstopo without groups"
                 )
 
 
 Speeds = dict[int, float]
-Kinds = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind, one of each core; what is known of it
+Kinds = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind (one per core), and its attributes
 
 
 def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | None) -> tuple[Speeds, tuple[str, ...]]:
-    """PU -> speed of its core's type, 1.0 for the fastest, and warnings; empty where all cores are of one type.
+    """Map PUs to the speed of their core's type, 1.0 for the fastest, and return warnings; empty if all cores are of
+    one type.
 
-    `pus` is one PU of each core. Best source first: Linux's capacities, clocks, the types' names, hwloc's ranks.
+    `pus` is one PU of each core. Sources, best first: Linux's capacities, clocks, names of the types, hwloc's ranks.
     """
     kinds = [(tuple(pu for pu in pus if pu in mask), known) for mask, known in map(_core_kind, root.findall("cpukind"))]
     kinds = [(members, known) for members, known in kinds if members]
@@ -160,7 +167,7 @@ def _core_kind(element: ElementTree.Element) -> tuple[frozenset[int], dict[str, 
 
 
 def _numbers(kinds: Kinds, name: str) -> Speeds:
-    """PU -> the figure of that name; empty unless every kind has one."""
+    """Map PUs to a figure by name; empty unless all kinds have it."""
     values = {pu: float(plain_number(known.get(name, "0"))) for members, known in kinds for pu in members}
     return values if all(value > 0 for value in values.values()) else {}
 
@@ -172,8 +179,8 @@ def _by_capacity(kinds: Kinds) -> Speeds | None:
 
 def _by_clock(vendor: str | None) -> Callable[[Kinds], Speeds | None]:
     def speeds(kinds: Kinds) -> Speeds | None:
-        """By the highest clocks. Types are told apart by names, else by the base clocks, which all cores of a
-        type share: the highest are higher on favored cores. Intel's slow types do less in a clock cycle."""
+        """Derive speeds from maximum clocks. Types are distinguished by name, else by base clock, which is the same for
+        all cores of a type, while favored cores have a higher maximum. Intel's slow types do less work per clock."""
         clocks = _numbers(kinds, "FrequencyMaxMHz")
         if not clocks:
             return None
@@ -193,7 +200,7 @@ def _by_clock(vendor: str | None) -> Callable[[Kinds], Speeds | None]:
 
 
 def _by_name(kinds: Kinds) -> Speeds | None:
-    """Intel's types at their assumed speeds."""
+    """Return the assumed speeds of Intel's core types."""
     if not all(known.get("CoreType") in ASSUMED for _, known in kinds):
         return None
     speeds = {pu: ASSUMED[known["CoreType"]] for members, known in kinds for pu in members}
@@ -201,7 +208,7 @@ def _by_name(kinds: Kinds) -> Speeds | None:
 
 
 def _by_rank(kinds: Kinds) -> tuple[Speeds, tuple[str, ...]]:
-    """Ranks tell which type is faster, not by how much: the speeds are those assumed of Intel's types."""
+    """Order types by hwloc's ranks, with the assumed speeds of Intel's types, as ranks have no speeds."""
     ranks = sorted({plain_number(known.get("rank", "0")) for _, known in kinds}, reverse=True)
     if len(ranks) < 2:
         return {}, ()
@@ -215,14 +222,14 @@ def _by_rank(kinds: Kinds) -> tuple[Speeds, tuple[str, ...]]:
     return speeds, (f"the XML ranks {len(ranks)} types of cores without their speeds: assumed {shown}",)
 
 
-MOST_BYTES = 1 << 26  # a host of 4,096 PUs takes a few MiB
-MOST_LEVELS = 100  # objects inside objects: real hosts have some thirty
+MOST_BYTES = 1 << 26  # a host with 4,096 PUs needs a few MiB
+MOST_LEVELS = 100  # depth of nested objects; real hosts have about thirty
 REMEDY = "write it again with lstopo --of xml FILE"
 
 
 @dataclass(slots=True)
 class _Found:
-    """The objects found so far: cores, still without NUMA node and speed; memories; information."""
+    """The objects found so far: cores, still without NUMA node and speed; memories; info attributes."""
 
     cores: list[Core] = field(default_factory=list)
     memories: list[MemoryObject] = field(default_factory=list)
@@ -231,7 +238,7 @@ class _Found:
 
 
 def read_lstopo(path: Path) -> Machine:
-    """Read a file written by `lstopo --of xml`. Raises InputError when it is not such a file, or has no PU."""
+    """Read a file written by `lstopo --of xml`. Raises InputError if it is not such a file, or has no PU."""
     try:
         root = _parsed(path)
         top = root.find("object[@type='Machine']")
@@ -239,8 +246,8 @@ def read_lstopo(path: Path) -> Machine:
             raise InputError(f"{path} is not lstopo's XML: write one with lstopo --of xml FILE")
         return _machine(root, top, path.name.split(".")[0])
     except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:
-        # LookupError: an encoding that Python does not know
-        raise InputError(f"cannot read {path}: {error}: {REMEDY}") from None
+        # LookupError: an encoding that is unknown to Python
+        raise InputError(f"cannot read {path}: {error}; {REMEDY}") from None
 
 
 def _parsed(path: Path) -> ElementTree.Element:
@@ -252,7 +259,7 @@ def _parsed(path: Path) -> ElementTree.Element:
 
 
 def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> Machine:
-    """Raises ValueError at objects that no host has."""
+    """Build the machine. Raises ValueError on objects that no host can have."""
     found = _Found(info=_info(root))
     _walk(top, (), Core(pus=(), package=0, numa_node=None), found)
     cores = _online_cores(found.cores, top.get("online_cpuset"))
@@ -281,14 +288,14 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
         numa_nodes=nodes,
         allowed_pus=tuple(pu for pu in pus if allowed is None or pu in allowed),
         allowed_nodes=tuple(node.id for node in nodes if nodeset is None or node.id in nodeset),
-        warnings=(*speed_warnings, *homeless_warnings(made)),
+        warnings=(*speed_warnings, *missing_node_warnings(made)),
     )
 
 
 def _walk(element: ElementTree.Element, around: tuple[ElementTree.Element, ...], place: Core, found: _Found) -> None:
-    """Collect from the outside in; `place` has the enclosing objects. A PU outside any core is a core of its own."""
+    """Collect objects from the outside in; `place` has the enclosing objects. A PU outside any core becomes a core."""
     if len(around) > MOST_LEVELS:
-        raise ValueError(f"it has objects inside objects, {MOST_LEVELS} levels deep")
+        raise ValueError(f"its objects are nested more than {MOST_LEVELS} levels deep")
     found.info = {**_info(element), **found.info}
     kind = _kind(element)
     match kind:
@@ -314,7 +321,7 @@ def _walk(element: ElementTree.Element, around: tuple[ElementTree.Element, ...],
 
 
 def _kind(element: ElementTree.Element) -> str:
-    """An object's type by hwloc 2's names; hwloc 1 has Socket, Node, and Cache with its depth and cache_type."""
+    """Return an object's type by hwloc 2's name; hwloc 1 has Socket, Node, and Cache with depth and cache_type."""
     kind = element.get("type", "")
     if kind == "Cache":
         instructions = element.get("cache_type") == "2"
@@ -323,7 +330,7 @@ def _kind(element: ElementTree.Element) -> str:
 
 
 def _memory(element: ElementTree.Element, around: tuple[ElementTree.Element, ...]) -> MemoryObject:
-    """With the PUs next to it, its own and those of the innermost object around it that has any."""
+    """Read a memory object, the PUs next to it, and the PUs in it or in the innermost enclosing object with PUs."""
     inside = next(filter(None, map(_pus_inside, (element, *reversed(around)))), ())
     return MemoryObject(
         id=_number(element, None),
@@ -340,7 +347,7 @@ def _pus_inside(element: ElementTree.Element) -> tuple[int, ...]:
 
 
 def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
-    """Without the PUs that hwloc 1 lists although they are offline."""
+    """Remove offline PUs, which hwloc 1 lists, too."""
     if online is None:
         return cores
     pus = {*parse_mask(online)}
@@ -349,24 +356,24 @@ def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
 
 
 def _check_nodes(memories: list[MemoryObject], named: frozenset[int] | None) -> None:
-    """Raise ValueError where a file of hwloc 1 names NUMA nodes that it does not describe.
+    """Raise ValueError if a file of hwloc 1 names NUMA nodes that it does not describe.
 
-    Its format has one node around a set of PUs: lstopo drops the PUs' own nodes beside a pool of memory.
+    Its format has only one node around a set of PUs: next to a memory pool, lstopo drops the PUs' nodes.
     """
     described = {memory.id for memory in memories}
     if described and named and (lost := named - described):
         nodes = f"NUMA node{'s' if len(lost) > 1 else ''} {format_list(sorted(lost))}"
-        raise ValueError(f"it names {nodes} without describing them: hwloc 1's format cannot")
+        raise ValueError(f"it names {nodes} without describing them, which hwloc 1's format cannot")
 
 
 def _allowed(top: ElementTree.Element, attribute: str) -> frozenset[int] | None:
-    """None where the file does not limit it: without the attribute, or with hwloc's mask of everything."""
+    """Read a set of allowed ids; None if there is no limit: without the attribute, or with hwloc's infinite mask."""
     mask = top.get(attribute)
     return None if mask is None or mask.startswith("0xf...f") else frozenset(parse_mask(mask))
 
 
 def _number(element: ElementTree.Element, default: int | None) -> int:
-    """The kernel's number of an object; hwloc leaves it out, or writes -1 without its sign, where there is none."""
+    """Return the kernel's id of an object; if there is none, hwloc omits it or writes -1 as an unsigned number."""
     written = element.get("os_index")
     number = MOST_IDS if written is None else plain_number(written)
     if number < MOST_IDS:
@@ -384,7 +391,7 @@ NAMES = {
     **{"pack": "pack", "package": "pack", "socket": "pack", "die": "die", "numa": "numa", "numanode": "numa"},
     **{"node": "numa", "l3": "l3", "l3cache": "l3", "l2": "l2", "l2cache": "l2", "core": "core", "pu": "pu"},
 }
-# Levels that a plan does not need; they only multiply the levels inside, and `group` may come several times.
+# Levels that a plan does not use; they only multiply the levels inside, and `group` may be repeated.
 OTHERS = re.compile(r"group\d*|cluster|l1[di]?(cache)?|l[45](cache)?|l[23]i(cache)?|memcache|memorysidecache")
 TOKEN = re.compile(
     r"\s*(?:\[(?P<attached>numa|numanode|node)(?:\((?P<of>[^()]*)\))?\]|"
@@ -393,16 +400,17 @@ TOKEN = re.compile(
 LOOPS = re.compile(r"[1-9]\d{0,5}\*[1-9]\d{0,5}(:[1-9]\d{0,5}\*[1-9]\d{0,5})*")
 LISTED = re.compile(r"\d{1,6}(,\d{1,6})*")
 SIZE = re.compile(r"(\d{1,18})(?:([KMGT])(I?B)?)?")
-UNITS = {"B": 1000, "IB": 1024}  # kB and KiB, as hwloc 2 reads them; K alone, which it does not read, is KiB
+UNITS = {"B": 1000, "IB": 1024}  # kB and KiB, as in hwloc 2; K alone, which hwloc rejects, is KiB
 IGNORED = ("size", "memorysidecachesize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Levels:
-    """(type, children per parent) from the outside in; the level that has the NUMA nodes, -1 for the whole host; the
-    sizes of the nodes of one of its objects; the PUs' and nodes' numbering.
+    """Levels of a synthetic description.
 
-    The nodes of one object have consecutive places in the numbering.
+    counts: (type, children per parent) from the outside in. node_level: level whose objects have the NUMA nodes, -1 for
+    the whole host. memory_bytes: sizes of the nodes of one such object, which are consecutive in the numbering.
+    indexes, node_indexes: numbering of the PUs and nodes.
     """
 
     counts: tuple[tuple[str, int], ...]
@@ -413,20 +421,20 @@ class _Levels:
 
 
 def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], memory_bytes: int) -> Machine:
-    """Build the machine that `text` describes: levels type:count from the outside in, nested in any order.
+    """Build the machine that a synthetic description has: levels type:count from the outside in, nested in any order.
 
-    Types are pack, die, numa, l3, l2, core and pu, each at most once, core always, pu last; others of hwloc's only
-    multiply. `[numa]` after a level gives each of its objects a NUMA node, a second one memory without PUs; without
-    either each package is one. Levels pu and numa take hwloc's numbering, a list or loops step*count from the innermost
-    number out, `pu:2(indexes=2*48:1*2)`; numa takes `(memory=64GB)` or GiB, else a node has `memory_bytes`. Reads what
-    `lstopo --of synthetic` writes. Raises InputError on any other text.
+    Types are pack, die, numa, l3, l2, core (required) and pu (last), each at most once; hwloc's other types only
+    multiply. `[numa]` after a level gives each of its objects a NUMA node, a second `[numa]` memory without PUs; by
+    default each package is a node. pu and numa accept hwloc's numbering, as a list or as loops step*count from the
+    innermost number out, `pu:2(indexes=2*48:1*2)`; numa accepts `(memory=64GB)` or GiB, default `memory_bytes`. Reads
+    the output of `lstopo --of synthetic`. Raises InputError on any other text.
     """
     levels = _levels(text)
     counts = [count for _, count in levels.counts]
     core_levels = [kind for kind, _ in levels.counts].index("core") + 1
     smt, total = prod(counts[core_levels:]), prod(counts)
     if total > MOST_IDS:
-        raise InputError(f"machine {text!r} has {total:,} PUs: no host has more than {MOST_IDS:,}")
+        raise InputError(f"machine {text!r} has {total:,} PUs: describe a host with at most {MOST_IDS:,}")
     number = _numbering(levels.indexes, total, "PUs", text)
     node_ids = _node_ids(levels, text)
     shares: dict[tuple[str, int], list[int]] = {}
@@ -467,15 +475,14 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
 
 
 def _node_ids(levels: _Levels, text: str) -> list[tuple[int, ...]]:
-    """The ids of the nodes of each object that has some, as hwloc numbers them: those of one object side by side. The
-    node of the lowest number has the object's PUs."""
+    """Return the node ids of each object with nodes, consecutive as in hwloc; the lowest has the object's PUs."""
     objects, each = prod(count for _, count in levels.counts[: levels.node_level + 1]), len(levels.memory_bytes)
     number = _numbering(levels.node_indexes, objects * each, "NUMA nodes", text)
     return [number[i * each : (i + 1) * each] for i in range(objects)]
 
 
 def _nodes(cores: list[Core], levels: _Levels, ids: list[tuple[int, ...]], memory_bytes: int) -> tuple[NumaNode, ...]:
-    """By id; those without PUs are memory next to the PUs of their object."""
+    """Build the nodes by id; nodes without PUs are memory next to the PUs of their object."""
     pus: dict[int | None, list[int]] = {}
     for core in cores:
         pus.setdefault(core.numa_node, []).extend(core.pus)
@@ -523,7 +530,7 @@ def _levels(text: str) -> _Levels:
             indexes = attributes.get("indexes")
     if "core" not in dict(counts):
         raise InputError(f"machine {text!r} has no core:N level: add one, as in 'pack:2 core:24 pu:2'")
-    if node_level is None:  # hwloc would give the whole host one NUMA node; no host of several packages is like that
+    if node_level is None:  # hwloc would give the whole host one NUMA node, unlike any host with several packages
         node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), -1)
     return _Levels(
         counts=tuple(counts),
@@ -537,16 +544,16 @@ def _levels(text: str) -> _Levels:
 def _check_order(kind: str, found: dict[str, int], text: str) -> None:
     repeated = kind in found and kind in NAMES.values()
     if repeated or "pu" in found or (kind != "pu" and kind in NAMES.values() and "core" in found):
-        raise InputError(f"machine {text!r}: {kind} is out of order: each level once, core and pu last")
+        raise InputError(f"machine {text!r}: {kind} is out of order; write each level once, core and pu last")
 
 
 def _attributes(written: str, kind: str, text: str) -> dict[str, str]:
-    """memory of numa, indexes of pu; the numbers of other objects and the sizes of caches are not needed."""
+    """Parse memory of numa and indexes of pu; ids of other objects and sizes of caches are ignored."""
     found = {}
     for pair in written.split():
         name, equals, value = pair.partition("=")
         if not equals or name not in ("memory", "indexes", *IGNORED) or (name == "memory" and kind != "numa"):
-            raise InputError(f"machine {text!r}: {kind} takes no {name}: indexes belong to pu, memory to numa")
+            raise InputError(f"machine {text!r}: {kind} takes no {name}; indexes belong to pu, memory to numa")
         found[name] = value
     return found
 
@@ -554,13 +561,13 @@ def _attributes(written: str, kind: str, text: str) -> dict[str, str]:
 def _bytes(size: str, text: str) -> int:
     match = SIZE.fullmatch(size.upper())
     if match is None:
-        raise InputError(f"machine {text!r}: memory={size} is not a size: write 64GB")
+        raise InputError(f"machine {text!r}: memory={size} is not a size; write 64GB, for example")
     factor: int = UNITS[match.group(3) or "IB"] ** " KMGT".index(match.group(2) or " ")
     return int(match.group(1)) * factor
 
 
 def _numbering(indexes: str | None, count: int, what: str, text: str) -> tuple[int, ...]:
-    """OS number of each object in logical order; a permutation of 0..count-1."""
+    """Return the OS id of each object in logical order: a permutation of 0..count-1."""
     if indexes is None:
         return tuple(range(count))
     if LOOPS.fullmatch(indexes):

@@ -1,6 +1,6 @@
-"""The kernel's small files: texts, numbers and sets of ids, and in them the limits of control groups and cpusets.
+"""Read the kernel's small files (texts, numbers, sets of ids), and limits of control groups and cpusets from them.
 
-Every error names its file. Cgroup v2, v1 and legacy cpusets are read at the mount points that /proc/mounts names.
+Every error names its file. Cgroup v2, v1 and legacy cpusets are read at the mount points in /proc/mounts.
 """
 
 import os
@@ -14,37 +14,37 @@ from cputrain.affinity.topology.machine import parse_list, parse_mask
 
 MOST_BYTES = 1 << 24  # /proc/cpuinfo of 4,096 CPUs has 6 MB; everything else is far smaller
 NUMBER = re.compile(r"-?[0-9]{1,20}")
-NO_SET = "(null)"  # what kernels print for a set that they have not allocated (prometheus/node_exporter#3152)
+NO_SET = "(null)"  # printed by kernels for a set that is not allocated (prometheus/node_exporter#3152)
 
 
 def first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The first of these files that the folder has."""
+    """Return the first of these files that exists in the folder; None if none does."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
-    """The numbered entries of a folder, as "cpu12" for the prefix "cpu", by number."""
+    """Return a folder's numbered entries, such as "cpu12" for the prefix "cpu", by number."""
     found = {path.name.removeprefix(prefix): path for path in folder.glob(f"{prefix}[0-9]*")}
     return {int(name): found[name] for name in sorted(found, key=len) if re.fullmatch("0|[1-9][0-9]{0,8}", name)}
 
 
 def text(path: Path, around: str = " \t\r\n\0") -> str:
-    """A file's text without the blanks, line ends and NUL bytes around it. Raises InputError when it cannot be read."""
+    """Read a file's text and strip blanks, line ends and NUL bytes. Raises InputError if it cannot be read."""
     data = bytearray()
     try:
         with path.open("rb") as file:
-            # In parts: for one large read the kernel would reserve that much memory, and refuses below proc/sys.
+            # In chunks: for one large read the kernel would allocate that much memory, and refuses it under proc/sys.
             while len(data) <= MOST_BYTES and (part := file.read(1 << 16)):
                 data += part
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if len(data) > MOST_BYTES:
-        raise InputError(f"{path} has more than {MOST_BYTES >> 20} MiB: it is not the kernel's: copy the tree again")
+        raise InputError(f"{path} has more than {MOST_BYTES >> 20} MiB, unlike the kernel's files: copy the tree again")
     return data.decode(errors="replace").strip(around)
 
 
 def ids(path: Path) -> tuple[int, ...]:
-    """The ids in a list file (...list, online, cpus) or a mask file. Raises InputError when it contains neither."""
+    """Read the ids in a list file (...list, online, cpus) or a mask file. Raises InputError on anything else."""
     if text(path) == NO_SET:
         return ()
     is_list = path.name.endswith("list") or path.name in ("online", "cpus", "isolated")
@@ -55,23 +55,23 @@ def ids(path: Path) -> tuple[int, ...]:
 
 
 def number(path: Path) -> int:
-    """A file's number. Raises InputError when it contains none."""
+    """Read a file's number. Raises InputError on anything else."""
     if NUMBER.fullmatch(text(path)) is None:
         raise InputError(f"{path} contains {_start(path)}, which is not a number: copy the tree again")
     return int(text(path))
 
 
 def number_if_any(path: Path) -> int | None:
-    """A file's number; None where the file is missing, cannot be read or contains another text ("<unknown>")."""
+    """Read a file's number; None if the file is missing, unreadable or contains another text ("<unknown>")."""
     try:
         found = text(path) if path.is_file() else ""
-    except InputError:  # the kernel's drivers answer with I/O errors where the firmware has no value
+    except InputError:  # the kernel's drivers return I/O errors if the firmware has no value
         return None
     return int(found) if NUMBER.fullmatch(found) else None
 
 
 def numbers(path: Path) -> tuple[int, ...]:
-    """A file's numbers, between spaces. Raises InputError when it contains anything else."""
+    """Read a file's numbers, separated by spaces. Raises InputError on anything else."""
     words = text(path).split()
     if not all(NUMBER.fullmatch(word) for word in words):
         raise InputError(f"{path} contains {_start(path)}, which is not a row of numbers: copy the tree again")
@@ -79,13 +79,13 @@ def numbers(path: Path) -> tuple[int, ...]:
 
 
 def rows(path: Path, columns: int, separator: str | None = None) -> tuple[tuple[str, ...], ...]:
-    """A file's lines split into columns; none where the file is missing. Raises InputError at a shorter line."""
+    """Split a file's lines into columns; empty if the file is missing. Raises InputError at a shorter line."""
     lines = text(path, "\r\n\0").splitlines() if path.is_file() else ()  # a first column may be empty
     split = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
     short = next((row for row in split if len(row) < columns), None)
     if short is not None:
         line = repr(" ".join(short)[:40])
-        raise InputError(f"{path} contains the line {line}, which has fewer than {columns} columns")
+        raise InputError(f"{path} contains the line {line} with fewer than {columns} columns: copy the tree again")
     return split
 
 
@@ -93,7 +93,7 @@ def _start(path: Path) -> str:
     return repr(text(path)[:40])
 
 
-# The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
+# The default mount points, for unpacked trees without /proc/mounts.
 USUAL_MOUNTS = (
     ("v2", "/sys/fs/cgroup"),
     ("v2", "/sys/fs/cgroup/unified"),
@@ -102,7 +102,7 @@ USUAL_MOUNTS = (
 )
 CPUS = {"v2": "cpuset.cpus.effective", "v1": "cpuset.cpus", "legacy": "cpus"}
 MEMS = {"v2": "cpuset.mems.effective", "v1": "cpuset.mems", "legacy": "mems"}
-PARTITION, ISOLATED = "cpuset.cpus.partition", "isolated"  # "isolated invalid (...)" is no partition
+PARTITION, ISOLATED = "cpuset.cpus.partition", "isolated"  # "isolated invalid (...)" is not isolated
 LIMIT_FILES = (
     *CPUS.values(),
     *MEMS.values(),
@@ -114,8 +114,10 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """PUs, NUMA nodes, CPU time in PUs' worth, bytes of memory; None where there is no limit. `isolated`: the PUs are a
-    partition in which the scheduler moves no threads."""
+    """Allowed PUs and NUMA nodes, CPU time in CPUs, bytes of memory; None means no limit.
+
+    `isolated`: the PUs are an isolated cpuset partition, in which the scheduler moves no threads.
+    """
 
     pus: tuple[int, ...] | None
     nodes: tuple[int, ...] | None
@@ -134,8 +136,8 @@ class Mount:
 
 
 def read_limits(root: Path) -> Limits:
-    """The limits of the process whose /proc/self is under root. Raises InputError naming a wrong file."""
-    groups = _own_groups(root)
+    """Read the limits of the process whose /proc/self is under root. Raises InputError with the name of a bad file."""
+    groups = _cgroups_of_process(root)
     cpusets: list[tuple[Path, str]] = []
     quotas: list[float] = []
     memory: list[int] = []
@@ -144,11 +146,11 @@ def read_limits(root: Path) -> Limits:
         if mount.version != "v1" or "cpuset" in mount.controllers:
             cpusets += [(folder, mount.version) for folder in folders]
         for controller in mount.controllers or (("cpu", "memory") if mount.version == "v2" else ()):
-            own = folders if mount.version == "v2" else _upwards(mount.path, groups.get(controller, "/"))
+            places = folders if mount.version == "v2" else _upwards(mount.path, groups.get(controller, "/"))
             if controller == "cpu":
-                quotas += [quota for folder in own if (quota := _quota(folder)) is not None]
+                quotas += [quota for folder in places if (quota := _quota(folder)) is not None]
             if controller == "memory":
-                memory += [limit for folder in own if (limit := _memory_limit(folder)) is not None]
+                memory += [limit for folder in places if (limit := _memory_limit(folder)) is not None]
     return Limits(
         pus=_innermost(cpusets, CPUS),
         nodes=_innermost(cpusets, MEMS),
@@ -159,13 +161,13 @@ def read_limits(root: Path) -> Limits:
 
 
 def limit_files(root: Path) -> tuple[Path, ...]:
-    """The files of control groups that `read_limits` may read."""
+    """List the control groups' files that `read_limits` may read."""
     return tuple(folder / name for folder in own_folders(root) for name in LIMIT_FILES if (folder / name).is_file())
 
 
 def own_folders(root: Path) -> tuple[Path, ...]:
-    """The folders of the process's own control groups and of those above, sorted."""
-    groups = _own_groups(root)
+    """Return the folders of the process's control groups and their parents, sorted."""
+    groups = _cgroups_of_process(root)
     folders = {
         folder
         for mount in _mounts(root)
@@ -189,16 +191,16 @@ def _mounts(root: Path) -> list[Mount]:
             found[where] = Mount(version="legacy", path=path, controllers=("cpuset",))
         elif file_system == "cgroup":
             found[where] = Mount(version="v1", path=path, controllers=names)
-    # A usual mount point that proc/mounts does not name is assumed to be of its usual version.
+    # Default mount points that are not in proc/mounts are assumed to be of their default version.
     return [
         replace(mount, controllers=("cpuset",)) if mount.version == "v1" and not mount.controllers else mount
         for mount in found.values()
-        if os.path.isdir(mount.path)  # noqa: PTH112  Path.is_dir raises where a folder above may not be searched
+        if os.path.isdir(mount.path)  # noqa: PTH112  Path.is_dir raises if a parent folder may not be searched
     ]
 
 
-def _own_groups(root: Path) -> dict[str, str]:
-    """Controller (or "v2", "legacy") -> this process's group in its hierarchy."""
+def _cgroups_of_process(root: Path) -> dict[str, str]:
+    """Map controllers (or "v2", "legacy") to this process's group in their hierarchy."""
     groups: dict[str, str] = {}
     cpuset = root / "proc/self/cpuset"
     for hierarchy, controllers, group in rows(root / "proc/self/cgroup", 3, ":"):
@@ -212,33 +214,35 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _upwards(mount: Path, group: str) -> list[Path]:
-    """The group's folder and those above it, innermost first; a group outside the mount (".." in a container) is the
-    mount itself."""
+    """Return the group's folder and its parents, innermost first; for a group outside the mount (".." in a container)
+    the mount itself."""
     parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
     return [mount.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[int, ...] | None:
-    """The ids in the first file that exists and is not empty: v1 and legacy groups start with empty ones."""
+    """Read the ids in the innermost file that is not empty: new v1 and legacy groups have empty files."""
     for folder, version in cpusets:
         file = folder / names[version]
         if file.is_file() and text(file):
             try:
                 return parse_list(text(file))
             except ValueError:
-                raise InputError(f"{file} contains {text(file)[:40]!r}, which is not a list of ids") from None
+                raise InputError(
+                    f"{file} contains {text(file)[:40]!r}, which is not a list of ids: copy the tree again"
+                ) from None
     return None
 
 
 def _quota(folder: Path) -> float | None:
-    """This group's CPU time in PUs' worth: quota / period."""
+    """Read a group's CPU quota in CPUs: quota / period."""
     v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     if v2.is_file():
         quota, period = (*text(v2).split(), "100000", "")[:2]
         if quota == "max":
             return None
         if not (NUMBER.fullmatch(quota) and NUMBER.fullmatch(period) and int(quota) > 0 and int(period) > 0):
-            raise InputError(f"{v2} contains {text(v2)[:40]!r}, which is not a quota and a period")
+            raise InputError(f"{v2} contains {text(v2)[:40]!r}, which is not a quota and a period: copy the tree again")
         return int(quota) / int(period)
     if v1.is_file() and number(v1) > 0:
         return number(v1) / max(number(folder / "cpu.cfs_period_us"), 1)

@@ -1,4 +1,4 @@
-"""A machine as frozen values: packages, NUMA nodes, cores, PUs, caches, and the text of CPU sets."""
+"""Machine topology as frozen values (packages, NUMA nodes, cores, PUs, caches), and the text formats of CPU sets."""
 
 import re
 from collections.abc import Iterable
@@ -7,24 +7,24 @@ from typing import Annotated
 
 from msgspec import Meta
 
-MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS: a larger id is damage, not a machine
+MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS; a larger id means damaged input
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
 
 
 def one_of(*words: str) -> Meta:
-    """The limit of a text that is one of these words."""
+    """Restrict a text to one of these words."""
     return Meta(pattern=f"^({'|'.join(words)})$", extra_json_schema={"enum": [*words]})
 
 
-# Types with the limits that the reader of plan.json checks.
+# Types with constraints, which are checked when plan.json is read.
 Count = Annotated[int, Meta(ge=0)]
 OneOrMore = Annotated[int, Meta(ge=1)]
 Ids = Annotated[tuple[Count, ...], Meta(extra_json_schema={"uniqueItems": True})]
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Read the kernel's list format ("0-3,8", "" for none) into ascending ids.
+    """Parse the kernel's list format ("0-3,8", "" for an empty list) into ascending ids.
 
     Raises ValueError on anything else.
     """
@@ -50,7 +50,7 @@ def format_list(ids: Iterable[int]) -> str:
 
 
 def parse_mask(text: str) -> tuple[int, ...]:
-    """Read a mask of 32-bit hexadecimal words, most significant first, into ids.
+    """Parse a mask of 32-bit hexadecimal words, most significant first, into ascending ids.
 
     The kernel writes "1,00000003", hwloc "0x1,,0x3" with empty words for zero. Raises ValueError on anything else.
     """
@@ -74,12 +74,11 @@ class Core:
 
     pus: its hardware threads, ascending.
     package: the CPU socket.
-    numa_node: the NUMA node; None where the kernel gives none.
-    die: the die within the package; None where a package is one die.
-    l3: the level-3 cache, named by its lowest PU; None where unknown.
-    l2: the level-2 cache, named by its lowest PU; None where unknown.
-    speed: speed of the core relative to the fastest type of core of the host; 1 everywhere but on the slow cores of a
-        hybrid processor.
+    numa_node: the NUMA node; None if the kernel lists none.
+    die: the die within the package; None if the package is a single die.
+    l3: the level-3 cache, identified by its lowest PU; None if unknown.
+    l2: the level-2 cache, identified by its lowest PU; None if unknown.
+    speed: speed relative to the host's fastest type of core; below 1 only for the slow cores of a hybrid processor.
     """
 
     pus: Ids
@@ -93,18 +92,18 @@ class Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """A memory domain.
+    """A NUMA node.
 
-    id: the kernel's number of the node.
-    pus: its hardware threads; none where it is memory only.
-    memory_bytes: its memory, 0 where it has PUs only.
-    kind: type of memory; hbm: faster (MCDRAM, HBM); slow: CXL, NVM or memory of a GPU; unknown: memory without PUs of
-        which nothing tells how fast it is.
-    near: the NUMA nodes whose PUs are next to this memory; for a node with PUs that is itself.
-    bandwidth_mb_s: read bandwidth from the nearest PUs, by the firmware's HMAT; None where unknown.
-    latency_ns: read latency from the nearest PUs, by the firmware's HMAT; None where unknown.
-    tier: the kernel's memory tier; low tiers are fast; None where unknown.
-    memory_assumed: whether memory_bytes is a usual size, as the description of the host states none.
+    id: the kernel's id of the node.
+    pus: its hardware threads; empty for a memory-only node.
+    memory_bytes: size of its memory; 0 for a node without memory.
+    kind: type of memory; hbm: faster (MCDRAM, HBM); slow: CXL, NVM or memory of a GPU; unknown: memory without PUs and
+        of unknown speed.
+    near: the NUMA nodes whose PUs are next to this memory; for a node with PUs the node itself.
+    bandwidth_mb_s: read bandwidth from the nearest PUs, from the firmware's HMAT; None if unknown.
+    latency_ns: read latency from the nearest PUs, from the firmware's HMAT; None if unknown.
+    tier: the kernel's memory tier; low tiers are fast; None if unknown.
+    memory_assumed: whether memory_bytes is a typical size, because the description of the host has none.
     """
 
     id: Count
@@ -120,20 +119,20 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A computer, and the parts of it that this process may use.
+    """A host, and the parts of it that this process may use.
 
     name: its host name, or its name in the catalog.
     model: the processor's name.
-    isa: vector extensions, as the kernel names them.
-    cores: every core, ordered by package, NUMA node, die, caches and first PU.
-    numa_nodes: every NUMA node.
-    allowed_pus: hardware threads that this process may use. Like allowed_nodes they come from the kernel (affinity
-        mask, cpuset), never from the topology alone.
+    isa: vector extensions, by the kernel's names.
+    cores: all cores, ordered by package, NUMA node, die, caches and first PU.
+    numa_nodes: all NUMA nodes.
+    allowed_pus: hardware threads that this process may use. Like allowed_nodes, read from the kernel (affinity mask,
+        cpuset), never derived from the topology.
     allowed_nodes: NUMA nodes whose memory this process may use.
-    cpu_quota: limit of CPU time by control groups, in PUs' worth; None: no limit.
-    memory_limit_bytes: limit of memory by control groups, in bytes; None: no limit.
+    cpu_quota: the control groups' limit of CPU time, in CPUs; None: no limit.
+    memory_limit_bytes: the control groups' memory limit, in bytes; None: no limit.
     isolated_pus: CPUs between which the scheduler moves no thread (isolcpus).
-    warnings: what is wrong or missing in the description of the host.
+    warnings: errors and gaps in the description of the host.
     """
 
     name: str
@@ -155,7 +154,7 @@ class Machine:
 
     @property
     def pus(self) -> tuple[int, ...]:
-        """Every online PU, ascending."""
+        """All online PUs, ascending."""
         return tuple(sorted(pu for core in self.cores for pu in core.pus))
 
     @property
@@ -167,10 +166,12 @@ class Machine:
 
 
 def ordered(cores: list[Core]) -> tuple[Core, ...]:
-    """The order that `Machine.cores` promises; cores without a NUMA node come last in their package."""
+    """Sort cores for `Machine.cores`, so that consecutive cores share as many levels as possible.
+
+    Cores without a NUMA node come last in their package.
+    """
 
     def place(core: Core) -> tuple[int, ...]:
-        """Neighbors share as many levels as possible, so that consecutive cores are close to each other."""
         node = core.numa_node
         return (core.package, node is None, node or 0, core.die or 0, core.l3 or 0, core.l2 or 0, *core.pus)
 
@@ -178,7 +179,7 @@ def ordered(cores: list[Core]) -> tuple[Core, ...]:
 
 
 def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None) -> Machine:
-    """The machine with only these of its allowed PUs and memory nodes left; None leaves them all."""
+    """Restrict a machine's allowed PUs and memory nodes to these; None keeps all of them."""
     return replace(
         machine,
         allowed_pus=tuple(pu for pu in machine.allowed_pus if pus is None or pu in pus),
@@ -187,7 +188,7 @@ def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int]
 
 
 def unrestricted(machine: Machine) -> Machine:
-    """The machine as a process without any limit sees it: the same whoever reads it."""
+    """Return the machine without any limits of this process."""
     return replace(
         machine,
         allowed_pus=machine.pus,
@@ -197,19 +198,19 @@ def unrestricted(machine: Machine) -> Machine:
     )
 
 
-def homeless_warnings(cores: tuple[Core, ...]) -> tuple[str, ...]:
-    """A warning where some cores have no NUMA node: one whose memory is offline, or that the description lacks."""
+def missing_node_warnings(cores: tuple[Core, ...]) -> tuple[str, ...]:
+    """Warn if cores have no NUMA node, because its memory is offline, or it is missing in the description."""
     pus = [pu for core in cores if core.numa_node is None for pu in core.pus]
     if not pus:
         return ()
-    return (f"CPUs {format_list(pus)} belong to no NUMA node: workers there take memory where the kernel finds it",)
+    return (f"CPUs {format_list(pus)} belong to no NUMA node: the kernel chooses the memory of workers there",)
 
 
 def memory_warnings(machine: Machine) -> tuple[str, ...]:
-    """A warning where the size of no memory is known, or where allowed cores have no usable memory next to them."""
+    """Warn if all memory sizes are unknown, or if allowed cores have no usable memory next to them."""
     sized = [node for node in machine.numa_nodes if node.memory_bytes]
     if not sized:
-        return ("how much memory this host has is not known: whether a training fits in it is not checked",)
+        return ("the memory size of this host is unknown: no check whether a training fits in it",)
     near = {
         i
         for node in sized
@@ -220,6 +221,6 @@ def memory_warnings(machine: Machine) -> tuple[str, ...]:
     if not far:
         return ()
     return (
-        f"CPUs {format_list(far)} have no memory next to them that this process may use: all of their workers' memory "
+        f"CPUs {format_list(far)} have no memory next to them that this process may use: all memory of their workers "
         "is remote",
     )

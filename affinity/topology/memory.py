@@ -1,4 +1,4 @@
-"""NUMA nodes with their memory: size, kind (DRAM, HBM, CXL), distances."""
+"""Read NUMA nodes and their memory: size, kind (DRAM, HBM, CXL), nearest PUs."""
 
 import re
 from collections.abc import Mapping
@@ -10,30 +10,30 @@ from cputrain.affinity.topology.kernel_files import first_file, ids, number_if_a
 from cputrain.affinity.topology.machine import NumaNode, format_list
 from cputrain.affinity.wording import GIB
 
-# HBM has at least twice the bandwidth of DRAM, CXL at most half and twice the latency; the firmware's figures of equal
-# memories differ by a few percent.
+# HBM has at least twice the bandwidth of DRAM; CXL has at most half the bandwidth and twice the latency. The firmware's
+# figures for equal memories differ by a few percent.
 BANDWIDTH_MARGIN = 1.2
 LATENCY_MARGIN = 1.5
 Sizes = tuple[tuple[float, float], ...]  # from, to, in GiB
-# CPU family and model of Knights Landing and Knights Mill, which have 16 GiB of MCDRAM in their package, all or a part
-# of it memory, and take no other memory without PUs.
+# CPU family and model of Knights Landing and Knights Mill: 16 GiB of MCDRAM in the package, all or part of which is
+# memory (the rest cache), and no other memory without PUs.
 XEON_PHI = (("6", "87"), ("6", "133"))
 PHI_GIB = ((0.0, 16.0),)
-# Sapphire Rapids with 64 GiB of HBM in its package, in one, two or four nodes, of which firmware and kernel keep a
-# little for themselves: only its name differs from other models.
+# Sapphire Rapids with 64 GiB of HBM in the package, in one, two or four nodes, of which firmware and kernel reserve a
+# little. Only its name distinguishes it from other models.
 XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
 MAX_GIB = ((14.4, 16.0), (28.8, 32.0), (57.6, 64.0))
 
 
 def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
-    """The sizes that a NUMA node of HBM or MCDRAM may have in a package of this processor; () without such memory."""
+    """Return the possible sizes of a NUMA node of HBM or MCDRAM of this processor; () if it has no such memory."""
     if (family, number) in XEON_PHI:
         return PHI_GIB
     return MAX_GIB if XEON_MAX.search(model) else ()
 
 
 def without_dram(nodes: tuple[NumaNode, ...], packages: int, model: str) -> tuple[NumaNode, ...]:
-    """The nodes as HBM where they are all that a Xeon Max without DRAM has: 64 GiB in each package, next to PUs."""
+    """Mark the nodes of a Xeon Max without DRAM as HBM: 64 GiB per package, all next to PUs."""
     least, most = MAX_GIB[-1]
     each_gib = sum(node.memory_bytes for node in nodes) / GIB / packages
     if not XEON_MAX.search(model) or not all(node.pus for node in nodes) or not least <= each_gib <= most:
@@ -42,12 +42,11 @@ def without_dram(nodes: tuple[NumaNode, ...], packages: int, model: str) -> tupl
 
 
 def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
-    """The nodes with the kind of each that has no PUs.
+    """Determine the kind of all nodes without PUs.
 
-    Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
-    (HMAT), another kind in `named`, the processor's own HBM (`on_package_gib`), the kernel's tiers. Kernels before 6.8
-    have all memory in one tier, and later ones put memory that a driver adds into a low one, so that tiers come last,
-    and equal ones tell nothing.
+    By the first conclusive source: "slow" in `named`, latency and bandwidth (HMAT), another kind in `named`, sizes of
+    the processor's HBM (`on_package_gib`), the kernel's tiers. Tiers come last, and equal tiers are ignored: kernels
+    before 6.8 have all memory in one tier, and later ones put memory that a driver adds into a low tier.
     """
     known = {node.id: "dram" if node.pus else _reported_kind(node, nodes, named.get(node.id)) for node in nodes}
     fits = {node.id for node in nodes if not known[node.id] and _is_of_size(node, on_package_gib)}
@@ -64,16 +63,16 @@ def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_pack
 
 
 def _reported_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
-    """The kind by its name and figures; None where neither tells it."""
+    """Determine the kind by name, bandwidth and latency; None if they are inconclusive."""
     if named == "slow":
         return named
-    if node.near and not _own(node, nodes):
+    if node.near and not _nearby(node, nodes):
         return _beside_empty_nodes(node, nodes)
-    return _by_bandwidth_and_latency(node, _own(node, nodes)) or named
+    return _by_bandwidth_and_latency(node, _nearby(node, nodes)) or named
 
 
-def _own(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
-    """The memory of the PUs next to a node."""
+def _nearby(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
+    """Return the nodes with memory among those whose PUs are next to a node."""
     return tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
 
 
@@ -82,21 +81,21 @@ def _is_of_size(node: NumaNode, sizes: Sizes) -> bool:
 
 
 def _by_tier(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
-    tiers = [other.tier for other in _own(node, nodes) if other.tier is not None]
+    tiers = [other.tier for other in _nearby(node, nodes) if other.tier is not None]
     if node.tier is None or not tiers or node.tier in tiers:
         return "unknown"
     return "hbm" if node.tier < min(tiers) else "slow"
 
 
-def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str | None:
-    """None where neither tells the node from the memory of the PUs next to it, unless both have equal bandwidths.
+def _by_bandwidth_and_latency(node: NumaNode, nearby: tuple[NumaNode, ...]) -> str | None:
+    """Determine the kind by comparison with the memory of the PUs next to the node; None without figures.
 
-    Pools of CXL memory have the bandwidth of many links together, and the latency of one: that goes first.
+    Latency first: pools of CXL memory have the bandwidth of many links together, but the latency of one.
     """
-    latencies = [other.latency_ns for other in own if other.latency_ns]
+    latencies = [other.latency_ns for other in nearby if other.latency_ns]
     if node.latency_ns and latencies and node.latency_ns > LATENCY_MARGIN * min(latencies):
         return "slow"
-    bandwidths = [other.bandwidth_mb_s for other in own if other.bandwidth_mb_s]
+    bandwidths = [other.bandwidth_mb_s for other in nearby if other.bandwidth_mb_s]
     if not node.bandwidth_mb_s or not bandwidths:
         return None
     ratio = node.bandwidth_mb_s / max(bandwidths)
@@ -106,10 +105,10 @@ def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str 
 
 
 def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
-    """The nodes of the PUs next to it have no memory.
+    """Determine the kind of a node whose nearest PUs have no memory in their own nodes.
 
-    Memory of a high latency is slow. Of the rest, where firmware has both figures of all, the slowest is DRAM and what
-    is faster is HBM; elsewhere the fastest is DRAM.
+    Memory with high latency is slow. If the firmware has both figures for all nodes, the slowest of the others is DRAM
+    and faster ones are HBM; else the fastest is DRAM.
     """
     rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
     least = min((other.latency_ns for other in rivals if other.latency_ns), default=0)
@@ -117,25 +116,25 @@ def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
     if node not in quick:
         return "slow"
     bandwidths = [other.bandwidth_mb_s or 0 for other in quick]
-    own = node.bandwidth_mb_s or 0
+    bandwidth = node.bandwidth_mb_s or 0
     if all(bandwidths) and all(other.latency_ns for other in rivals):
-        return "hbm" if own > BANDWIDTH_MARGIN * min(bandwidths) else "dram"
-    return "dram" if own == max(bandwidths) else "slow"
+        return "hbm" if bandwidth > BANDWIDTH_MARGIN * min(bandwidths) else "dram"
+    return "dram" if bandwidth == max(bandwidths) else "slow"
 
 
 PusOf = Mapping[int, tuple[int, ...]]
-# A host's only node has all of its memory. Guests that initialize theirs when it is first used count less in the node's
-# own file, what they have touched so far; elsewhere both files agree but for rounding.
+# A host's only node has all of its memory. In guests that initialize memory at first use, the node's file counts only
+# the memory touched so far; elsewhere it agrees with /proc/meminfo except for rounding.
 NEARLY_ALL = 0.95
 
 
 def read_nodes(
     devices: Path, online: tuple[int, ...], *, on_package_gib: Sizes
 ) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """The nodes under sys/devices, by id, and warnings; only online PUs count. Ids may have gaps, and exceed nine.
+    """Read the nodes under sys/devices, by id, with their online PUs, and warnings. Ids may have gaps.
 
-    `on_package_gib`: the sizes of this processor's nodes of HBM or MCDRAM, where the firmware has no speed of them.
-    A kernel without NUMA has one node: all PUs, and the memory of proc/meminfo.
+    `on_package_gib`: sizes of this processor's nodes of HBM or MCDRAM, used if the firmware has no figures of them.
+    A kernel without NUMA has one node with all PUs and the memory of proc/meminfo.
     """
     folders = numbered(devices / "system/node", "node")
     meminfo = devices.parents[1] / "proc/meminfo"
@@ -158,9 +157,9 @@ def read_nodes(
 
 
 def overlapping(listed: PusOf) -> dict[int, int]:
-    """Node -> the lowest node that shares PUs with it, directly or through others, for each node that is not that one.
+    """Map nodes that share PUs, directly or through others, to the lowest of them, which itself is not a key.
 
-    A PU is in one node; firmware at fault, and numa=fake on the kernel's command line, list it in several.
+    A PU is in one node, but buggy firmware, or numa=fake on the kernel's command line, may list it in several.
     """
     found: list[tuple[set[int], set[int]]] = []
     for node, pus in listed.items():
@@ -171,7 +170,7 @@ def overlapping(listed: PusOf) -> dict[int, int]:
 
 
 def owners(listed: PusOf, merged_into: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Node -> its own PUs, each PU in one node: those of overlapping nodes belong to the lowest."""
+    """Map nodes to their PUs, each PU in one node; the PUs of overlapping nodes are assigned to the lowest."""
     every = {i: {*pus} for i, pus in listed.items()}
     for node, lowest in merged_into.items():
         every[lowest] |= every[node]
@@ -180,10 +179,10 @@ def owners(listed: PusOf, merged_into: Mapping[int, int]) -> dict[int, tuple[int
 
 
 def overlap_warnings(merged_into: Mapping[int, int]) -> tuple[str, ...]:
-    """One warning for each set of nodes that were merged."""
+    """Return a warning for each set of merged nodes."""
     sets = {low: (low, *(n for n, into in merged_into.items() if into == low)) for low in set(merged_into.values())}
     return tuple(
-        f"NUMA nodes {format_list(nodes)} list the same CPUs, a fault of the firmware or numa=fake: they count as one "
+        f"NUMA nodes {format_list(nodes)} list the same CPUs, due to a firmware bug or numa=fake: they count as one "
         "node with the memory of all"
         for _, nodes in sorted(sets.items())
     )
@@ -219,27 +218,27 @@ def _memory_bytes(meminfo: Path) -> int:
 
 
 def _initiators(node: Path, pus: PusOf) -> Path | None:
-    """The folder of the firmware's HMAT with the figures of the nearest PUs; None where it has none.
+    """Return the folder with HMAT figures for the nearest PUs; None if the firmware has none.
 
-    access1 names initiators that are CPUs; access0 may name accelerators, and older kernels have it alone.
+    access1 lists only CPUs as initiators; access0 may list accelerators, but older kernels have nothing else.
     """
     folders = (node / access / "initiators" for access in ("access1", "access0"))
     return next((folder for folder in folders if _named_in(folder, pus)), None)
 
 
 def _named_in(initiators: Path | None, pus: PusOf) -> tuple[int, ...]:
-    """The nodes with PUs among the initiators."""
+    """Return the nodes with PUs among the initiators."""
     return () if initiators is None else tuple(sorted(i for i in numbered(initiators, "node") if pus.get(i)))
 
 
 def _figure(initiators: Path | None, name: str) -> int | None:
-    """MB/s or ns; None where the firmware gives none, which some kernels write as 0."""
+    """Read a figure in MB/s or ns; None if the firmware has none, which some kernels write as 0."""
     figure = None if initiators is None else number_if_any(initiators / name)
     return figure if figure is not None and figure > 0 else None
 
 
 def _nearest(node: int, folders: Mapping[int, Path], pus: PusOf) -> tuple[int, ...]:
-    """The nodes with PUs at the least distance from a memory-only node."""
+    """Return the nodes with PUs that are nearest to a memory-only node."""
     distance = folders[node] / "distance"
     values = numbers(distance) if distance.is_file() else ()
     to = {other: value for other, value in zip(folders, values, strict=False) if pus[other]}
@@ -247,7 +246,7 @@ def _nearest(node: int, folders: Mapping[int, Path], pus: PusOf) -> tuple[int, .
 
 
 def _tiers(folder: Path) -> dict[int, int]:
-    """Node -> the number of its memory tier; empty on kernels without tiers."""
+    """Map nodes to their memory tier; empty on kernels without tiers."""
     return {
         node: number
         for number, tier in numbered(folder, "memory_tier").items()

@@ -1,4 +1,4 @@
-"""Read a machine from the kernel's files: /sys and /proc of this host, or of a copied tree."""
+"""Read a machine from the kernel's files in /sys and /proc, of this host or a copy of them."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,8 @@ from cputrain.affinity.topology.machine import (
     Core,
     Machine,
     format_list,
-    homeless_warnings,
     memory_warnings,
+    missing_node_warnings,
     narrowed,
     ordered,
     parse_list,
@@ -31,27 +31,27 @@ from cputrain.affinity.topology.machine import (
 )
 from cputrain.affinity.topology.memory import on_package_gib, read_nodes, without_dram
 
-# hwloc's name of each of Intel's core types -> the kernel's performance counters of it.
+# Intel's core types by hwloc's names -> the kernel's performance counters for them.
 INTEL_TYPES = {"IntelCore": "cpu_core", "IntelAtom": "cpu_atom", "IntelLowPower": "cpu_lowpower"}
-# How fast a core is, best source first: the scheduler's own figure, the firmware's, the clock.
+# Figures for the speed of a core, best source first: scheduler, firmware, clock.
 MEASURES = ("cpu_capacity", "acpi_cppc/highest_perf", "cpufreq/cpuinfo_max_freq")
-# Speed relative to IntelCore where nothing gives it: firmware's figures of a Core i7-1370P (39 to 64) and, for the
-# low-power cores, which have the same design at about two thirds of the clock.
+# Fallback speeds relative to IntelCore: the firmware's figures of a Core i7-1370P (39 to 64); low-power cores have the
+# same design as IntelAtom at about two thirds of the clock.
 ASSUMED = {"IntelCore": 1.0, "IntelAtom": 0.61, "IntelLowPower": 0.4}
-# Work of a clock cycle of Intel's efficiency cores relative to its performance cores: HYBRID_SCALING_FACTOR_ADL of
+# Work per clock cycle of Intel's efficiency cores relative to its performance cores: HYBRID_SCALING_FACTOR_ADL in
 # Linux's intel_pstate driver.
 ATOM_PER_CLOCK = 0.787
-# Cores whose figures differ by less are of one type: favored cores of one type have up to a tenth more.
+# Cores whose figures differ by a smaller factor are of one type: favored cores have up to a tenth more.
 NEARLY = 1.1
 
 Types = list[tuple[int, ...]]
 
 
 def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
-    """PU -> speed of its core's type, 1.0 for the fastest; empty where all cores are of one type.
+    """Map PUs to the speed of their core's type, 1.0 for the fastest; empty if all cores are of one type.
 
-    `devices` is sys/devices, `pus` one PU of each core. Clocks alone do not tell types apart: the favored cores of one
-    type have higher clocks, too. One name may stand for two types: Meteor Lake's low-power cores are cpu_atom, too.
+    `devices` is sys/devices, `pus` one PU of each core. Clocks alone do not distinguish types, as favored cores of a
+    type have higher clocks. A name may mean two types: Meteor Lake's low-power cores are also cpu_atom.
     """
     named = _intel_types(devices, pus)
     types = list(named.values()) or _types(devices, pus)
@@ -67,7 +67,7 @@ def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
 
 
 def relative_speeds(types: Types, values: Mapping[int, float]) -> dict[int, float]:
-    """PU -> the least value of its type, relative to the fastest type's; empty where all types have the same."""
+    """Map PUs to their type's smallest value, relative to the fastest type's; empty if all types have the same."""
     least = [min(values[pu] for pu in members) for members in types]
     if len(set(least)) < 2:
         return {}
@@ -75,7 +75,7 @@ def relative_speeds(types: Types, values: Mapping[int, float]) -> dict[int, floa
 
 
 def nearly_equal(values: Mapping[int, float]) -> Types:
-    """The PUs in groups, slowest first: within a group the greatest value is less than NEARLY times the least."""
+    """Group PUs, slowest first, so that in each group the largest value is less than NEARLY times the smallest."""
     groups: Types = []
     for pu in sorted(values, key=lambda pu: (values[pu], pu)):
         if groups and values[pu] < NEARLY * values[groups[-1][0]]:
@@ -86,17 +86,17 @@ def nearly_equal(values: Mapping[int, float]) -> Types:
 
 
 def split_by_speed(types: Types, values: Mapping[int, float]) -> Types:
-    """The types, each divided into those of nearly equal speed."""
+    """Split each type into groups of nearly equal speed."""
     return [group for members in types for group in nearly_equal({pu: values[pu] for pu in members})]
 
 
 def work_per_clock(named: Mapping[str, tuple[int, ...]], pu: int) -> float:
-    """Relative to the performance cores of the same processor; 1 where the types have no names."""
+    """Return a PU's work per clock cycle relative to performance cores; 1 if the types have no names."""
     return 1.0 if all(pu not in members for name, members in named.items() if name != "IntelCore") else ATOM_PER_CLOCK
 
 
 def _intel_types(devices: Path, pus: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Type -> its PUs by Intel's counters; empty where the host has not two such types that have all PUs."""
+    """Map Intel's core types to their PUs; empty unless at least two types together have each PU once."""
     listed = {name: devices / counters / "cpus" for name, counters in INTEL_TYPES.items()}
     named = {name: _members(pus, ids(path)) for name, path in listed.items() if path.is_file()}
     named = {name: members for name, members in named.items() if members}
@@ -105,7 +105,7 @@ def _intel_types(devices: Path, pus: tuple[int, ...]) -> dict[str, tuple[int, ..
 
 
 def _types(devices: Path, pus: tuple[int, ...]) -> Types:
-    """The PUs of each type by the scheduler's capacities, else by nominal performance."""
+    """Group PUs by core type: by the scheduler's capacities, else by nominal performance."""
     for measure in ("cpu_capacity", "acpi_cppc/nominal_perf"):
         groups = nearly_equal(_values(devices, pus, measure))
         if len(groups) > 1:
@@ -114,45 +114,45 @@ def _types(devices: Path, pus: tuple[int, ...]) -> Types:
 
 
 def _members(pus: Iterable[int], listed: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = frozenset(listed)
-    return tuple(pu for pu in pus if pu in wanted)
+    members = frozenset(listed)
+    return tuple(pu for pu in pus if pu in members)
 
 
 def _values(devices: Path, pus: tuple[int, ...], measure: str) -> dict[int, float]:
-    """PU -> its figure; empty unless every PU has one."""
+    """Map PUs to a figure; empty unless all PUs have it."""
     found = {pu: number_if_any(devices / f"system/cpu/cpu{pu}" / measure) for pu in pus}
     values = {pu: float(value) for pu, value in found.items() if value is not None and value > 0}
     return values if len(values) == len(pus) else {}
 
 
-# The flags by which oneDNN chooses its kernels, oldest first: x86's, then Arm's.
+# CPU flags that select oneDNN's kernels, oldest first: x86, then Arm.
 ISA_FLAGS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
     *("asimd", "sve", "sve2", "bf16"),
 )
 
-# The PUs of a package: newer names first.
+# Files with the PUs of a package, newer names first.
 PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core_siblings")
 
 
 def this_machine() -> Machine:
-    """This host, with the CPUs and memory that this thread may use: affinity mask, memory nodes, control groups."""
+    """Read this host, with this thread's limits: affinity mask, memory nodes, control groups."""
     return read_machine(Path("/"), mask=frozenset(os.sched_getaffinity(0)))
 
 
 def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | None = None) -> Machine:
     """Read the machine whose `sys/` and `proc/` are under root, with the limits of its process and control groups.
 
-    Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs. `name` is
-    for hosts that do not tell theirs; default: the folder's. `mask`: the PUs that the kernel allows; default: those of
-    proc/self/status. They hold against all other files: in containers lxcfs shows others. Raises InputError that names
-    the file that is missing or contradicts another.
+    Cores are identified by thread siblings, never by core_id (which repeats) or by the order of the PUs. `name` is used
+    if the tree has no host name; default: the folder's name. `mask`: the PUs that the kernel allows; default: from
+    proc/self/status. The mask overrides all other files, as lxcfs shows other CPUs in containers. Raises InputError
+    with the name of the missing or contradictory file.
     """
     cpu_dir = root / "sys/devices/system/cpu"
     process, limits = _allowed(root / "proc/self/status"), read_limits(root)
     # The kernel keeps a process's mask and memory inside its cpuset.
-    told = mask or process.get("Cpus") or limits.pus
-    allowed = None if told is None else frozenset(told)
+    listed = mask or process.get("Cpus") or limits.pus
+    allowed = None if listed is None else frozenset(listed)
     online, contradictions = _online_pus(cpu_dir, allowed, live=mask is not None)
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
     flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
@@ -175,7 +175,7 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
         isolated_pus=tuple(sorted(isolated_pus(root, limits) & frozenset(online))),
-        warnings=(*contradictions, *warnings, *homeless_warnings(cores), *_split_warnings(siblings, bare, node_of)),
+        warnings=(*contradictions, *warnings, *missing_node_warnings(cores), *_split_warnings(siblings, bare, node_of)),
     )
     mems = frozenset(process.get("Mems") or limits.nodes or machine.allowed_nodes)
     unknown = mems.isdisjoint(machine.allowed_nodes)
@@ -187,38 +187,38 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
 def _split_warnings(
     siblings: list[tuple[int, ...]], bare: tuple[int, ...], node_of: Mapping[int, int]
 ) -> tuple[str, ...]:
-    """Warnings of CPUs without topology where others have one, and of cores whose CPUs are in several NUMA nodes."""
+    """Warn of CPUs without topology if other CPUs have one, and of cores whose CPUs are in several NUMA nodes."""
     split = [pu for pus in siblings if len({node_of[pu] for pu in pus if pu in node_of}) > 1 for pu in pus]
     found = []
     if bare and len(bare) < sum(map(len, siblings)):
-        found.append(f"CPUs {format_list(bare)} have no topology, unlike the others: each counts as a core of its own")
+        found.append(f"CPUs {format_list(bare)} have no topology, unlike the others: each counts as a core")
     if split:
         found.append(
-            f"CPUs {format_list(split)} share cores across NUMA nodes, a fault of the virtual machine or the firmware: "
-            "a core counts to the node of its first CPU"
+            f"CPUs {format_list(split)} share cores across NUMA nodes, a bug of the virtual machine or the firmware: "
+            "each core is assigned to the node of its first CPU"
         )
     return tuple(found)
 
 
 def _limit_warnings(machine: Machine, limits: Limits, unknown_mems: frozenset[int]) -> tuple[str, ...]:
-    """Warnings where the kernel's mask has CPUs beyond the control group's cpuset, or memory of absent NUMA nodes."""
+    """Warn if the kernel's mask has CPUs outside the control group's cpuset, or memory of absent NUMA nodes."""
     beyond = () if limits.pus is None else tuple(pu for pu in machine.allowed_pus if pu not in frozenset(limits.pus))
     found = []
     if beyond:
         found.append(
-            f"the control group's cpuset has CPUs {format_list(limits.pus or ())}, but the kernel lets this process "
-            f"run on CPUs {format_list(beyond)}, too: these are planned"
+            f"the control group's cpuset has CPUs {format_list(limits.pus or ())}, but the kernel also lets this "
+            f"process run on CPUs {format_list(beyond)}: the plan uses them, too"
         )
     if unknown_mems:
         found.append(
             f"the kernel lets this process use memory of NUMA nodes {format_list(unknown_mems)}, but the host has "
-            f"nodes {format_list(machine.allowed_nodes)}: memory of all of them is planned"
+            f"nodes {format_list(machine.allowed_nodes)}: the plan uses memory of all of these"
         )
     return tuple(found)
 
 
 def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
-    """The PUs between which the scheduler moves no thread: those of isolcpus on the kernel's command line, and of this
+    """Return the PUs between which the scheduler moves no thread: by isolcpus on the kernel's command line, or in this
     process's isolated cpuset partition."""
     path = root / "sys/devices/system/cpu/isolated"
     at_boot = ids(path) if path.is_file() else ()
@@ -234,7 +234,7 @@ ALLOWED = {
 
 
 def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
-    """The PUs ("Cpus") and memory nodes ("Mems") of a process; empty where a tree does not tell."""
+    """Read a process's allowed PUs ("Cpus") and memory nodes ("Mems"), as far as the file lists them."""
     found = {}
     for name, listed in rows(status, 2, ":") if status.is_file() else ():
         if name in ALLOWED:
@@ -248,9 +248,9 @@ def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
 def _online_pus(
     cpu_dir: Path, allowed: frozenset[int] | None, *, live: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The online PUs, and a warning where cpu/online contradicts the allowed ones.
+    """Return the online PUs, and a warning if cpu/online contradicts the allowed PUs.
 
-    Those of a running process (`live`) are online, those of a saved proc/self/status may be offline.
+    Allowed PUs of a running process (`live`) are online; in a saved proc/self/status, offline PUs may be allowed.
     """
     path = cpu_dir / "online"
     listed = frozenset(ids(path)) if path.is_file() else _online_by_folders(cpu_dir)
@@ -266,16 +266,16 @@ def _online_pus(
             pus = by_folders | beyond | (allowed & listed)
             shown = f"CPUs {format_list(listed)}" if listed else "no CPU"
             warnings = (
-                f"{path} lists {shown}, but the kernel lets this process run on CPUs {format_list(allowed)}: these are "
-                "planned (lxcfs, for one, numbers a container's CPUs anew)",
+                f"{path} lists {shown}, but the kernel lets this process run on CPUs {format_list(allowed)}: the plan "
+                "uses the latter (in containers, lxcfs renumbers CPUs)",
             )
     if not pus:
-        raise InputError(f"no online CPU found in {cpu_dir}: name a folder that has sys/devices/system/cpu")
+        raise InputError(f"no online CPU found in {cpu_dir}: name a folder with sys/devices/system/cpu")
     return tuple(sorted(pus)), warnings
 
 
 def _online_by_folders(cpu_dir: Path) -> frozenset[int]:
-    """The PUs that are online by their own files, as on kernels without cpu/online: unless one has 0."""
+    """Return the PUs that are online by their own files, for kernels without cpu/online."""
     return frozenset(
         pu
         for pu, folder in numbered(cpu_dir, "cpu").items()
@@ -284,9 +284,9 @@ def _online_by_folders(cpu_dir: Path) -> frozenset[int]:
 
 
 def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """One tuple of online PUs per core, each PU in exactly one; and the PUs that have no topology.
+    """Return the online PUs of each core, each PU in exactly one core, and the PUs without topology.
 
-    They are each a core of its own: CPUs of some virtual machines and old kernels.
+    Without topology (some virtual machines and old kernels) each PU counts as a core.
     """
     every = frozenset(online)
     core_of: dict[int, tuple[int, ...]] = {}
@@ -303,14 +303,14 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> tuple[list[tuple[in
         for other in siblings:
             if core_of[other] != siblings:
                 raise InputError(
-                    f"{cpu_dir}/cpu{pu}/topology has CPU {other} as a sibling, cpu{other}/topology has not CPU {pu}: "
-                    "copy the tree again"
+                    f"{cpu_dir}/cpu{pu}/topology lists CPU {other} as a sibling, but cpu{other}/topology does not list "
+                    f"CPU {pu}: copy the tree again"
                 )
     return sorted(set(core_of.values())), tuple(bare)
 
 
 def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, int]) -> tuple[Core, ...]:
-    """One core for each set of siblings."""
+    """Build a core for each set of siblings."""
     cpu_dir = devices / "system/cpu"
     speeds = core_speeds(devices, tuple(pus[0] for pus in siblings))
     packages = _packages(cpu_dir, siblings, node_of)
@@ -333,10 +333,10 @@ def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, in
 
 
 def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]], node_of: Mapping[int, int]) -> dict[int, int]:
-    """First PU of a core -> its package.
+    """Map the first PU of each core to its package.
 
-    By physical_package_id, of cores without one that of their NUMA node's other cores; where firmware gives none (-1)
-    by the sets of PUs in a package, in the order of their first PUs; one package where there are none either.
+    By physical_package_id, for cores without one by their NUMA node's other cores. If no core has one (the firmware
+    gives -1), packages are numbered by the first PU of their sets of PUs; without such sets there is one package.
     """
     firsts = [pus[0] for pus in siblings]
     topology = {pu: cpu_dir / f"cpu{pu}/topology" for pu in firsts}
@@ -352,7 +352,7 @@ def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]], node_of: Mapping[i
 
 
 def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]], packages: dict[int, int]) -> dict[int, int]:
-    """First PU of a core -> its die; empty where each package is one die."""
+    """Map the first PU of each core to its die; empty if each package is a single die."""
     found = {pus[0]: number_if_any(cpu_dir / f"cpu{pus[0]}/topology/die_id") for pus in siblings}
     dies = {pu: die for pu, die in found.items() if die is not None}
     several = len({(packages[pu], die) for pu, die in dies.items()}) > len({packages[pu] for pu in dies})
@@ -360,7 +360,7 @@ def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]], packages: dict[int, in
 
 
 def _caches(folder: Path) -> dict[int, int]:
-    """Level -> lowest PU that shares the data cache of that level."""
+    """Map cache levels to the lowest PU that shares the data cache of that level."""
     found = {}
     for _, index in sorted(numbered(folder, "index").items()):
         shared = first_file(index, ("shared_cpu_list", "shared_cpu_map"))
@@ -371,7 +371,7 @@ def _caches(folder: Path) -> dict[int, int]:
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
-    """The first PU's fields; empty where the tree has no cpuinfo."""
+    """Read the first PU's fields; empty if the tree has no cpuinfo."""
     fields: dict[str, str] = {}
     for line in text(path).splitlines() if path.is_file() else ():
         key, colon, value = line.partition(":")

@@ -137,11 +137,11 @@ def packed(path: Path, members: Iterator[tuple[str, int]], **fields: str) -> Pat
 @pytest.mark.parametrize(
     ("members", "why"),
     [
-        (((f"x{i}/cpu.max", 1 << 19) for i in range(6)), "more than 2 MiB of the files that are read"),
+        (((f"x{i}/cpu.max", 1 << 19) for i in range(6)), "more than 2 MiB of topology files"),
         (((f"x{i}/cpu.max", 1 << 19) for i in range(4)), None),
         (((f"notes/{i}", 12 << 20) for i in range(4)), "more than 32 MiB"),
         ((("notes", 0) for _ in range(201)), "more than 200 members"),
-        (((f"x{i}/cpu.max", 0) for i in range(101)), "more than 100 of the files that are read"),
+        (((f"x{i}/cpu.max", 0) for i in range(101)), "more than 100 topology files"),
     ],
     ids=["files", "as many as are read", "passed over", "members", "small files"],
 )
@@ -227,7 +227,7 @@ def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path, monkeypa
     """Each would be written to the disk once more, without a limit."""
     monkeypatch.setattr(catalog, "MOST_WRITTEN", 2 << 20)
     path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 1 << 19)
-    with pytest.raises(InputError, match="more than 2 MiB of the files that are read"), unpacked(path):
+    with pytest.raises(InputError, match="more than 2 MiB of topology files"), unpacked(path):
         pass
     last = sys.getrecursionlimit() + 100
     chain = {f"x{i}/cpu.max": f"x{i - 1}/cpu.max" if i else "big" for i in range(last + 1)}

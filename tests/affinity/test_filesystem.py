@@ -50,7 +50,7 @@ def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> N
         "OUT": f"{CPUTRAIN} prepare imagefolder images out/run",
     }
     for option, ended in zip(commands, in_tmpfs(place, "ro", *commands.values()), strict=True):
-        message = f"{place}/out is not writable: change its permissions, or name another folder"
+        message = f"{place}/out is not writable; change its permissions, or name another folder"
         assert ended == (2, f"cputrain: {option} out/run: {message}\n")
     ((status, err),) = in_tmpfs(place, "ro", f"{CPUTRAIN} data show images --output out/sheet.png")
     assert status == 1
@@ -226,7 +226,8 @@ def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
         found = subprocess.run(
             [*homeless.split(), sys.executable, "-c", code], cwd="/", capture_output=True, text=True, env={}
         )
-        assert found.stderr.startswith("warning user 54321 has no home folder for the cache: no oneCCL"), found.stderr
+        start = "warning user 54321 has no home directory for the cache: no oneCCL"
+        assert found.stderr.startswith(start), found.stderr
         assert found.stderr.endswith(" set CPUTRAIN_CACHE to a folder\n")
 
 
@@ -265,7 +266,7 @@ def test_a_cache_that_may_only_be_read_serves_what_lies_compiled_there(place: Pa
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file/a/b"):
-        with pytest.raises(InputError, match=f"--write {folder}: {tmp_path}/file is a file: name a folder"):
+        with pytest.raises(InputError, match=f"--write {folder}: {tmp_path}/file is a file; name a folder"):
             check_writable(folder, "--write")
     check_writable(tmp_path / "a/b/c", "--write")
     assert refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
@@ -277,7 +278,7 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(place: Path) -> None:
-    proc, top = "cannot make a folder in /proc: ", "/cputrain-nowhere does not exist: create it first"
+    proc, top = "cannot create a folder in /proc (", "/cputrain-nowhere does not exist; create it first"
     if os.geteuid() != 0:
         proc = top = "is not writable"
     for output, why in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
@@ -295,7 +296,7 @@ def test_a_file_in_place_of_a_folder_and_a_folder_in_place_of_a_file_are_named(t
             act()
         said = refusal(error.value)
         assert said is not None and said.startswith(f"{tmp_path}")
-        assert said.endswith(": move away what is there, or name another folder")
+        assert said.endswith(": move the existing file, or name another folder")
 
 
 def test_an_existing_folder_that_only_refuses_when_it_is_written_to_is_found_beforehand(tmp_path: Path) -> None:
@@ -304,7 +305,7 @@ def test_an_existing_folder_that_only_refuses_when_it_is_written_to_is_found_bef
         pytest.skip(reason="needs root: /proc may be written to, as access(2) answers, but is not")
     for folder in ("/proc", "/sys/kernel"):
         assert os.access(folder, os.W_OK)
-        with pytest.raises(InputError, match=f"output {folder}: cannot make a folder in {folder}: .*: name another"):
+        with pytest.raises(InputError, match=f"output {folder}: cannot create a folder in {folder} .*; name another"):
             check_writable(Path(folder), "output")
 
 
@@ -320,7 +321,7 @@ def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith(
         "cputrain: No usable temporary directory found in ['/proc', "
     )
-    assert done.stderr.endswith(": free some space there, or set TMPDIR to a folder that may be written to\n")
+    assert done.stderr.endswith(": free some space there, or set TMPDIR to a writable folder\n")
 
 
 def test_where_scripts_are_not_executed_the_shell_is_named(place: Path) -> None:

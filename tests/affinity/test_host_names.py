@@ -51,7 +51,7 @@ def test_a_host_is_found_by_its_own_name_only(host: str, listed: tuple[str, ...]
     ("host", "listed"), [("mpi-worker", WORKERS), ("n1", ("n1.a", "n1.b")), ("n1.local", ("n1.a.org", "n1.b.org"))]
 )
 def test_a_short_name_of_several_hosts_is_refused_with_their_names(host: str, listed: tuple[str, ...]) -> None:
-    with pytest.raises(InputError, match=f"^host {host} may be {listed[0]} or {listed[1]}: name it in full$"):
+    with pytest.raises(InputError, match=f"^host {host} may be {listed[0]} or {listed[1]}: use its full name$"):
         find_host(host, listed)
 
 

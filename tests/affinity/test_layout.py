@@ -182,7 +182,8 @@ def foreign_plan() -> dict:
 def test_bind_refuses_a_plan_of_another_machine(tmp_path: Path) -> None:
     refused = bind(foreign_plan(), tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"cputrain.affinity.bind: the plan is of another machine ({this_machine().name}, ")
+    start = f"cputrain.affinity.bind: the plan is for another machine ({this_machine().name}, "
+    assert refused.stderr.startswith(start)
     assert refused.stderr.endswith("plan again on this host, or continue with --allow-other-layout\n")
     assert len(refused.stderr.splitlines()) == 1
 

@@ -135,7 +135,7 @@ def test_version_1_that_has_lost_nodes_is_refused(tmp_path: Path) -> None:
     """As lstopo writes it where a pool of memory is next to several packages: of three nodes, the pool alone."""
     lost = V1.replace(' nodeset="0x3"', ' nodeset="0x0000000f"')
     (tmp_path / "x.xml").write_text(lost)
-    with pytest.raises(InputError, match="it names NUMA nodes 2-3 without describing them: hwloc 1's format cannot"):
+    with pytest.raises(InputError, match="NUMA nodes 2-3 without describing them, which hwloc 1's format cannot"):
         read_lstopo(tmp_path / "x.xml")
     (tmp_path / "x.xml").write_text(lost.replace("0x0000000f", "0xf...f"))
     assert len(read_lstopo(tmp_path / "x.xml").numa_nodes) == 2
@@ -176,9 +176,9 @@ DAMAGED = {
     FLAT.format(version="2.0", subtype="").replace('cpuset="0x0000000f"', 'cpuset="all"'): "bad CPU mask",
     FLAT.format(version="2.0", subtype="").replace(
         '"NUMANode" os_index="1"', '"NUMANode" os_index="0"'
-    ): "is there twice",
+    ): "is listed twice",
     FLAT.format(version="2.0", subtype="").replace('"0x0000000f" local', '"0x00000003" local'): (
-        "NUMA node 0 lists CPUs 0-1, the object that it is in has 0-3"
+        "NUMA node 0 lists CPUs 0-1, but its enclosing object has 0-3"
     ),
     FLAT.format(version="2.0", subtype="").replace('"1024"', '"4000"'): "NUMA nodes 0 and 1 list the same CPUs 0-3",
     '<topology><object type="Machine">'

@@ -181,7 +181,7 @@ def test_records_of_this_machine_and_these_versions_are_read(tmp_path: Path) -> 
     assert known is not None and (known.value, known.command) == (2e9, "cputrain bench comm")
     other = read_measured(MACHINE, replace(REQUEST, local_batch=16), env)
     (note,) = other.notes
-    assert other.tuned is None and "batch of 16 a worker: run it with these settings, too" in note, note
+    assert other.tuned is None and "batch of 16 a worker: run it again with these settings" in note, note
     assert read_measured(build_machine(2, 1, 12, 2), REQUEST, env) == Measured()
 
 
@@ -193,14 +193,14 @@ def test_a_stale_record_is_told_and_not_used(tmp_path: Path) -> None:
     assert found.rates == ()
     (note,) = found.notes
     assert note == (
-        "what `cputrain bench comm` measured on 2026-01-02 is not used (clock governor powersave, now "
+        "measurements of `cputrain bench comm` on 2026-01-02 are stale (clock governor powersave, now "
         f"{current_versions()[-1]}): run it again"
     )
     assert note in plan_machine(MACHINE, REQUEST, measured=found).warnings
     other = record(RATE, "decoding turbo", value=2.0, low=1.0, high=3.0)
     keep(other, env, versions=was, command="cputrain bench data")
     (note,) = read_measured(MACHINE, REQUEST, env).notes
-    assert note.startswith("what `cputrain bench comm`, `cputrain bench data` measured on 2026-01-02 is not used (")
+    assert note.startswith("measurements of `cputrain bench comm`, `cputrain bench data` on 2026-01-02 are stale (")
     assert note.endswith("): run them again")
 
 

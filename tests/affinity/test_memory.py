@@ -75,7 +75,7 @@ def test_control_groups_limit_memory() -> None:
     [
         (16, 8, "set local_batch to 7 or fewer or use fewer workers"),
         (6, 2, "set local_batch to 15 or fewer"),
-        (4, 8, "use fewer workers, a single one with local_batch of 22 or fewer"),
+        (4, 8, "use a single worker, with local_batch set to 22 or fewer"),
         (0.5, 8, "train a smaller network or smaller crops, or use another host"),
     ],
 )
@@ -104,7 +104,7 @@ def test_fewer_workers_are_planned_where_more_would_not_fit() -> None:
 
 def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> None:
     base = build_machine(1, 1, 8, 1, memory_bytes=64 * GIB)
-    for kind, words in (("unknown", "its speed is not known"), ("slow", "slower than the DRAM")):
+    for kind, words in (("unknown", "of unknown speed"), ("slow", "slower than the DRAM")):
         extra = NumaNode(id=1, pus=(), memory_bytes=64 * GIB, kind=kind, near=(0,))
         machine = replace(base, numa_nodes=(*base.numa_nodes, extra), allowed_nodes=(0, 1))
         made = plan(machine, 32)
@@ -114,7 +114,7 @@ def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> 
 
 def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() -> None:
     for ppn, batch, nodes, words in (
-        (2, 128, "4-7", "more workers, of one node each"),
+        (2, 128, "4-7", "only one node can be preferred"),
         (2, 32, "", ""),
         (4, 128, "", ""),
     ):

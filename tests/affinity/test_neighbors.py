@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import as_option, worded
-from cputrain.affinity.kernel import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
+from cputrain.affinity.kernel import Neighbor, contention_warnings, find_neighbors, planned_worker_of, variables_of
 from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_to_json, request_to_json
 from cputrain.affinity.topology import this_machine
 from cputrain.cli.words import as_recipe_key
@@ -66,7 +66,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
     assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning
-    assert warning.endswith("which another plan has bound: {share=true} avoids them")
+    assert warning.endswith(" of another plan: {share=true} avoids them")
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
         plan = json.loads(out)
@@ -117,11 +117,13 @@ def test_sharing_is_for_one_host_that_is_here(tmp_path: Path, arguments: tuple[s
 
 def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() -> None:
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=2, loader_cores=0), Runtime())
-    assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
-    (warning,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
-    assert worded(warning, as_option).endswith("has bound: --share avoids them")
-    assert worded(warning, as_recipe_key).endswith("has bound: plan.share=true avoids them")
-    assert "10 (CPUs 8-9), 11 (CPUs 8-9), 12 (CPUs 8-9), 13 (CPUs 8-9), 14 (CPUs 8-9) and 5 more," in warning
+    assert contention_warnings(plan, ()) == contention_warnings(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
+    neighbors = tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20))  # hyper-threads of the plan's cores
+    (warning,) = contention_warnings(plan, neighbors)
+    assert worded(warning, as_option).endswith(" of another plan: --share avoids them")
+    assert worded(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
+    named = ", ".join(f"{pid} (CPUs 8-9)" for pid in range(10, 15))
+    assert f"{named} and 5 more of another plan" in warning
 
 
 def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:

@@ -144,7 +144,7 @@ def test_an_edit_that_leaves_valid_json_is_refused_in_a_line(tmp_path: Path, pla
 
 def test_a_plan_of_another_schema_and_a_worker_that_it_lacks_are_refused() -> None:
     for version, shown in ((99, "99"), (True, "true"), ("\x1b", r'"\\u001b"'), (None, "null")):
-        with pytest.raises(InputError, match=f"the plan has schema_version {shown}; this program reads 1: plan again"):
+        with pytest.raises(InputError, match=f"schema_version {shown}, but this version reads 1: plan again"):
             plan_from_dict(json.loads(EXAMPLE) | {"schema_version": version})
     with pytest.raises(InputError, match="local rank 2 is not in the plan, which has 2 workers"):
         worker_of(plan_from_dict(json.loads(EXAMPLE)), 2)

@@ -40,7 +40,7 @@ def test_the_256_node_hosts_are_planned_for_libiomp5_unless_another_runtime_is_r
     assert why.startswith("profile bkm-2018: ") and "pip install intel-openmp" in why
     golden("skx-8160-2s-bkm-2018.txt", plan_to_text(elsewhere))
     requested = plan_machine(machine, replace(request, openmp="libgomp"), Runtime())
-    here = plan_machine(machine, request, Runtime(origin="/torch/lib/libgomp.so.1, which torch loads"))
+    here = plan_machine(machine, request, Runtime(origin="/torch/lib/libgomp.so.1, loaded by torch"))
     for plan in (requested, here):
         assert "OMP_PLACES" in dict(plan.workers[0].env) and "KMP_BLOCKTIME" not in dict(plan.workers[0].env)
     assert not requested.warnings and "planned for libgomp, not libiomp5 (profile bkm-2018" in here.warnings[0]

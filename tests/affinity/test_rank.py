@@ -96,7 +96,7 @@ def test_tasks_per_node_unfolds(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("tasks", ["2(y3)", "2(x99999999)"])
 def test_damaged_tasks_per_node_are_named_by_their_variable(tasks: str) -> None:
-    with pytest.raises(InputError, match=r"^SLURM_STEP_TASKS_PER_NODE='2.*: set it to the tasks of each host"):
+    with pytest.raises(InputError, match=r"^SLURM_STEP_TASKS_PER_NODE='2.*[:;] set it to the tasks per host"):
         discover({**ENVIRONMENTS["srun"], "SLURM_STEP_TASKS_PER_NODE": tasks})
 
 

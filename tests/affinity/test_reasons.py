@@ -118,12 +118,12 @@ NUMBERS: dict[str, dict[str, Callable[[Facts], object]]] = {
 }
 # Numbers of texts that stand in the rules, in sources, in names and in lists of CPUs and nodes.
 CONSTANT = re.compile(
-    r"with 4 cores or fewer|1\.2-1\.35x|24 at most|24-core packages \(intra-op 22, inter-op 2\)|ResNet-50 at 224 x 224"
+    r"with 4 cores or fewer|1\.2-1\.35x|at most 24|24-core packages \(intra-op 22, inter-op 2\)|ResNet-50 at 224 x 224"
     r"|NUMA nodes? [\d,-]+|\d+ of speed \d\.\d\d|lib(?:gomp|iomp5): .*|" + PUBLISHED
 )
 WARNINGS: list[Pattern] = [
     (
-        rf"a training would not fit in memory: \D* alone needs {REAL} GiB; worker {N} has {REAL} GiB: \D*",
+        rf"a training would not fit in memory, \D* alone needs {REAL} GiB; worker {N} has {REAL} GiB: \D*",
         lambda f: need_and_room(f, PROCESS_BYTES),
     ),
     (rf"the worker spans {N} NUMA nodes: \D*", lambda f: (f.nodes,)),
@@ -135,12 +135,12 @@ WARNINGS: list[Pattern] = [
         lambda f: (f.ranks, len(f.kept), -(-f.ranks // len(f.kept))),
     ),
     (
-        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"a typical \D*, as ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
         rf"worker {N} has {REAL} GiB: \D*",
         lambda f: (f.worker.local_batch, *need_and_room(f, training_bytes(f))),
     ),
     (
-        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"a typical \D*, as ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
         rf"worker {N} has {REAL} GiB: set {{local_batch}} to {N} or fewer(?: or use fewer workers)?",
         lambda f: (
             *(f.worker.local_batch, *need_and_room(f, training_bytes(f))),
@@ -148,8 +148,8 @@ WARNINGS: list[Pattern] = [
         ),
     ),
     (
-        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
-        rf"worker {N} has {REAL} GiB: use fewer workers, a single one with {{local_batch}} of {N} or fewer",
+        rf"a typical \D*, as ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"worker {N} has {REAL} GiB: use a single worker, with {{local_batch}} set to {N} or fewer",
         lambda f: (
             *(f.worker.local_batch, *need_and_room(f, training_bytes(f))),
             largest_batch(RESNET50, int(sum(other.room for other in every(f.plan)))),
@@ -284,10 +284,10 @@ def test_one_node_with_memory_is_one_of_the_machine() -> None:
     here = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({0})), Request(), Runtime())
     assert reason_of(here, "memory policy").why.startswith("the process may use the memory of one NUMA node")
     remote = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({1})), Request(), Runtime())
-    assert reason_of(remote, "memory policy").why.startswith("the process may use no memory next to the worker")
+    assert reason_of(remote, "memory policy").why.startswith("the process may not use the memory next to the worker")
     nodes = tuple(replace(node, memory_bytes=0) for node in machine.numa_nodes)
     unknown = plan_machine(replace(machine, numa_nodes=nodes), Request(), Runtime())
-    assert reason_of(unknown, "memory policy").why.startswith("where memory is, or how much, is not known")
+    assert reason_of(unknown, "memory policy").why.startswith("place and size of the memory are unknown")
 
 
 def test_a_quota_below_one_cpu_throttles_a_single_thread() -> None:

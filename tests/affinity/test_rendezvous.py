@@ -47,7 +47,7 @@ def test_the_first_host_of_a_list_with_several_ranges() -> None:
 def test_slurm_s_first_host_is_rank_0_s() -> None:
     assert meeting_place(rank(3, on_host=2), SPREAD)[0] == "n003-ib"
     assert meeting_place(rank(3, on_host=2), {**SPREAD, **STEP})[0] == "n2"
-    with pytest.raises(InputError, match=r"host of rank 0 is not known: set MASTER_ADDR .* cputrain launch --hosts"):
+    with pytest.raises(InputError, match=r"host of rank 0 is unknown: set MASTER_ADDR .* cputrain launch --hosts"):
         meeting_place(rank(3, on_host=2), {})
 
 

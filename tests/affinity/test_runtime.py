@@ -42,7 +42,7 @@ def test_what_torch_brings_is_not_preloaded(tmp_path: Path) -> None:
     target = Target(prefix=tmp_path, torch_lib=torch_lib)
     assert find_runtime(target, {}, ()).origin == "the system's"
     (torch_lib / "libgomp.so.1").touch()
-    assert find_runtime(target, {}, ()) == Runtime(origin=f"{torch_lib}/libgomp.so.1, which torch loads")
+    assert find_runtime(target, {}, ()) == Runtime(origin=f"{torch_lib}/libgomp.so.1, loaded by torch")
     (torch_lib / "libiomp5.so").touch()
     found = find_runtime(target, {}, ())
     assert (found.openmp, found.preload) == ("libiomp5", ())
@@ -68,7 +68,7 @@ def test_preloaded_libraries_that_do_not_exist_do_not_count(tmp_path: Path) -> N
     assert (found.openmp, found.allocator) == ("libgomp", "glibc")
     assert found.missing == ("/nowhere/libiomp5.so", "libtcmalloc.so.4")
     plan = plan_machine(build_machine(1, 1, 8, 1), Request(), found)
-    assert "LD_PRELOAD names /nowhere/libiomp5.so, which does not exist" in plan.warnings[0]
+    assert "/nowhere/libiomp5.so in LD_PRELOAD does not exist" in plan.warnings[0]
     assert "OMP_PLACES" in dict(plan.workers[0].env)
 
 
@@ -130,7 +130,7 @@ def test_another_python_is_run_to_find_its_torch(tmp_path: Path) -> None:
     assert target == Target(prefix=Path("/opt/env"), torch_lib=Path("/opt/env/lib/python3/site-packages/torch/lib"))
     for script, said in {"exit 3": "status 3", "echo two >&2; echo lines >&2; exit 1": "lines"}.items():
         other.write_text(f"#!/bin/sh\n{script}\n")
-        with pytest.raises(InputError, match=f"cannot find out which torch .* has: it ends with {said}: "):
+        with pytest.raises(InputError, match=f"cannot find the torch of .*, which fails with {said}: "):
             target_of((str(other), "train.py"))
 
 

@@ -118,7 +118,7 @@ STATUS = "proc/self/status"
         pytest.param(
             {**CPUSET, "sys/fs/c g/cpuset.cpus.effective": "0-1", STATUS: "Cpus_allowed_list:\t0-3"},
             {"allowed_pus": (0, 1, 2, 3)},
-            "cpuset has CPUs 0-1, but the kernel lets this process run on CPUs 2-3, too",
+            "cpuset has CPUs 0-1, but the kernel also lets this process run on CPUs 2-3",
             id="mask beyond the cpuset",
         ),
         pytest.param(
@@ -148,7 +148,7 @@ STATUS = "proc/self/status"
         pytest.param(
             {f"{NODES}/node0/meminfo": None, f"{NODES}/node1/meminfo": None},
             {},
-            "how much memory this host has is not known",
+            "the memory size of this host is unknown",
             id="memory unknown",
         ),
         pytest.param(
@@ -220,7 +220,7 @@ def isolated_tree(root: Path, isolated: str, allowed: str = "0-7") -> Machine:
 @pytest.mark.parametrize(
     ("isolated", "allowed", "planned", "warned"),
     [
-        ("2-7", "0-7", "0-1", "CPUs 2-7 are isolated (isolcpus) and left out: {cores=2-7} plans them"),
+        ("2-7", "0-7", "0-1", "CPUs 2-7 are isolated (isolcpus) and left out: {cores=2-7} uses them"),
         ("4-7", "0-5", "0-3", "CPUs 4-5 are isolated (isolcpus) and left out"),
         ("2-7", "2-7", "2-7", "is bound to one"),
         ("", "0-7", "0-7", ""),
@@ -311,7 +311,7 @@ def test_a_sibling_that_knows_nothing_of_it_is_refused(tmp_path: Path, listed: s
         (siblings / "cpu1/topology/thread_siblings_list").unlink()
     else:
         (siblings / "cpu1/topology/thread_siblings_list").write_text(listed)
-    with pytest.raises(InputError, match=r"cpu0/topology has CPU 1 as a sibling, cpu1/topology has not CPU 0"):
+    with pytest.raises(InputError, match=r"cpu0/topology lists CPU 1 as .*, but cpu1/topology does not list CPU 0"):
         read_machine(tmp_path)
 
 

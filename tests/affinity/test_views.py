@@ -25,7 +25,7 @@ def plan_of(name: str) -> Plan:
 
 
 def cells(text: str) -> list[str]:
-    map_ = text.partition("one sign per CPU")[0]
+    map_ = text.partition("one character per CPU")[0]
     return [line for line in map_.splitlines() if re.match(r"  [A-Za-z~*. ]+$", line)]
 
 

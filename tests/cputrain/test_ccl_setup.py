@@ -335,7 +335,7 @@ def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
             ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(RunError, match="user 54321 has no home folder for the cache: set CPUTRAIN_CACHE"):
+    with pytest.raises(RunError, match="user 54321 has no home directory for the cache: set CPUTRAIN_CACHE"):
         cache_folder({})
 
 

@@ -145,7 +145,7 @@ def test_predictions_use_measured_rates_of_communication_and_tell_of_stale_ones(
     assert main([*command, "--explain"]) == 0
     said = capsys.readouterr()
     assert "core_move_bytes_per_s 3.5e+09" in said.out
-    assert said.err.startswith("what `cputrain bench comm` measured on ") and "is not used (torch 1.0+" in said.err
+    assert said.err.startswith("measurements of `cputrain bench comm` on ") and "are stale (torch 1.0+" in said.err
 
 
 def passes(layers: tuple[Layer, ...]) -> tuple[LayerSeconds, ...]:

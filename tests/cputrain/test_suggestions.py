@@ -83,7 +83,7 @@ from tests.support.images import write_images
         ("launch -np 4 --hosts n1,n2 x.py", "-np or --np is the total number of ranks in other launchers"),
         ("launch --instance 0 x.py", "--instance selects some of several copies"),
         ("launch --instances 2 --ppn 2 x.py", "--instances is a number of workers itself: remove --ppn"),
-        ("launch --cores 9000 x.py", "has no CPU 9000 for this process"),
+        ("launch --cores 9000 x.py", "CPUs 9000 of host"),
         ("launch --cores x x.py", "give CPUs as in 0-15,32"),
         ("train demo-digits --batch-size 4", "did you mean batch.local=VALUE or batch.global=VALUE?"),
         ("train demo-digits --gpus 4", "did you mean plan.ppn=VALUE?"),

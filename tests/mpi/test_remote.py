@@ -231,7 +231,7 @@ def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp
     bind = (*python_m, "cputrain.affinity.bind", "--plan-here", '{"ppn": 1, "nodes": 2}', "--", sys.executable)
     bind += (str(tmp_path / "sum.py"),)
     refused = ran(on_first(hosts, name, *mpirun, *bind))
-    assert refused.returncode != 0 and "the host of rank 0 is not known: set MASTER_ADDR" in refused.stderr
+    assert refused.returncode != 0 and "the host of rank 0 is unknown: set MASTER_ADDR" in refused.stderr
     if name == "mpich":
         result = ran(on_first(hosts, name, *mpirun, "-genv", "MASTER_ADDR", "h1", *bind))
     else:

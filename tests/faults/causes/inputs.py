@@ -192,7 +192,7 @@ FAULTS = (
     refused(
         "a tarball that unpacks to 3 GB",
         command(*cputrain("plan", "--machine", "machine.tar.gz"), prepare=tarball_of_zeros),
-        "machine.tar.gz has more than 64 MiB of the files that are read",
+        "machine.tar.gz has more than 64 MiB of topology files",
     ),
     refused(
         "plan.json edited by hand", command(*BIND, prepare=edited_plan), "the plan is damaged: workers[0].compute_pus"

@@ -107,7 +107,7 @@ def plan_of_another_machine(scene: Scene) -> None:
     _, status = os.waitpid(refused.pid, 0)
     text = refused.output.read_text()
     assert os.waitstatus_to_exitcode(status) == 2, text
-    assert "the plan is of another machine" in text and "--allow-other-layout" in text and text.count("\n") == 1, text
+    assert "the plan is for another machine" in text and "--allow-other-layout" in text and text.count("\n") == 1, text
     os.close(refused.waits_at)
     allowed = bound(plan, 0, "--allow-other-layout")
     allowed.report()
