@@ -131,7 +131,7 @@ def test_batches_always_add_up(shape, batch, taken, data) -> None:
 
 
 def test_a_balance_needs_a_batch() -> None:
-    with pytest.raises(InputError, match="no batch to balance"):
+    with pytest.raises(InputError, match="needs a batch to balance"):
         plan(hybrid(), balance="batch")
 
 

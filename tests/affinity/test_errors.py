@@ -75,7 +75,7 @@ def test_a_bug_is_raised_again_and_prints_nothing(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("plan --cores abc", "--cores: bad range 'abc' in CPU list 'abc': give CPUs as in 0-15,32"),
+        ("plan --cores abc", "--cores: bad range 'abc' in CPU list 'abc': write CPUs as in 0-15,32"),
         ("plan --ppn x", "--ppn: not a whole number: 'x'"),
         ("plan --link-gbit fast", "--link-gbit: not a number: 'fast'"),
         ("plan --balance none", "--balance: invalid choice: 'none' (choose from"),
