@@ -125,7 +125,7 @@ def test_bench_optimizer_counts_the_bytes_that_a_step_moves(capsys: pytest.Captu
     assert [each["name"] for each in figures[:3]] == ["momentum, 1 thread", "lars, 1 thread", "adam, 1 thread"]
     assert all(each["limited_by"].startswith("triad, ") and each["limit"] > 0 for each in figures)
     assert main(["bench", "optimizer", "--step", "3"]) == 2
-    assert "--step is for the norms of a RUN" in capsys.readouterr().err
+    assert "--step selects the norms of a RUN" in capsys.readouterr().err
 
 
 def test_layers_are_timed_forward_and_backward_with_their_operations() -> None:

@@ -242,7 +242,7 @@ def test_threads_that_oneccl_accepts_pass() -> None:
 
 
 def test_no_compiler_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH; install g\+\+, or set"):
+    with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH: install g\+\+, or set"):
         ensure_built(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
 
 

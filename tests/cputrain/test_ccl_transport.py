@@ -104,7 +104,7 @@ def test_all_ranks_use_what_rank_0_has_chosen_or_say_that_they_cannot() -> None:
     assert agreed([over_mpi, over_libfabric, over_mpi], [False] * 3) == ["mpi"] * 3
     first, refusal, third = agreed([over_mpi, over_libfabric, over_mpi], [False, True, False])
     assert (first, third) == ("mpi", "mpi")
-    assert refusal.startswith("rank 1 uses libfabric (it is set), rank 0 MPI (measured): set CCL_ATL_TRANSPORT alike")
+    assert refusal.startswith("rank 1 uses libfabric (it is set), rank 0 MPI (measured): set CCL_ATL_TRANSPORT")
 
 
 def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_threads_decode_at_once_each_with_its_own_buffers() -> None:
 def test_without_the_library_or_a_compiler_pillow_decodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": "/none"}
     if WHICH.startswith("libjpeg-turbo"):
-        with pytest.raises(InputError, match=r"no C\+\+ compiler on PATH; install g\+\+, or set data.decoder=pillow"):
+        with pytest.raises(InputError, match=r"no C\+\+ compiler on PATH: install g\+\+, or set data.decoder=pillow"):
             choose_decoder("turbo", here)
     monkeypatch.setattr(decoding, "_packaged", list)
     monkeypatch.setattr(ctypes.util, "find_library", lambda _name: None)

@@ -260,7 +260,7 @@ def test_nothing_is_noted_that_the_line_does_not_ask(line: str) -> None:
 
 def test_values_that_mean_something_else_here_are_noted() -> None:
     assert "the maximum of MIN:MAX is used" in ours("torchrun --nnodes 1:4 --nproc-per-node 2 x.py").notes[0]
-    assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: auto, cpu: the plan decides",)
+    assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: the plan decides",)
 
 
 @pytest.mark.parametrize("line", ["torchrun x.py", "accelerate launch --ipex x.py", "deepspeed x.py"])
@@ -308,7 +308,7 @@ def test_a_placement_that_is_not_by_host_is_named_with_what_to_give(placement: s
         ("--export=NONE", "the ranks inherit the environment"),
         ("--export=A,B=c", "the ranks inherit the environment"),
         ("--export=ALL,B='c,d'", "the ranks inherit the environment"),
-        ("-pdebug", "cputrain job slurm -- CMD writes a job script with --partition, --time and the like"),
+        ("-pdebug", "cputrain job slurm -- CMD writes a job script, with --partition, --time and the rest"),
     ],
 )
 def test_an_option_of_srun_without_counterpart_has_a_true_reason(option: str, why: str) -> None:

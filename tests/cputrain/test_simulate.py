@@ -377,7 +377,7 @@ def test_other_lists_are_refused(text: str) -> None:
         (("--best", "--format", "svg"), "as text or JSON: remove --format svg"),
         (("--best", "--watts", "400"), "remove --watts"),
         (("--rate", "1e12"), "out of reach"),
-        (("--rate", "80", "--from", "tf-8160-1"), "--rate and --from both give"),
+        (("--rate", "80", "--from", "tf-8160-1"), "--rate and --from both set"),
         (("--from", "you-7250-16"), "choose one of tf-8160-1, .* on skx-8160-2s in float32.*or pass a rate with hosts"),
         (("--from", "80@0x2x32"), "must be above 0"),
         (("--from", "80@1x2"), "as in 6303@64x2x32"),

@@ -177,7 +177,7 @@ def test_a_tuning_that_is_too_short_keeps_nothing() -> None:
     short = Race(count=4, resolution=0.02)
     short.add_round({i: 1.0 + i for i in range(4)})
     early = replace(found, race=short)
-    assert not early.sure and "too few trials cannot show how much they vary" in outcome_text(early)
+    assert not early.sure and "too few to estimate the noise" in outcome_text(early)
 
 
 @pytest.mark.parametrize("leader", [0, 2])
