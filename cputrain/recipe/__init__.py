@@ -1,8 +1,8 @@
-"""Recipes: a training as data.
+"""Recipes: the settings of a training.
 
-schema.py (sections, keys, types, their manual), keys.py (paths, messages and the reference), loading.py (YAML files,
-key=value settings, shipped recipes), derivation.py (batch, steps, rates and phases for a number of workers, and the
-same in words).
+schema.py (sections, keys, types, documentation), keys.py (paths of keys, error messages, the reference), loading.py
+(YAML files, key=value settings, shipped recipes), derivation.py (batch, steps, learning rates and phases for a number
+of workers, with explanations).
 """
 
 from cputrain.affinity.lazy import front

@@ -1,9 +1,9 @@
-"""What follows from a recipe: phases, steps, batches, the learning rate of a step, and the explanation of each.
+"""Derive phases, steps, batches and the learning rate of each step from a recipe, with explanations.
 
-Learning rates are pure functions of the step, the n-th update, counted from 0: a gradual warm-up, then one of several
-decays. Sources: linear: the 256-node ResNet-50 run (0.1 -> 4.8 in 260 steps, 0 at 4,680); poly: MLPerf's ResNet-50
-(power 2, end rate 1e-4); poly_from_start: Intel Caffe, whose polynomial counts the warm-up's steps too; steps: Goyal et
-al. 2017, arXiv:1706.02677; cosine: Loshchilov and Hutter 2017, arXiv:1608.03983.
+Learning rates are pure functions of the step, counted from 0: a gradual warm-up, then one of several decays. Sources:
+linear: the 256-node ResNet-50 run (0.1 -> 4.8 in 260 steps, 0 at 4,680); poly: MLPerf's ResNet-50 (power 2, end rate
+1e-4); poly_from_start: Intel Caffe, whose polynomial also counts the warm-up steps; steps: Goyal et al. 2017,
+arXiv:1706.02677; cosine: Loshchilov and Hutter 2017, arXiv:1608.03983.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSettings:
-    """Side of the training images in pixels, how they are cropped, and the weight decay."""
+    """Settings of an epoch: side of the training images in pixels, how they are cropped, and the weight decay."""
 
     crop: int
     train_crop: Literal["random_resized", "random"]
@@ -27,7 +27,7 @@ class EpochSettings:
 
 
 def settings_at(recipe: Recipe, epoch: int) -> EpochSettings:
-    """The settings of an epoch, counted from 0: each from the last phase so far that sets it, else from the recipe."""
+    """Return the settings of an epoch, counted from 0: each from the last phase so far that sets it, or the recipe."""
     crop, train_crop, weight_decay = recipe.data.crop, recipe.data.train_crop, recipe.optim.weight_decay
     for phase in recipe.phases:
         if phase.from_epoch <= epoch:
@@ -39,7 +39,7 @@ def settings_at(recipe: Recipe, epoch: int) -> EpochSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRule:
-    """rate = base_rate x (batch / base_batch) ^ power, batches in images over all workers."""
+    """Scaling rule: rate = base_rate x (batch / base_batch) ^ power, with global batches in images."""
 
     base_rate: float
     base_batch: int
@@ -52,18 +52,18 @@ class ScalingRule:
         return f"{'linear' if self.power == 1 else 'square-root'} scaling ({self.source})"
 
     def scale(self, rate: float, batch: float, reference: int) -> float:
-        """The rate for `batch` images, from one for `reference` images."""
+        """Scale a rate for a global batch of `reference` images to one of `batch` images."""
         return rate * float((batch / reference) ** self.power)
 
     def formula(self, rate: str, ratio: str) -> str:
-        """The scaling as text: "0.1 x 512 / 256", "0.001 x sqrt(512 / 256)"."""
+        """Return the scaling as text: "0.1 x 512 / 256", "0.001 x sqrt(512 / 256)"."""
         return f"{rate} x {ratio}" if self.power == 1 else f"{rate} x sqrt({ratio})"
 
 
 GOYAL = ScalingRule(base_rate=0.1, base_batch=256, power=1, source="Goyal et al. 2017, 2.1")
-# The papers of Adam, AdamW and RMSprop give 0.001 without a batch; 256 is that of the other rules.
+# The papers of Adam, AdamW and RMSprop give 0.001 without a batch size; 256 is the base batch of the other rules.
 ADAM = ScalingRule(base_rate=0.001, base_batch=256, power=0.5, source="Malladi et al. 2022")
-# 4 / 100 at 32,768, a factor of sqrt(2) less at each half of it: You et al.'s untuned LAMB for ResNet-50.
+# Untuned LAMB for ResNet-50 by You et al.: 4 / 100 at 32,768, and sqrt(2) less each time the batch is halved.
 LAMB = ScalingRule(base_rate=0.04, base_batch=32_768, power=0.5, source="You et al. 2020")
 
 RULES = {"sgd": GOYAL, "momentum": GOYAL, "adam": ADAM, "adamw": ADAM, "rmsprop": ADAM, "lamb": LAMB}
@@ -71,14 +71,14 @@ RULES = {"sgd": GOYAL, "momentum": GOYAL, "adam": ADAM, "adamw": ADAM, "rmsprop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakRate:
-    """The learning rate at the end of the warm-up, and its derivation in words."""
+    """Learning rate at the end of the warm-up, and its derivation as text."""
 
     rate: float
     why: str
 
 
 def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
-    """The recipe's peak rate for a job. Raises InputError where that needs a rule which its optimizer does not have."""
+    """Return the recipe's peak rate for a job. Raises InputError if the optimizer lacks the scaling rule it needs."""
     rate, scaling = recipe.schedule.peak_rate, recipe.optim.scale_rate_by
     if rate == "auto":
         return _auto_rate(recipe, global_batch, workers)
@@ -92,7 +92,7 @@ def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
 
 
 def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
-    """A warning where the job's global batch is not the one that the rate was tuned for; "" where it is."""
+    """Return a warning if the learning rate was tuned for another global batch than the job's, else ""."""
     rate, reference = recipe.schedule.peak_rate, recipe.schedule.reference_batch
     if reference in (None, global_batch) or recipe.optim.scale_rate_by in ("batch", "workers"):
         return ""
@@ -105,11 +105,11 @@ def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
 
 
 def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
-    """The rate of peak_rate=auto."""
+    """Return the learning rate for peak_rate=auto."""
     rule, scaling = _rule(recipe, "schedule.peak_rate=auto"), recipe.optim.scale_rate_by
     base, base_text = rule.base_rate, f"{rule.base_rate:g}"
     if recipe.optim.name == "rmsprop" and recipe.optim.momentum:
-        # a momentum of m adds up 1 / (1 - m) updates; the rule is for RMSprop without
+        # A momentum of m multiplies the updates by 1 / (1 - m); the rule is for RMSprop without momentum.
         base, base_text = base * (1 - recipe.optim.momentum), f"{base:g} x (1 - {recipe.optim.momentum:g})"
     if scaling == "none":
         rate, why = base, f"{base_text}, not scaled (optim.scale_rate_by=none)"
@@ -127,7 +127,7 @@ def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
 
 
 def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
-    """A numeric rate, scaled from its reference batch to the job's global batch."""
+    """Scale a numeric rate from its reference batch to the job's global batch."""
     rule, reference = _rule(recipe, "optim.scale_rate_by=batch"), recipe.schedule.reference_batch
     if reference is None:
         raise InputError(
@@ -143,8 +143,8 @@ def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
 def _rule(recipe: Recipe, setting: str) -> ScalingRule:
     if recipe.optim.name not in RULES:
         raise InputError(
-            f"{setting} needs a scaling rule for the learning rate, but there is none for optim.name="
-            f"{recipe.optim.name}, only for {', '.join(RULES)}: set schedule.peak_rate to a rate for this batch"
+            f"{setting} needs a scaling rule for the learning rate, but optim.name={recipe.optim.name} has none, "
+            f"unlike {', '.join(RULES)}: set schedule.peak_rate to a rate for this batch"
         )
     return RULES[recipe.optim.name]
 
@@ -167,21 +167,21 @@ class TrainingSizes:
     accumulation_steps: int = 1
 
     def last_step(self, max_steps: int | None) -> int:
-        """The step at which the training ends if it may make `max_steps` at most."""
+        """Return the step at which the training ends if it is limited to `max_steps` steps."""
         return min(self.total_steps, max_steps or self.total_steps)
 
     def images_until(self, step: int) -> int:
-        """Images of all steps before this one."""
+        """Return the number of images in all steps before this one."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         return epochs * self.used_images_per_epoch + self.used_images_per_epoch * rest // self.steps_per_epoch
 
 
 def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSizes:
-    """The sizes of a recipe's training on nodes x ppn workers with this number of training images.
+    """Return the sizes of a recipe's training on nodes x ppn workers with this number of training images.
 
-    An epoch consists of whole global batches, or with data.last_batch=spread of one step more, all of them smaller.
-    Raises InputError where an epoch needs more images than there are, they do not fill one global batch, a step leaves
-    a worker without an image for one of its backward passes, or the optimizer has no rule for peak_rate=auto.
+    An epoch consists of whole global batches, or with data.last_batch=spread of one more step, all slightly smaller.
+    Raises InputError if an epoch needs more images than there are, or they do not fill one global batch, or a worker
+    has no image for one of its backward passes, or the optimizer has no rule for peak_rate=auto.
     """
     workers = ppn * nodes
     epoch_images = recipe.data.images_per_epoch or images
@@ -221,12 +221,12 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
 
 
 def images_per_step(batch: BatchSection, workers: int) -> int:
-    """The global batch of so many workers."""
+    """Return the global batch with this number of workers."""
     return _step(batch, workers)[0]
 
 
 def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
-    """Images per step, and gradient accumulation steps."""
+    """Return the images per step, and the gradient accumulation steps."""
     if batch.global_ is None:
         return batch.local * workers * batch.accumulation, batch.accumulation
     if batch.global_ < workers:
@@ -235,7 +235,7 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
             f"{workers} or more, or use fewer workers"
         )
     accumulation_steps = passes_per_step(batch, workers)
-    if batch.global_ // workers < accumulation_steps:  # only where batch.local is 1
+    if batch.global_ // workers < accumulation_steps:  # only possible if batch.local is 1
         raise InputError(
             f"batch.global={batch.global_} does not divide into backward passes of batch.local=1 image on {workers} "
             "workers: set batch.local to 2 or more"
@@ -244,17 +244,17 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
 
 
 def passes_per_step(batch: BatchSection, workers: int) -> int:
-    """Backward passes of each of this number of workers in a step."""
+    """Return the backward passes per worker in a step with this number of workers."""
     return batch.accumulation if batch.global_ is None else ceil(batch.global_ / (workers * batch.local))
 
 
 def largest_local_batch(batch: BatchSection, workers: int) -> int:
-    """Images in the largest backward pass of a worker, of this number of workers."""
+    """Return the images in the largest backward pass of a worker with this number of workers."""
     return most_per_pass(batch.local, batch.global_, workers)
 
 
 def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_images: int) -> str:
-    """The error where an epoch has fewer images than a step."""
+    """Return the error for an epoch with fewer images than a step."""
     if batch.global_ is not None:
         return (
             f"batch.global={global_batch:,} is more than the {epoch_images:,} images of an epoch: set batch.global to "
@@ -268,7 +268,7 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
 
 
 def lr_at(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
-    """The learning rate of a step: the schedule's, or that of the last phase so far that restarts it."""
+    """Return the learning rate of a step: the schedule's, or the last phase's so far that restarts it."""
     rate = scheduled_lr(step, recipe.schedule, sizes)
     for phase in recipe.phases:
         first = phase.from_epoch * sizes.steps_per_epoch
@@ -279,7 +279,7 @@ def lr_at(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
 
 
 def scheduled_lr(step: int, schedule: ScheduleSection, sizes: TrainingSizes) -> float:
-    """The schedule's learning rate of a step: linear from start_rate to the peak during the warm-up, then its decay."""
+    """Return the schedule's learning rate of a step: linear warm-up from start_rate to the peak, then the decay."""
     warmup, total, peak = sizes.warmup_steps, sizes.total_steps, sizes.peak_rate
     if step < warmup:
         return schedule.start_rate + (peak - schedule.start_rate) * step / warmup
@@ -299,7 +299,7 @@ def scheduled_lr(step: int, schedule: ScheduleSection, sizes: TrainingSizes) -> 
 
 
 def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> list[Reason]:
-    """Every size with its value and its derivation, one line each."""
+    """Return every size with its value and its derivation, one line each."""
     return [
         _global_batch(recipe, sizes, ppn=ppn, nodes=nodes),
         _steps_per_epoch(recipe, sizes),
@@ -377,14 +377,14 @@ def _phase(phase: PhaseSection, sizes: TrainingSizes) -> Reason:
 
 
 def _rates(schedule: ScheduleSection, sizes: TrainingSizes) -> str:
-    """The learning rates at the turning points of the schedule."""
+    """Return the learning rates at the turning points of the schedule as text."""
     first = [schedule.start_rate] if sizes.warmup_steps else []
     last = [] if schedule.name in ("constant", "steps") else [schedule.end_rate]
     return " -> ".join(f"{rate:g}" for rate in (*first, sizes.peak_rate, *last))
 
 
 def _decay(schedule: ScheduleSection, sizes: TrainingSizes) -> str:
-    """The decay after the warm-up in words."""
+    """Return the decay after the warm-up as text."""
     milestones = ", ".join(f"{epoch:g}" for epoch in schedule.milestones)
     end = f"to {schedule.end_rate:g} at step {sizes.total_steps:,}"
     return {

@@ -1,4 +1,4 @@
-"""A recipe's keys: their list, their manual, and errors in words."""
+"""Recipe keys: their list, their documentation, and validation errors as text."""
 
 import ast
 import inspect
@@ -27,18 +27,18 @@ Keys = tuple[str, ...]
 
 @cache
 def other_names() -> dict[str, list[str]]:
-    """Names of keys in other trainers -> the keys here."""
+    """Return the names of keys in other trainers -> the keys here."""
     return cast(dict[str, list[str]], read_yaml(Path(__file__).with_name("other_names.yaml")))
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field's type is, or that its list holds; None where it holds values."""
+    """Return the section that a field's type is or is a list of; None for a type of values."""
     inner = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 def fields_of(keys: Keys) -> Keys:
-    """The keys of the section at this path, ("0",) where it is a list of sections; none where it is a value."""
+    """Return the keys of the section at this path, ("0",) for a list of sections, () for a value."""
     annotation = annotation_of(keys)
     section = section_of(annotation)
     if section is None:
@@ -49,7 +49,7 @@ def fields_of(keys: Keys) -> Keys:
 
 
 def annotation_of(keys: Keys) -> Any:
-    """The type at this path; Any where there is none."""
+    """Return the type at this path; Any if the path is unknown."""
     if not keys:
         return Recipe
     field = field_at(keys)
@@ -60,7 +60,7 @@ def annotation_of(keys: Keys) -> Any:
 
 
 def field_at(keys: Keys) -> FieldInfo | None:
-    """The schema's field at this path; None where there is none, or an item of a list."""
+    """Return the schema's field at this path; None for an unknown path or an item of a list."""
     if not keys:
         return None
     fields = getattr(annotation_of(keys[:-1]), "model_fields", {})
@@ -69,7 +69,7 @@ def field_at(keys: Keys) -> FieldInfo | None:
 
 @cache
 def _docstrings() -> dict[tuple[str, str], str]:
-    """The docstrings under the fields of the schema's classes, by the names of class and field."""
+    """Return the docstrings below the fields of the schema's classes, by the names of class and field."""
     tree = ast.parse(inspect.getsource(schema))
     return {
         (section.name, field.target.id): inspect.cleandoc(text.value.value)
@@ -82,14 +82,14 @@ def _docstrings() -> dict[tuple[str, str], str]:
 
 
 def description_of(section: type[Section], name: str) -> str:
-    """What the docstring under a section's field says, or the manual of a planning option; "" where there is none."""
+    """Return the docstring below a section's field, or the description of a planning option; "" if there is none."""
     owners = (each.__name__ for each in section.__mro__)
     found = (_docstrings().get((owner, name)) for owner in owners)
     return section.model_fields[name].description or next(filter(None, found), "")
 
 
 def known_path(location: Iterable[int | str]) -> Keys:
-    """The keys in the location of a pydantic error, without what pydantic adds below a value."""
+    """Return the keys in the location of a pydantic error, without the parts that pydantic adds below a value."""
     keys: Keys = ()
     for part in location:
         fields = fields_of(keys)
@@ -102,7 +102,7 @@ def known_path(location: Iterable[int | str]) -> Keys:
 
 
 def all_keys(section: type[Section] = Recipe, above: Keys = ()) -> list[str]:
-    """Every key of a recipe, dotted, without those of phases, which repeat other keys."""
+    """Return every key of a recipe, dotted, except the keys of phases, which repeat others."""
     found: list[str] = []
     for name, field in section.model_fields.items():
         path = (*above, field.alias or name)
@@ -114,8 +114,8 @@ def all_keys(section: type[Section] = Recipe, above: Keys = ()) -> list[str]:
 
 
 def similar_keys(keys: Keys, value: Any) -> list[str]:
-    """Up to three keys that an unknown key may stand for: keys of the same name in other sections, keys with that name
-    in other trainers, or keys of similar spelling, first in the same section."""
+    """Return up to three keys that an unknown key may mean: keys of the same name in other sections, keys that have
+    this name in other trainers, or keys of similar spelling, first in the same section."""
     *above, last = keys
     every = all_keys()
     found = [key for key in every if key.rpartition(".")[2] == last]
@@ -131,14 +131,14 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
 
 
 def describe_key(keys: Keys) -> str:
-    """The first sentence of a key's description, without its period; "" where it has none."""
+    """Return the first sentence of a key's description, without its period; "" if it has none."""
     section = annotation_of(keys[:-1])
     fields = getattr(section, "model_fields", {}) if keys else {}
     name = next((name for name, field in fields.items() if (field.alias or name) == keys[-1]), None)
     return "" if name is None else first_sentence(description_of(section, name)).partition("; ")[0]
 
 
-# pydantic's error types -> the required value; {} is the limit.
+# pydantic's error types -> the expected value; {} is the limit.
 REQUIRED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -156,7 +156,7 @@ REQUIRED = {
 
 
 def explain_error(error: ValidationError, path: Path, tree: yaml.Node | None, settings: Mapping[Keys, str]) -> str:
-    """The first error of a recipe, as one line. `settings` are those on top of the file, by their keys."""
+    """Return a recipe's first error as one line. `settings` maps keys to the settings that override the file."""
     errors = error.errors()
     first = errors[0]
     if first["type"] == MISFIT:
@@ -176,19 +176,19 @@ def explain_error(error: ValidationError, path: Path, tree: yaml.Node | None, se
 
 
 def _place(keys: Keys, path: Path, tree: yaml.Node | None, settings: Mapping[Keys, str]) -> str:
-    """The setting that sets this key, or a part of it, or else the file and the line."""
+    """Return the setting that sets this key or a part of it, or else the file and line."""
     lengths = {other: min(len(other), len(keys)) for other in settings if keys}
     setting = next((settings[other] for other, length in lengths.items() if other[:length] == keys[:length]), None)
     return f"setting {shortened(setting)!r}" if setting else f"{path}:{line_of(tree, keys)}"
 
 
 def shortened(text: str) -> str:
-    """A text of at most 100 characters."""
+    """Shorten a text to at most 100 characters."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _wrong_value(keys: Keys, errors: Sequence[ErrorDetails]) -> str:
-    """The values that a key takes, one phrase for each type, and the value found."""
+    """Return which values a key takes, one phrase per type, and the value found."""
     first, dotted = errors[0], ".".join(keys)
     found = as_yaml(first["input"])
     if first["type"] == "value_error":
@@ -205,7 +205,7 @@ def _wrong_value(keys: Keys, errors: Sequence[ErrorDetails]) -> str:
 
 
 def _meaning(keys: Keys) -> str:
-    """What the key is, in parentheses; "" where the schema has no description."""
+    """Return what the key means, in parentheses; "" if the schema does not describe it."""
     text = describe_key(keys)
     if text[1:2].islower():
         text = text[0].lower() + text[1:]
@@ -213,7 +213,7 @@ def _meaning(keys: Keys) -> str:
 
 
 def _is_dotted_key(part: int | str) -> bool:
-    """Whether a part of an error's location is a key of sweep.grid, not pydantic's name of a type."""
+    """Return whether a part of an error's location is a key of sweep.grid, rather than pydantic's name of a type."""
     return isinstance(part, str) and part.split(".")[0] in Recipe.model_fields and part not in ("int", "float", "str")
 
 
@@ -228,15 +228,15 @@ def _required(error: ErrorDetails) -> str:
 
 
 def _not_a_section(keys: Keys, value: Any) -> str:
-    """A value in place of a section: the key that was probably meant, or the section's keys."""
+    """Return the error for a value in place of a section: the key that was probably meant, or the section's keys."""
     dotted, inside = ".".join(keys), fields_of(keys)
     if "name" in inside and isinstance(value, str):
         return f"{dotted} is a section: did you mean {dotted}.name={value}?"
-    return f"{dotted} is a section, not {as_yaml(value)}: set its keys: {', '.join(inside)}"
+    return f"{dotted} is a section, not {as_yaml(value)}: set its keys {', '.join(inside)}"
 
 
 def _suggestion(keys: Keys, value: Any) -> str:
-    """The keys that an unknown key may stand for, or all keys of its section."""
+    """Return the keys that an unknown key may mean, or all keys of its section."""
     similar = similar_keys(keys, value)
     if similar:
         return f"did you mean {either([repr(key) for key in similar])}?"
@@ -244,7 +244,7 @@ def _suggestion(keys: Keys, value: Any) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML on one line of at most 80 characters."""
+    """Return a value as YAML on one line of at most 80 characters."""
     text = yaml.safe_dump(_lists(value), default_flow_style=True, width=float("inf"), sort_keys=False)
     text = text.strip().removesuffix("...").strip()
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -257,12 +257,12 @@ def _lists(value: Any) -> Any:
 
 
 def has_line(tree: yaml.Node | None, keys: Keys) -> bool:
-    """Whether the file has this key."""
+    """Return whether the file has this key."""
     return _walk(tree, keys)[1]
 
 
 def line_of(tree: yaml.Node | None, keys: Keys) -> int:
-    """The line of a key in the file, or of the nearest key above it where the file does not have it."""
+    """Return the line of a key in the file, or of its nearest parent if the file does not have it."""
     return _walk(tree, keys)[0]
 
 
@@ -288,7 +288,7 @@ LIMITS = {"ge": "{:g} or more", "gt": "more than {:g}", "le": "{:g} or less", "l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReference:
-    """A key as the user writes it ("phases[].crop"): the values that it takes, its default and its description."""
+    """Documentation of a key as the user writes it ("phases[].crop"): allowed values, default and description."""
 
     key: str
     values: str
@@ -298,7 +298,7 @@ class KeyReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionReference:
-    """A section ("batch"; "" for the top level) with its description and its own keys."""
+    """Documentation of a section ("batch"; "" for the top level): description and keys, without inner sections."""
 
     name: str
     description: str
@@ -306,7 +306,7 @@ class SectionReference:
 
 
 def reference() -> tuple[SectionReference, ...]:
-    """Every section of a recipe, each before those inside it."""
+    """Return every section of a recipe, each before the sections inside it."""
     return tuple(_sections("", Recipe))
 
 
@@ -334,7 +334,7 @@ def _key(key: str, field: FieldInfo, description: str) -> KeyReference:
 
 
 def describe_type(annotation: Any) -> str:
-    """The values of a type in words: "whole number, 1 or more, or auto"."""
+    """Return the values of a type as text: "whole number, 1 or more, or auto"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in TYPES:
         return TYPES[annotation]
@@ -355,8 +355,8 @@ def describe_type(annotation: Any) -> str:
 
 
 def _limits(metadata: Any) -> str:
-    """The limits in a type's metadata, which pydantic keeps in a FieldInfo or each by itself; not those that only stop
-    slips of the keyboard."""
+    """Return the limits in a type's metadata as text; pydantic keeps them in a FieldInfo or one by one. MOST, which
+    only catches typing errors, is left out."""
     kept = metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
     limits = ((text, getattr(each, name, None)) for each in kept for name, text in LIMITS.items())
     return " and ".join(text.format(limit) for text, limit in limits if limit is not None and limit < MOST)

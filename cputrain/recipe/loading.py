@@ -1,6 +1,7 @@
-"""Recipes from YAML files and settings, and the shipped ones by name.
+"""Load recipes from YAML files and settings, and shipped recipes by name.
 
-PyYAML reads YAML 1.1: 0123 is octal there, 2026-11-22 a date, 1:30 ninety, yes true.
+Values follow YAML 1.2's core schema. PyYAML reads YAML 1.1, in which 0123 is octal, 2026-11-22 a date, 1:30 ninety and
+yes true.
 """
 
 import json
@@ -20,11 +21,11 @@ from pydantic import ValidationError
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import shipped
-from cputrain.affinity.wording import first_sentence
+from cputrain.affinity.wording import either, first_sentence
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe
 
-MOST_BYTES = 100_000  # of a recipe; the largest shipped one has 4,000
+MOST_BYTES = 100_000  # of a recipe file; the largest shipped one has 4,000
 MOST_DEPTH = 16
 MOST_DIGITS = 18
 # YAML 1.2.2, 10.3.2: the core schema.
@@ -37,49 +38,50 @@ SPECIAL = {".nan": "nan", ".inf": "inf", "+.inf": "inf", "-.inf": "-inf"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes: no aliases, which can stand for gigabytes, no tags, no deep nesting."""
+    """YAML loader that rejects aliases (which can expand to gigabytes), tags and deep nesting."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _refusal(f"*{event.anchor} is an alias: write out what it stands for", event)
+            raise _yaml_error(f"*{event.anchor} is an alias; write out its value", event)
         if event.tag is not None:
-            raise _refusal(f"{event.tag} is a tag: leave it out", event)
+            raise _yaml_error(f"{event.tag} is a tag; remove it", event)
         if self.depth >= MOST_DEPTH:
-            raise _refusal(f"more than {MOST_DEPTH} levels of nesting", event)
+            raise _yaml_error(f"more than {MOST_DEPTH} levels of nesting", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
-_Loader.yaml_implicit_resolvers = {}  # `value_of` decides
+_Loader.yaml_implicit_resolvers = {}  # `value_of` resolves types
 
 
-def _refusal(problem: str, at: Any) -> yaml.YAMLError:
+def _yaml_error(problem: str, at: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The nodes of a document; None for an empty one. Raises YAMLError for what is no YAML, or what no recipe needs."""
+    """Parse a document into nodes; None if it is empty. Raises YAMLError for invalid YAML and for features that recipes
+    do not use."""
     node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     return node
 
 
 def value_of(node: yaml.Node | None, keys: Keys = ()) -> Any:
-    """The value of a node that stands at these keys: lists as tuples, plain text where the schema takes text only.
+    """Return the value of a node at these keys: lists as tuples, and plain text if the schema allows only text.
 
-    Raises YAMLError for a key that is no text or occurs twice, and for a number that is too long.
+    Raises YAMLError for a key that is not text or occurs twice, and for a number that is too long.
     """
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _refusal("a key is a list or a section: write `key: value`", key)
+                raise _yaml_error("a key is a list or a section, write `key: value`", key)
             if key.value in values:
-                raise _refusal(f"the key {key.value[:60]!r} occurs twice: remove one", key)
+                raise _yaml_error(f"the key {key.value[:60]!r} occurs twice, remove one", key)
             values[key.value] = value_of(value, (*keys, key.value))
         return values
     if isinstance(node, yaml.SequenceNode):
@@ -90,7 +92,7 @@ def value_of(node: yaml.Node | None, keys: Keys = ()) -> Any:
 
 
 def setting_value(text: str, keys: Keys) -> Any:
-    """The value of KEY=TEXT: the text itself, without quotes around it, where the schema takes text only, else YAML."""
+    """Return the value of KEY=TEXT: the text itself if it is unquoted and the schema allows only text, else YAML's."""
     annotation = annotation_of(keys)
     quoted = text.strip()[:1] in ("'", '"')
     if takes_text(annotation) and not quoted:
@@ -98,11 +100,11 @@ def setting_value(text: str, keys: Keys) -> Any:
     try:
         return value_of(compose(text), keys)
     except yaml.YAMLError:
-        return text  # no YAML, such as a path with a colon or a quote
+        return text  # not YAML, such as a path with a colon or a quote
 
 
 def takes_text(annotation: Any) -> bool:
-    """Whether a type has no other values than text, or null."""
+    """Return whether a type allows only text, or null."""
     if annotation is str:
         return True
     if get_origin(annotation) is Literal:
@@ -112,7 +114,7 @@ def takes_text(annotation: Any) -> bool:
 
 
 def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
-    """An unquoted scalar as null, true or false, a number, or text."""
+    """Convert an unquoted scalar to null, true or false, a number, or text."""
     text: str = node.value
     if takes_text(annotation):
         return None if NoneType in get_args(annotation) and NULL.fullmatch(text) else text
@@ -122,7 +124,7 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
         return text.lower() == "true"
     if INT.fullmatch(text) or BASED.fullmatch(text):
         if len(text.lstrip("+-0")) > MOST_DIGITS:
-            raise _refusal(f"{text[:30]}... has more than {MOST_DIGITS} digits", node)
+            raise _yaml_error(f"{text[:30]}... has more than {MOST_DIGITS} digits", node)
         return int(text, 0) if BASED.fullmatch(text) else int(text)
     if FLOAT.fullmatch(text):
         return float(text)
@@ -130,10 +132,10 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
 
 
 RECIPES = shipped("recipes")
-MOST_LOOKED_AT = 10_000  # files of a folder, for images
+MOST_LOOKED_AT = 10_000  # files of a folder to check for images
 
-# Keys of a file that belong to another key's value there: a setting that replaces only that value drops them. Dependent
-# key -> the other key, and whether its new value makes the dependent key meaningless.
+# Keys that apply only to the value of another key in the same file, and are dropped if a setting replaces that value.
+# Dependent key -> the other key, and whether its new value makes the dependent key meaningless.
 DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
     ("schedule", "reference_batch"): (("schedule", "peak_rate"), lambda rate: True),
     ("schedule", "auto_rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
@@ -142,7 +144,7 @@ DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
 
 
 def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a file or a shipped name, with key=value settings on top.
+    """Load the recipe of a file or a shipped name, and apply key=value settings.
 
     Raises InputError with file and line, or the setting, and the nearest key or name.
     """
@@ -151,13 +153,13 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise InputError(f"recipe {path} has more than {MOST_BYTES:,} bytes: name a recipe")
+            raise InputError(f"recipe {path} has more than {MOST_BYTES:,} bytes: give a recipe file")
         tree = compose(data.decode("utf-8-sig"))
         values = {} if tree is None else value_of(tree)
     except OSError as error:
         raise InputError(f"cannot read recipe {path}: {error}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"recipe {path} is not UTF-8: {error}: save it as UTF-8 text") from None
+        raise InputError(f"recipe {path} is not UTF-8 ({error}): save it as UTF-8 text") from None
     except yaml.YAMLError as error:
         raise InputError(f"recipe {path} is not YAML: {_problem(error)}") from None
     if not isinstance(values, dict) and values is not None:
@@ -168,11 +170,11 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
 def recipe_of(
     values: dict[str, Any], path: Path, tree: yaml.Node | None = None, settings: Sequence[str] = ()
 ) -> Recipe:
-    """The recipe with these values and, on top, key=value settings. Raises InputError at `path`, or a setting."""
+    """Return the recipe with these values and key=value settings. Raises InputError naming `path` or the setting."""
     by_keys: dict[Keys, str] = {}
     for setting in settings:
         keys, value = parse_setting(setting)
-        put(values, keys, value, setting)
+        set_key(values, keys, value, setting)
         by_keys[keys] = setting
     _drop_dependent_keys(values, by_keys)
     try:
@@ -182,41 +184,41 @@ def recipe_of(
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What YAML says, in one line without the text around the place."""
+    """Return YAML's error in one line, without the text around its position."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())[:200]}"
+        return f"in line {error.problem_mark.line + 1}, {' '.join(str(error.problem).split())[:200]}"
     return " ".join(str(error).split())[:200]
 
 
 def _drop_dependent_keys(values: dict[str, Any], settings: Mapping[Keys, str]) -> None:
-    """Remove, in place, the keys of the file that belong to a value which a setting has replaced."""
+    """Remove, in place, the file's keys that apply only to a value which a setting has replaced."""
     for (section, key), (replaced, is_meaningless) in DEPENDENT_KEYS.items():
         if replaced in settings and (section, key) not in settings and is_meaningless(values[section][replaced[1]]):
             values[section].pop(key, None)
 
 
 def find_recipe(spec: str) -> Path:
-    """A recipe's file, by shipped name or by path. Raises InputError with the nearest names."""
+    """Return a recipe's file, by shipped name or by path. Raises InputError with the nearest names."""
     if spec in recipe_names():
         return RECIPES / f"{spec}.yaml"
     if not spec:
-        raise InputError("recipe '' is empty: give an existing file, or a name that cputrain recipes lists")
+        raise InputError("the recipe name is empty: give an existing file, or a name that cputrain recipes lists")
     path = Path(spec)
     named_as_file = path.suffix in (".yaml", ".yml") or "/" in spec
-    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    # os.path, because Path.is_file raises for a word that is too long for a path.
     if named_as_file and os.path.isfile(path) and path.suffix != ".py":  # noqa: PTH113
         return path
     if path.suffix == ".py":
-        raise InputError(f"{spec} is a Python script, not a recipe: cputrain launch {spec} starts it with a plan")
+        raise InputError(f"{spec} is a Python script, not a recipe: start it with cputrain launch {spec}")
     if os.path.isdir(path):  # noqa: PTH112
         raise InputError(f"{spec} is {_folder_of(path)}")
     if named_as_file:
         raise InputError(f"recipe file {spec} not found: give an existing file, or a name that cputrain recipes lists")
-    raise InputError(f"unknown recipe {shortened(spec)!r}: {nearest_recipes(spec)}; or give a .yaml file")
+    raise InputError(f"unknown recipe {shortened(spec)!r}: {nearest_recipes(spec)}, or give a .yaml file")
 
 
 def _folder_of(path: Path) -> str:
-    """What a folder is that was given for a recipe, and what to do with it."""
+    """Return what a folder is that was given in place of a recipe, and what to do with it."""
     from cputrain.checkpoints import is_checkpoint
 
     if (path / "recipe.yaml").is_file():
@@ -233,34 +235,34 @@ def _folder_of(path: Path) -> str:
 
 
 def nearest_recipes(name: str) -> str:
-    """The shipped names that resemble or contain a name, and what lists all."""
+    """Return the shipped names that resemble or contain a name, and the command that lists all."""
     names = recipe_names()
     near = get_close_matches(name, names, n=3, cutoff=0.5) or [each for each in names if name.lower() in each][:3]
     listed = "cputrain recipes lists all of them"
     if not near:
         return listed
-    return f"the nearest {'name is' if len(near) == 1 else 'names are'} {', '.join(near)}; {listed}"
+    return f"did you mean {either(near)}? {listed}"
 
 
 def recipe_names() -> list[str]:
-    """The names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes values out as often as they occur, without aliases, which recipes do not have."""
+    """Writes repeated values in full, because recipes have no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The complete recipe as YAML, which `load_recipe` reads back to the same value."""
+    """Return the complete recipe as YAML, which `load_recipe` loads to an equal recipe."""
     return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=Dumper, sort_keys=False)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with absolute paths, for use in any folder."""
+    """Return the recipe with absolute paths, for use in any working directory."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
@@ -272,7 +274,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def input_settings(recipe: Recipe) -> tuple[str, ...]:
-    """KEY=VALUE with the absolute path of each input that the recipe names by a relative one, for use in any folder."""
+    """Return KEY=VALUE with the absolute path of each relative input path, for use in any working directory."""
     absolute = with_absolute_paths(recipe)
     paths = (
         ("data.path", recipe.data.path, absolute.data.path),
@@ -284,7 +286,7 @@ def input_settings(recipe: Recipe) -> tuple[str, ...]:
 
 
 def parse_setting(setting: str) -> tuple[Keys, Any]:
-    """ "batch.local=16" -> (("batch", "local"), 16)."""
+    """Parse "batch.local=16" to (("batch", "local"), 16). Raises InputError."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise InputError(f"setting {shortened(setting)!r} is not key=value, as in batch.local=16")
@@ -292,8 +294,8 @@ def parse_setting(setting: str) -> tuple[Keys, Any]:
     return keys, setting_value(text, keys)
 
 
-def put(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:
-    """Set a nested key in place. Raises InputError where a part of the path is a value."""
+def set_key(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:
+    """Set a nested key in place. Raises InputError if a part of the path is a value."""
     for key in keys[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
@@ -302,19 +304,19 @@ def put(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:
 
 
 def tuples(value: Any) -> Any:
-    """YAML's lists as tuples, which strict validation requires."""
+    """Convert YAML's lists to tuples, which strict validation requires."""
     if isinstance(value, dict):
         return {key: tuples(item) for key, item in value.items()}
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
 
-# Where the comment of a file goes on to its source, results and derivation.
+# The lines of a file's comment at which source, results and derivation begin.
 REST = re.compile(r"^(Source|Sources|Published|Expected|On [\d,]+ host)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedRecipe:
-    """An included recipe: what it trains in a sentence, its file with all comments, and its main settings."""
+    """Shipped recipe: a one-sentence summary, its file and its main settings."""
 
     name: str
     summary: str
@@ -326,12 +328,12 @@ class ShippedRecipe:
 
 
 def shipped_recipes() -> tuple[ShippedRecipe, ...]:
-    """All shipped recipes, by name."""
+    """Return all shipped recipes, sorted by name."""
     return tuple(map(shipped_recipe, recipe_names()))
 
 
 def shipped_recipe(name: str) -> ShippedRecipe:
-    """The shipped recipe of this name. Raises InputError with the nearest names."""
+    """Return the shipped recipe of this name. Raises InputError with the nearest names."""
     path, recipe = find_recipe(name), load_recipe(name)
     return ShippedRecipe(
         name=name,
@@ -345,7 +347,7 @@ def shipped_recipe(name: str) -> ShippedRecipe:
 
 
 def summary_of(path: Path) -> str:
-    """The first sentence of the comment at the top of a recipe's file, without a command at its end."""
+    """Return the first sentence of the comment at the top of a recipe's file, without the command at its end."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     text = "\n".join(line.lstrip("# ") for line in lines[:end])

@@ -1,4 +1,4 @@
-"""Recipes: every section and key, with its type, default and limits. The docstring under a key is its manual."""
+"""Recipe schema: every section and key, with its type, default and limits. The docstring below a key documents it."""
 
 import re
 from difflib import get_close_matches
@@ -23,28 +23,28 @@ from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Opti
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import either
 
-MOST = 10**10  # of any count: what exceeds it is a slip of the keyboard, and would only fail later
+MOST = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 MISFIT = "misfit"
-# A terminal obeys control characters, no file name has NUL. The last surrogates stand for bytes that are not UTF-8, of
-# which the names of files may consist.
+# Terminals interpret control characters, and no file name has NUL. The surrogates from U+DC80 to U+DCFF stand for bytes
+# that are not UTF-8, which file names may contain.
 NO_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
 NO_TEXT = re.compile(rf"{NO_NAME.pattern}|[\udc80-\udcff]")
 PATHS = ("path", "stage_dir", "weights", "output")
 
 
 class Section(BaseModel):
-    """A group of recipe keys: frozen, and without keys that are not in the schema.
+    """A group of recipe keys; it is frozen, and unknown keys are errors.
 
-    The docstring under a field is its description in the reference and in error messages. Its first sentence says what
-    the value is, with its unit, and stands alone.
+    The docstring below a field is its description in the reference and in error messages. Its first sentence defines
+    the value and its unit, and must be readable on its own.
     """
 
-    # keys.py reads the docstrings: pydantic would parse this file once for each class, whenever it is imported.
+    # keys.py reads the docstrings, because pydantic would parse this file once per class on every import.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
@@ -52,20 +52,20 @@ class Section(BaseModel):
     def _is_text(cls, value: Any, about: ValidationInfo) -> Any:
         unfit = NO_NAME if about.field_name in PATHS else NO_TEXT
         if isinstance(value, str) and (found := unfit.search(value)):
-            raise ValueError(f"it has {found[0]!a}, a control character or no UTF-8: leave it out")
+            raise ValueError(f"it has {found[0]!a}, which is a control character or not UTF-8; remove it")
         return value
 
 
 def misfit(message: str, *keys: str) -> PydanticCustomError:
-    """The error for values that are valid one by one but contradict each other.
+    """Return the error for values that are valid individually but contradict each other.
 
-    `keys` are the dotted keys involved; the message is located at the first of them that the user has set.
+    `keys` are the dotted keys involved; the message points to the first of them that the user has set.
     """
     return PydanticCustomError(MISFIT, "{message}", {"message": message, "keys": keys})
 
 
 class PhaseSection(Section):
-    """Values that replace the recipe's from an epoch on. A key left at null keeps the value of the phase before."""
+    """Settings that replace the recipe's from an epoch on. A null key keeps the value of the previous phase."""
 
     from_epoch: NotNegative
     """First epoch of the phase, counted from 0. Phases are listed in the order of their epochs."""
@@ -74,10 +74,10 @@ class PhaseSection(Section):
     train_crop: Literal["random_resized", "random"] | None = None
     """How training images are cropped, in place of data.train_crop; null: no change."""
     weight_decay: Rate | None = None
-    """Weight decay, a factor, in place of optim.weight_decay; null: no change."""
+    """Weight decay factor, in place of optim.weight_decay; null: no change."""
     restart_rate: Rate | None = None
     """Learning rate at which the schedule restarts at the phase's first step. From there it decays to 0 at the last
-    step of the training, as a polynomial of restart_power; null: the schedule continues."""
+    step of the training, as a polynomial of power restart_power; null: the schedule continues."""
     restart_power: Annotated[float, Field(gt=0)] = 2.0
     """Power of the polynomial decay after restart_rate. 1 is a linear decay; without restart_rate it has no effect."""
 
@@ -86,7 +86,7 @@ SYNTHETIC, LINE, OWN_SAMPLES = "synthetic", "line", "own"
 
 
 class AugmentSection(Section):
-    """Random changes to a training image after it is cropped, drawn anew for each image and epoch; 0 turns one off."""
+    """Random changes to a training image after cropping, drawn anew for each image and epoch; 0 turns a change off."""
 
     rotate: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Largest rotation, as a fraction of a full turn. The angle is uniform in both directions: 0.05 is up to 18 degrees
@@ -103,19 +103,19 @@ class AugmentSection(Section):
     saturation: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Largest change of color saturation, as a fraction. 0.2 multiplies it by a uniform factor between 0.8 and 1.2."""
     lighting: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of AlexNet's color noise, a factor. The noise follows the principal components of ImageNet's
-    colors; Krizhevsky et al. 2012 (4.1) use 0.1."""
+    """Standard deviation of AlexNet's color noise, as a factor. The noise follows the principal components of
+    ImageNet's colors; Krizhevsky et al. 2012 (4.1) use 0.1."""
     randaugment: Annotated[int, Field(ge=0, le=10)] = 0
-    """Number of RandAugment's operations on each image, drawn from torchvision's 14 (Cubuk et al. 2020; usually 2).
-    They follow the changes above."""
+    """Number of RandAugment operations on each image, drawn from torchvision's 14 (Cubuk et al. 2020; usually 2). They
+    are applied after the changes above."""
     randaugment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Strength of RandAugment's operations, in steps from 0 (none) to 30."""
+    """Strength of RandAugment operations, in steps from 0 (none) to 30."""
     mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Parameter alpha of mixup (Zhang et al. 2018; usually 0.2). The images of a worker's batch and their labels are
     averaged in pairs, by weights from a Beta(alpha, alpha) distribution."""
     cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Parameter alpha of CutMix (Yun et al. 2019; usually 1). A rectangle of each image is replaced by that of another
-    image, and its label in proportion. With mixup too, each batch is mixed by one of the two."""
+    """Parameter alpha of CutMix (Yun et al. 2019; usually 1). A rectangle of each image is replaced by the same
+    rectangle of another image, and the labels are mixed in proportion. With mixup, each batch uses one of the two."""
 
 
 class DataSection(Section):
@@ -123,26 +123,26 @@ class DataSection(Section):
 
     path: str | None = None
     """Folder of the images: train/CLASS/* and val/CLASS/*, CLASS/* alone, shards, tar files, Parquet or TFRecords.
-    Three words stand for other data: synthetic (random pixels, neither decoded nor evaluated, to measure throughput)
-    and line (points of y = 2 x + 1 with noise, for linear regression) are generated, own are the samples that a script
-    gives to cputrain.train; a folder of that name is ./own; null: set it on the command line."""
+    Three words select other data. synthetic: random pixels, neither decoded nor evaluated, to measure throughput; line:
+    points of y = 2 x + 1 with noise, for linear regression; own: the samples that a script passes to cputrain.train (a
+    folder of such a name is ./own); null: set it on the command line."""
     prepare: str | None = None
-    """Command that creates the data, printed where data.path is missing. {path} in it stands for data.path; null: no
-    command."""
+    """Command that creates the data, printed if data.path does not exist. {path} in it is replaced by data.path; null:
+    no command."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the training images that is used for validation instead, drawn from each class in proportion. It is
-    the same in every training, whatever its seed. null: none where the data has validation images of its own, otherwise
-    0.2. With a number, these become the test images."""
+    """Fraction of the training images to use for validation, drawn from each class in proportion. All trainings draw
+    the same images, whatever their seed, and the data's own validation images become the test images. null: none if
+    the data has validation images, otherwise 0.2."""
     label_column: str | None = None
-    """Column of Parquet files that has the labels; null: the only one that can be it."""
+    """Column of Parquet files that has the labels; null: the only suitable column."""
     crop: Positive = 224
-    """Side of the square images that the network gets, in pixels."""
+    """Side of the network's square input images, in pixels."""
     resize: Positive | None = None
     """Short side, in pixels, to which an image is scaled before a square is cropped from it. It applies to evaluation
     and to train_crop=random; null: crop x 256 / 224."""
     train_crop: Literal["random_resized", "random"] = "random_resized"
     """How training images are cropped. random_resized: a region of random area and aspect ratio, scaled to a square
-    (Szegedy et al. 2014); random: a square at a random place, of the image scaled to `resize`."""
+    (Szegedy et al. 2014); random: a square at a random position in the image scaled to `resize`."""
     min_crop_area: Annotated[float, Field(gt=0, le=1)] = 0.08
     """Smallest area of a random_resized crop, as a fraction of the image's area."""
     max_crop_aspect: Annotated[float, Field(ge=1)] = 4 / 3
@@ -157,20 +157,20 @@ class DataSection(Section):
     """Standard deviations of the red, green and blue channels, on a scale of 0 to 1. Pixels are divided by them after
     the mean is subtracted; the default is ImageNet's."""
     stage_dir: str | None = None
-    """Folder on a local disk of each host, to which one worker of the host copies the shards. Training starts at once
+    """Folder on a local disk of each host, to which one worker per host copies the shards. Training starts immediately
     from data.path and switches to the copies, which are deleted at the end; null: no copies."""
     block_mib: Annotated[float, Field(ge=0)] = 0.0
-    """Size in MiB of the pieces in which shards are read. Parallel file systems read large pieces faster; each worker
-    keeps one piece in memory for every image of its batch. 0 reads every image by itself."""
+    """Size in MiB of the blocks in which shards are read. Parallel file systems read large blocks faster; each worker
+    keeps one block in memory for every image of its batch. 0 reads images individually."""
     decoder: Literal["auto", "turbo", "pillow"] = "auto"
-    """JPEG decoder: turbo (libjpeg-turbo 3) or pillow. turbo decodes only the cropped region of an image; auto takes
-    turbo where it can be compiled, otherwise Pillow."""
+    """JPEG decoder: turbo (libjpeg-turbo 3) or pillow. turbo decodes only the cropped region of an image; auto: turbo
+    if it can be compiled, otherwise pillow."""
     on_error: Literal["skip", "raise"] = "skip"
     """What to do with an image that cannot be decoded. skip: remove it from its batch, with a warning and a count;
     raise: end the training with an error."""
     max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Largest fraction of a split's images that may be damaged with on_error=skip; one image may be in any case, unless
-    it is 0. With more of them, or none that can be read, the training or evaluation ends with an error."""
+    """Largest fraction of a split's images that may be damaged with on_error=skip. One damaged image is always allowed,
+    unless max_damaged is 0. With more, or if no image can be read, the training or evaluation ends with an error."""
     last_batch: Literal["drop", "spread"] = "drop"
     """What to do with the images of an epoch that are too few for another global batch. drop: skip them in this
     epoch (each epoch draws a new order); spread: add one step and make all steps of the epoch slightly smaller."""
@@ -182,17 +182,17 @@ class DataSection(Section):
 
     @property
     def generated(self) -> bool:
-        """Whether the data is generated from the seed, or a script's own, rather than read from data.path."""
+        """Whether the data is generated from the seed or passed by a script, rather than read from data.path."""
         return self.path in (SYNTHETIC, LINE, OWN_SAMPLES)
 
     @property
     def kind(self) -> str:
-        """The kind of data, as outputs and events name it."""
+        """The kind of data, as named in outputs and events."""
         return {SYNTHETIC: "synthetic data", LINE: "points", OWN_SAMPLES: "samples"}.get(self.path or "", "images")
 
     @property
     def unit(self) -> str:
-        """The word for samples."""
+        """The word for samples in outputs."""
         return {LINE: "points", OWN_SAMPLES: "samples"}.get(self.path or "", "images")
 
     @property
@@ -202,20 +202,20 @@ class DataSection(Section):
 
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-NETWORKS = shipped("networks")  # the traced ones, those of torchvision below torchvision/
+NETWORKS = shipped("networks")  # traced networks; torchvision's are in its subfolder torchvision/
 OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
 TORCHVISION = "torchvision:"
 
 
 class ModelSection(Section):
-    """The network, its batch-norm and the weights that it starts from."""
+    """The network, its batch-norm and its initial weights."""
 
     name: str = "resnet50"
     """Name of the network. resnet18, resnet34, resnet50, resnet101, resnet152 and alexnet are torchvision's; alexnet-bn
     adds batch-norm after each convolution; lenet and mnist-cnn: two convolutions and two linear layers, mnist-cnn with
     more channels; linear: one layer; torchvision:NAME: any other classifier of torchvision."""
     classes: Positive | None = None
-    """Number of outputs of the network; null: the number of classes in the data. It cannot be smaller than that."""
+    """Number of outputs of the network, at least the number of classes in the data; null: that number."""
     resnet_version: Literal["v1.5", "v1"] = "v1.5"
     """Where a block of resnet50, resnet101 or resnet152 halves the image. v1.5: in its 3 x 3 convolution (torchvision);
     v1: in its first 1 x 1 convolution (He et al. 2016)."""
@@ -223,23 +223,23 @@ class ModelSection(Section):
     """Fraction of batch-norm's running statistics kept in each step: 1 minus torch's momentum. Published runs use 0.9
     or 0.95."""
     bn_stats: Literal["local", "sync", "running"] = "local"
-    """Statistics by which batch-norm normalizes in training. local: of each worker's own images; sync: of all workers'
+    """Statistics with which batch-norm normalizes in training. local: of each worker's images; sync: of all workers'
     images (SyncBatchNorm); running: the running statistics, which then stay frozen."""
     bn_ghost_batch: Positive | None = None
-    """Images in a ghost batch: the part of a worker's batch that batch-norm normalizes by itself (Hoffer et al. 2017).
+    """Images in a ghost batch: the part of a worker's batch that batch-norm normalizes separately (Hoffer et al. 2017).
     For bn_stats=local; null: the worker's whole batch."""
     zero_gamma: Literal["none", "last_of_block", "last_of_stage"] = "none"
     """Batch-norm layers of a resnet whose gamma starts at 0, so that their blocks start as identities. last_of_block:
-    the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only that of each stage's last
-    block; none: no layer."""
+    the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only the last layer of each stage's
+    last block; none: no layer."""
     weights: str | None = None
     """File of the initial weights: a checkpoint, a state dict, or another program's checkpoint (timm, Lightning, ...).
-    Averaged weights are taken where there are some. A last layer of another size keeps its random weights; null: all
+    Averaged weights are used if the file has them. A last layer of another size keeps its random weights; null: all
     weights start random."""
     winograd: Literal["auto", "off"] = "auto"
-    """Convolutions by Winograd's algorithm (Lavin and Gray 2016), of the 3 x 3 layers of stride 1, with engine=native.
-    auto: of the layers that are faster so, measured at the first start on a machine; results differ by rounding, 1e-5
-    of the largest value where direct convolutions have 1e-6; off: of none."""
+    """Winograd convolutions (Lavin and Gray 2016) in 3 x 3 layers of stride 1, with engine=native. auto: in the layers
+    that they make faster, as measured at the first start on a machine; rounding errors are 1e-5 of the largest value,
+    against 1e-6 with direct convolutions; off: in no layer."""
     freeze_to: str | None = None
     """Name of the last frozen layer, as in layer3 or layer4.0. All layers up to and including it keep their initial
     weights; null: all layers are trained."""
@@ -250,8 +250,8 @@ class ModelSection(Section):
         if name in OWN_NETWORKS or re.fullmatch(TORCHVISION + r"[a-z]\w*", name):
             return name
         near = get_close_matches(name, OWN_NETWORKS, n=1, cutoff=0.5)
-        known = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OWN_NETWORKS)}, {TORCHVISION}NAME"
-        raise ValueError(f"unknown network: {known}")
+        known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(OWN_NETWORKS)} and {TORCHVISION}NAME"
+        raise ValueError(f"unknown network, {known}")
 
     @model_validator(mode="after")
     def _options_fit(self) -> "ModelSection":
@@ -293,7 +293,7 @@ OptimizerName = Literal[
     "adagrad_da",
 ]
 
-# The optimizers that read each option; set for another optimizer, it would silently have no effect.
+# The optimizers that use each option; others would silently ignore it.
 OPTIMIZERS_WITH = {
     "momentum": ("momentum", "lars", "rmsprop"),
     "nesterov": ("momentum", "lars"),
@@ -309,16 +309,17 @@ OPTIMIZERS_WITH = {
     "adapt_bn_and_bias": ("lars", "lamb"),
 }
 LEAST_EPSILON = 1.2e-38
-"""The least normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
+"""The smallest normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
 class OptimSection(Section):
-    """The optimizer. An option that the chosen optimizer does not read is refused."""
+    """The optimizer. An option that the chosen optimizer does not use is an error."""
 
     name: OptimizerName = "momentum"
     """Name of the optimizer. sgd: plain stochastic gradient descent; momentum: the same with momentum; lars: momentum
-    with a learning rate for each layer (You et al. 2017); lamb: Adam with one (You et al. 2020); adagrad_da: Adagrad by
-    dual averaging (Duchi et al. 2011); adam, adamw, rmsprop, adagrad and adadelta are torch's."""
+    with layer-wise learning rates (You et al. 2017); lamb: Adam with layer-wise learning rates (You et al. 2020);
+    adagrad_da: Adagrad by dual averaging (Duchi et al. 2011); adam, adamw, rmsprop, adagrad and adadelta are
+    torch's."""
     scale_rate_by: Literal["auto", "batch", "workers", "none"] = "auto"
     """How schedule.peak_rate is scaled to the job. batch: from schedule.reference_batch to the job's global batch, by
     the optimizer's scaling rule; workers: multiplied by the number of workers (Horovod's lr * hvd.size()); none: not at
@@ -329,7 +330,7 @@ class OptimSection(Section):
     """Whether to use Nesterov momentum. For momentum and lars."""
     weight_decay: Rate = 5e-5
     """Weight decay: the factor of the L2 penalty that is added to the gradients. adamw and lamb subtract it from the
-    weights instead (decoupled), adagrad_da minimizes it together with the gradients; 0 turns it off."""
+    weights instead (decoupled), adagrad_da adds it to the function that it minimizes; 0 turns it off."""
     decay_bn_and_bias: bool = True
     """Whether weight_decay also applies to batch-norm parameters and biases."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
@@ -344,9 +345,9 @@ class OptimSection(Section):
     """Decay factor of the running means of squared gradients and squared updates, per step. For adadelta; Zeiler 2012
     uses 0.95."""
     epsilon: Rate | Auto = "auto"
-    """Small number added to the denominator of the update against division by 0. auto: 0 for lars, 1e-6 for lamb, 1e-10
-    for adagrad_da, and torch's default for adam, adamw, rmsprop, adagrad and adadelta, which need one above 0; sgd and
-    momentum have none."""
+    """Small number added to the denominator of the update to avoid division by 0. auto: 0 for lars, 1e-6 for lamb,
+    1e-10 for adagrad_da, and torch's default for adam, adamw, rmsprop, adagrad and adadelta, which need a value above
+    0; sgd and momentum do not use it."""
     lars_variant: Literal["caffe", "timm", "nus"] = "caffe"
     """Where lars multiplies by learning rate and trust ratio. caffe: both before momentum (Intel Caffe, MLPerf's
     TensorFlow); timm: the trust ratio before, the learning rate after; nus: both after (NUS, Intel's MLPerf
@@ -354,13 +355,13 @@ class OptimSection(Section):
     trust_coefficient: Annotated[float, Field(gt=0)] = 0.001
     """Trust coefficient: the factor of each layer's ratio of weight norm to gradient norm. For lars."""
     trust_clip: bool = False
-    """Whether no layer's learning rate may exceed the schedule's. For lars."""
+    """Whether to limit each layer's learning rate to the schedule's. For lars."""
     momentum_correction: bool = False
     """Whether momentum is rescaled when the learning rate changes (Goyal et al. 2017, section 3). For lars with
     lars_variant=caffe."""
     adapt_bn_and_bias: bool = False
-    """Whether batch-norm parameters and biases also get learning rates by layer. For lars and lamb: Intel Caffe does
-    so, MLPerf does not."""
+    """Whether batch-norm parameters and biases also get layer-wise learning rates, as in Intel Caffe but not in MLPerf.
+    For lars and lamb."""
 
     @model_validator(mode="after")
     def _options_are_read(self) -> "OptimSection":
@@ -381,7 +382,7 @@ class OptimSection(Section):
         divides = self.name in OPTIMIZERS_WITH["epsilon"] and self.name not in ("lars", "lamb", "adagrad_da")
         if divides and self.epsilon != "auto" and self.epsilon < LEAST_EPSILON:
             raise misfit(
-                f"optim.epsilon={self.epsilon:g} makes NaN of weights without a gradient in {self.name}: set it to "
+                f"optim.epsilon={self.epsilon:g} turns weights without a gradient into NaN in {self.name}: set it to "
                 f"{LEAST_EPSILON} or more, or to auto",
                 "optim.epsilon",
                 "optim.name",
@@ -400,13 +401,13 @@ class BatchSection(Section):
     """Images per step: either local x workers x accumulation, or a fixed global batch for any number of workers."""
 
     local: Positive = 32
-    """Images in one backward pass of one worker. With batch.global it is the largest allowed number instead."""
+    """Images in one backward pass of one worker. With batch.global it is the upper limit instead."""
     accumulation: Positive = 1
     """Gradient accumulation steps: backward passes of each worker whose gradients are summed before one update."""
     global_: Positive | None = Field(default=None, alias="global")
-    """Images in one step over all workers. Workers get equal shares (one image more or less where it does not divide)
-    and accumulate gradients as often as batch.local requires; null: local x workers x accumulation. Set on the command
-    line, it replaces the recipe's batch.accumulation."""
+    """Images in one step over all workers. Workers get equal shares (up to one image, if it does not divide evenly) and
+    accumulate gradients as often as batch.local requires; null: local x workers x accumulation. Setting it on the
+    command line discards the recipe's batch.accumulation."""
 
     @model_validator(mode="after")
     def _accumulation_is_decided_once(self) -> "BatchSection":
@@ -433,28 +434,28 @@ class CheckpointSection(Section):
     """Checkpoints of the training state, from which `cputrain train --resume` continues."""
 
     every_epochs: Positive | None = 1
-    """Number of epochs between checkpoints. One is also saved before every evaluation, so that none can be lost with
-    it, and after the last step; null: only these."""
+    """Number of epochs between checkpoints. A checkpoint is also saved before every evaluation, so that its failure
+    loses nothing, and after the last step; null: only these."""
     every_minutes: Annotated[float, Field(gt=0)] | None = 5.0
-    """Minutes between checkpoints within an epoch: the most that a crash can cost, except where one step takes longer.
-    They are written while the training goes on; null: none."""
+    """Minutes between checkpoints within an epoch: the most that a crash can cost, unless one step takes longer. They
+    are written in the background; null: none."""
     every_steps: Positive | None = None
     """Number of steps between checkpoints within an epoch, in place of every_minutes; null: none."""
     keep: Positive = 2
     """Number of checkpoints to keep: the newest ones. The best one (checkpoints/best) is kept in addition. With 1,
-    nothing is left to fall back to where a file is damaged."""
+    there is no older one to fall back to if a file is damaged."""
 
 
 class CommSection(Section):
     """Communication of gradients between the workers."""
 
     backend: Literal["auto", "ccl", "gloo", "mpi"] = "auto"
-    """Backend of torch.distributed: ccl (oneCCL), gloo, or mpi, which only torch built from source with MPI has. auto
-    takes ccl where every rank can use it, otherwise gloo."""
+    """Backend of torch.distributed: ccl (oneCCL), gloo, or mpi, which only torch built from source with MPI has. auto:
+    ccl if every rank can use it, otherwise gloo."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that a rank waits for the others in a collective operation before it fails."""
     bucket_mib: Annotated[float, Field(gt=0)] | Auto = "auto"
-    """Size in MiB of the gradient buckets that DDP all-reduces at a time. auto computes it from all-reduce times
+    """Size in MiB of the gradient buckets of DDP, each of which is one all-reduce. auto: computed from all-reduce times
     measured at the start of the training."""
     compression: Literal["none", "bf16"] = "none"
     """Number format of the gradients in transit. bf16 halves the traffic: it sends bfloat16 and adds the rounding error
@@ -468,7 +469,7 @@ def _cpus(value: str) -> str:
 
 
 def _plan_key(option: Option) -> tuple[Any, Any]:
-    """The type and the field of a planning option."""
+    """Return the type and the field of a planning option."""
     values: Any = Literal.__getitem__(option.choices) if option.choices else bool
     if option.kind == NUMBER:
         values = Annotated[int, Field(ge=option.least, le=MOST)] | Auto
@@ -504,27 +505,27 @@ class ScheduleSection(Section):
     remaining steps (MLPerf); poly_from_start: the same, but counted from step 0 (Intel Caffe); steps: multiplied by
     milestone_factor at each milestone; cosine: half a cosine; constant: no decay."""
     start_rate: Rate = 0.0
-    """Learning rate of the first step, where the warm-up starts. It is not scaled with batch or workers, and has no
+    """Learning rate of the first step, at which the warm-up starts. It is not scaled with batch or workers, and has no
     effect without a warm-up."""
     peak_rate: Rate | Auto = "auto"
-    """Learning rate at the end of the warm-up, before optim.scale_rate_by. auto takes the optimizer's scaling rule: for
-    momentum 0.1 x global batch / 256; lars, adagrad, adadelta and adagrad_da have no rule and need a number."""
+    """Learning rate at the end of the warm-up, before optim.scale_rate_by. auto: by the optimizer's scaling rule, which
+    for momentum is 0.1 x global batch / 256; lars, adagrad, adadelta and adagrad_da have no rule and need a number."""
     auto_rate_factor: Annotated[float, Field(gt=0)] = 1.0
     """Factor by which the learning rate of peak_rate=auto is multiplied. Setting peak_rate to a number on the command
     line resets it to 1."""
     reference_batch: Positive | None = None
     """Global batch, in images, for which a numeric peak_rate was tuned. A job with another global batch prints a
-    warning, or scales the rate (optim.scale_rate_by=batch). Setting peak_rate on the command line resets it to null:
-    unknown."""
+    warning, or scales the rate (optim.scale_rate_by=batch). Setting peak_rate on the command line resets it to null
+    (unknown)."""
     end_rate: Rate = 0.0
     """Learning rate after the last step. For linear, poly, poly_from_start and cosine."""
     warmup_epochs: Annotated[float, Field(ge=0)] = 5.0
-    """Length of the warm-up in epochs, fractions included. 0 starts at the peak rate; it cannot exceed epochs."""
+    """Length of the warm-up in epochs, which may be fractional. 0 starts at the peak rate; it cannot exceed epochs."""
     power: Annotated[float, Field(gt=0)] = 2.0
     """Power of the polynomial decay. For poly and poly_from_start; 1 is a straight line."""
     milestones: tuple[Annotated[float, Field(gt=0)], ...] = (30.0, 60.0, 80.0)
-    """Epochs after which the learning rate is multiplied by milestone_factor. For steps; later ones than the last epoch
-    have no effect."""
+    """Epochs after which the learning rate is multiplied by milestone_factor. For steps; milestones after the last
+    epoch have no effect."""
     milestone_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor by which the learning rate is multiplied at each milestone. For steps."""
 
@@ -576,7 +577,7 @@ __all__ = [
 
 
 class Recipe(Section):
-    """A training: everything that decides what it computes, and how it runs."""
+    """The settings of a training: what it computes, and how it runs."""
 
     name: str = "training"
     """Name of the training, in outputs, reports and the default output folder."""
@@ -590,7 +591,7 @@ class Recipe(Section):
     epochs: Positive = 90
     """Number of passes over the training images."""
     max_steps: Positive | None = None
-    """Number of steps after which the training stops early, for trials. The learning-rate schedule stays that of all
+    """Number of steps after which the training stops early, for trials. The learning-rate schedule still spans all
     epochs; null: no limit."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
     """Random seed of the initial weights, the order of the images and their augmentation."""
@@ -602,10 +603,10 @@ class Recipe(Section):
     smoothing."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay factor of an exponential moving average (EMA) of the weights, per step. The averaged weights are evaluated
-    and saved besides the others; null: no average."""
+    and saved in addition to the trained weights; null: no average."""
     precision: Literal["float32", "bf16", "float64"] = "float32"
     """Number format of the computation. bf16: convolutions and matrix products in bfloat16 (autocast), weights in
-    float32; float64 is for checks of exactness."""
+    float32; float64: to check exactness."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     """What to do when a loss or gradient becomes NaN or infinite. stop: end the training with an error; skip: make no
     update in this step; rollback: reload the last checkpoint's weights and continue with the next images."""
@@ -613,22 +614,22 @@ class Recipe(Section):
     """Number of steps between records of every layer's weight norm, gradient norm and trust ratio in events.jsonl;
     null: no records."""
     compare_weights_every_steps: Positive | None = 100
-    """Number of steps between comparisons of the workers' weights and optimizer state; null: none. They have to be the
-    same bit for bit: faulty memory or a faulty processor ends the training instead of spoiling it. They are also
+    """Number of steps between comparisons of the workers' weights and optimizer state; null: none. They must be
+    identical bit for bit: a difference, as from faulty memory or a faulty processor, ends the training. They are also
     compared before every checkpoint."""
     log: tuple[Literal["csv", "mlperf", "tensorboard"], ...] = ()
-    """Formats in which the run is logged besides events.jsonl, in its folder metrics/. csv: steps.csv and epochs.csv;
-    mlperf: lines as MLPerf's rules have them; tensorboard: scalars, which needs the extra cputrain[tensorboard]; empty:
-    none."""
+    """Formats in which the run is logged in addition to events.jsonl, in its folder metrics/. csv: steps.csv and
+    epochs.csv; mlperf: lines in the format of MLPerf's rules; tensorboard: scalars, which needs the extra
+    cputrain[tensorboard]; empty: none."""
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
     engine: Literal["auto", "native", "eager", "compile", "ipex"] = "auto"
     """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
-    kernels of cputrain, compiled once, that compute batch-norm, residual and ReLU together, and for evaluation with
-    batch-norm folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8.
-    auto: native, or eager without a C++ compiler, unless `cputrain tune` has found another faster on this machine; a
-    training measures none itself."""
+    kernels of cputrain, compiled once, that fuse batch-norm, residual and ReLU, and for evaluation with batch-norm
+    folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8. auto:
+    native, or eager without a C++ compiler, unless `cputrain tune` found another engine faster on this machine; a
+    training does not measure them itself."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

@@ -54,7 +54,7 @@ def test_a_recipe_is_shown_as_its_file_has_it(capsys: Captured) -> None:
     assert text.startswith("# ResNet-50 on scikit-learn's") and yaml.safe_load(text)["name"] == "demo-digits"
     found = json.loads(printed(capsys, "recipes", "show", "demo-digits", "--format", "json"))
     assert found["text"] == text and Path(found["file"]).read_text(encoding="utf-8") == text
-    assert "the nearest name is demo-digits" in refusal(capsys, "recipes", "show", "demo-digit")
+    assert "did you mean demo-digits?" in refusal(capsys, "recipes", "show", "demo-digit")
 
 
 def test_every_machine_is_listed(capsys: Captured) -> None:

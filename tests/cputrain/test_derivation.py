@@ -110,7 +110,7 @@ def test_untuned_lamb_is_the_paper_s_table() -> None:
 
 @pytest.mark.parametrize("name", ["lars", "adagrad", "adadelta", "adagrad_da"])
 def test_an_optimizer_without_a_scaling_rule_needs_a_numeric_rate(name: str) -> None:
-    with pytest.raises(InputError, match=f"none for optim.name={name}, only for sgd, .*: set schedule.peak_rate to"):
+    with pytest.raises(InputError, match=f"optim.name={name} has none, unlike sgd, .*: set schedule.peak_rate to"):
         peak(f"optim.name={name}")
     with pytest.raises(InputError, match=r"optim\.scale_rate_by=batch needs a scaling rule"):
         peak(f"optim.name={name}", "schedule.peak_rate=1", "optim.scale_rate_by=batch")

@@ -111,8 +111,8 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
         "plan x.py": "x.py is a Python script, not a recipe: cputrain launch x.py starts it",
         "plan run": "run is the folder of a run: give its recipe, run/recipe.yaml",
         "plan nowhere/x.yaml": "recipe file nowhere/x.yaml not found: give an existing file, or a name that cputrain",
-        "plan zzz": "unknown recipe 'zzz': cputrain recipes lists all of them; or give a .yaml file",
-        "plan mnist": "the nearest names are mnist-sgd",
+        "plan zzz": "unknown recipe 'zzz': cputrain recipes lists all of them, or give a .yaml file",
+        "plan mnist": "did you mean mnist-sgd",
         "train photos": "cputrain train imagefolder data.path=photos trains on the images in it",
         "eval nonesuch": "'nonesuch' is neither a run folder nor a recipe: cputrain recipes lists all of them",
         "eval runs/nonesuch": "'runs/nonesuch' is neither a run folder nor a recipe",
@@ -127,7 +127,7 @@ def test_a_name_that_is_too_long_for_a_file_or_empty_is_refused_in_a_line() -> N
     for name in ("plan", "train", "eval", "simulate", "sweep"):
         line = refused(here(name, "x" * 300))
         assert "cputrain recipes lists all of them" in line, name
-        assert "recipe '' is empty" in refused(here(name, "")), name
+        assert "the recipe name is empty" in refused(here(name, "")), name
         assert "x.yaml not found: give an existing file" in refused(here(name, f"{'x' * 300}.yaml")), name
     for words in (("report",), ("watch",), ("data", "info")):
         assert "xxx... is too long for a file name; use a shorter one" in refused(here(*words, "x" * 300)), words

@@ -147,7 +147,7 @@ def second_training(place: Place) -> Seen:
 
 
 FAULTS = (
-    recipe("a recipe of aliases that stand for gigabytes", ALIASES, "*a is an alias: write out what it stands for"),
+    recipe("a recipe of aliases that stand for gigabytes", ALIASES, "*a is an alias; write out its value"),
     recipe("a recipe of 50 MB", f"name: {'x' * 50_000_000}", "has more than 100,000 bytes"),
     recipe("a recipe of 3,000 levels", "{a: " * 3000, "more than 16 levels of nesting"),
     recipe(
