@@ -1,7 +1,7 @@
-"""Images on disk -> batches of tensors. `ImageLoader` is the pipeline of the trainer, and for any other training loop.
+"""Image pipeline from files on disk to batches of tensors. `ImageLoader` serves the trainer and other training loops.
 
-From the bottom: order.py (which image is used when), pixels.py (what is done to one image), `formats/` (how images are
-stored), loader.py (threads that decode ahead); beside them sources.py and prepare.py, which pack images into shards.
+Bottom up: order.py (sampling order), pixels.py (decoding, cropping and augmenting one image), `formats/` (storage
+formats), loader.py (threads that decode ahead). sources.py and prepare.py pack images into shards.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,4 +1,4 @@
-"""The data that a recipe names: opened for a training, or only counted, be it read from a folder or generated."""
+"""Open or count a recipe's data set: a data folder, or data generated from the seed."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,7 @@ from cputrain.data.formats.source import Source, Split, Survey
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe
 
-if TYPE_CHECKING:  # numpy: not needed to count
+if TYPE_CHECKING:  # counting does not need numpy
     from cputrain.data.formats.dataset import Dataset, Images
     from cputrain.data.pixels import Transform
 
@@ -20,12 +20,12 @@ TRAIN_POINTS, VAL_POINTS = 100, 50
 
 
 def survey_recipe(recipe: Recipe) -> Survey:
-    """Count the data of a recipe. Raises InputError that names what is missing or wrong."""
+    """Count a recipe's images without opening them. Raises InputError if the data is missing or invalid."""
     return _source(recipe).count(_fraction(recipe))
 
 
 def open_recipe_data(recipe: Recipe) -> "Dataset":
-    """Open or generate the data of a recipe. Raises InputError that names what is missing or wrong."""
+    """Open or generate a recipe's data. Raises InputError if it is missing or invalid."""
     return _source(recipe).open(_fraction(recipe))
 
 
@@ -37,7 +37,8 @@ def _source(recipe: Recipe) -> Source:
     data = recipe.data
     if data.path == OWN_SAMPLES:
         raise InputError(
-            f"data.path={OWN_SAMPLES}: network and samples are those of a script that calls cputrain.train: run it"
+            f"data.path={OWN_SAMPLES} is for scripts that pass their own network and samples to cputrain.train: run "
+            "that script"
         )
     if data.path == SYNTHETIC:
         classes = recipe.model.classes or SYNTHETIC_CLASSES
@@ -48,16 +49,16 @@ def _source(recipe: Recipe) -> Source:
         command = data.prepare.replace("{path}", shlex.quote(data.path))
         raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
     found = detect(data.path, data.label_column)
-    if len(found.classes) == 1:  # the loss is 0 from the first step on
+    if len(found.classes) == 1:  # the loss would be 0 from the first step on
         raise InputError(
-            f"{found.place} has one class, {text_of(found.classes[0])}, in which nothing can be told apart: name a "
-            "folder whose folders are the classes, two or more"
+            f"{found.place} has only one class, {text_of(found.classes[0])}, but a classifier needs two or more: name "
+            "a folder with one subfolder per class"
         )
     return found
 
 
 def _generated(recipe: Recipe, classes: tuple[str, ...], train: int, val: int) -> Source:
-    """Data that is determined by the recipe's seed: points, or images as large as its largest crop."""
+    """Return a source of data generated from the recipe's seed: points, or images as large as the largest crop."""
 
     def split(count: int, number: int) -> Split:
         def images() -> "Images":
@@ -75,7 +76,7 @@ def _generated(recipe: Recipe, classes: tuple[str, ...], train: int, val: int) -
 
 
 def training_transform(recipe: Recipe, epoch: int) -> "Transform":
-    """The crops and augmentation of the training images in an epoch."""
+    """Return the crop and augmentation of the training images in an epoch."""
     from cputrain.data.pixels import Augmentation, Transform
 
     data, now = recipe.data, settings_at(recipe, epoch)

@@ -1,4 +1,4 @@
-"""The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
+"""Image pipeline from a folder of images to batches of tensors, for any PyTorch training loop on CPUs.
 
     import torch
     from cputrain.data import ImageLoader
@@ -16,8 +16,8 @@
     val = ImageLoader.open("data/photos", split="val", batch_size=8, image_size=64)
     correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
 
-Threads decode ahead: the decoder releases the GIL, and communication libraries do not survive a fork. cputrain's
-trainer uses the same class (training/session.py).
+Threads rather than processes decode ahead, because the decoder releases the GIL and communication libraries do not
+survive a fork. cputrain's trainer uses the same class (training/session.py).
 """
 
 import ctypes
@@ -48,14 +48,14 @@ from cputrain.data.order import BatchSampler, Indices, SequentialSampler, Shuffl
 from cputrain.data.pixels import Decode, Pixels, Transform, choose_decoder, ensure_built
 
 Color = tuple[float, float, float]
-"""A value for each of red, green and blue."""
+"""Red, green and blue values."""
 
 IMAGENET_MEAN: Color = (0.485, 0.456, 0.406)
 IMAGENET_STD: Color = (0.229, 0.224, 0.225)
 
 
 class Normalize:
-    """(x / 255 - mean) / std of each color: in one pass by the library `native`, without it in three by torch."""
+    """Compute (x / 255 - mean) / std per color channel: one pass in the library `native`, or three passes in torch."""
 
     def __init__(self, mean: Color, std: Color, native: Path | None) -> None:
         self._shift = torch.tensor(mean).mul(255)
@@ -72,33 +72,34 @@ class Normalize:
             constants = self._shift.data_ptr(), self._scale.data_ptr()
             self._native(images.data_ptr(), out.data_ptr(), images.numel() // 3, *constants)
         else:
-            for image, square in zip(images, out, strict=True):  # each stays in the cache through its three passes
+            for image, square in zip(images, out, strict=True):  # one by one, so that all three passes hit the cache
                 square.copy_(image).sub_(self._shift).mul_(self._scale)
         return out.permute(0, 3, 1, 2)
 
 
 def choose_normalize(mean: Color, std: Color, decoder: str, env: Mapping[str, str]) -> Normalize:
-    """Native normalization, or torch's where data.decoder is "pillow" or the native library cannot be compiled."""
+    """Return native normalization, or torch's if data.decoder is "pillow" or the native library cannot be compiled."""
     try:
         native = None if decoder == "pillow" else ensure_built(env)
-    except (InputError, RunError):  # choose_decoder has reported it
+    except (InputError, RunError):  # choose_decoder reports the reason
         native = None
     return Normalize(mean, std, native)
 
 
-AHEAD_BYTES = 32 << 20  # of decoded images that wait
-MOST_AHEAD = 8  # batches
-IMAGES_PER_CALL = 8  # decoded by one thread at a time: one call for each image would cost a tenth of decoding it
-OWN_AHEAD = 2  # batches of a user's own samples
+AHEAD_BYTES = 32 << 20  # of images decoded ahead
+MOST_AHEAD = 8  # batches decoded ahead
+IMAGES_PER_CALL = 8  # decoded in one task of a thread; a task per image would cost 10 % of the decoding time
+OWN_AHEAD = 2  # batches of user samples collated ahead
 GRAY = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Images (N, side, side, 3) uint8, labels (N,) int64 and weights (N,) float32, which are 0 for damaged images; or
-    inputs and targets of a user's own samples.
+    """A batch: images (N, side, side, 3) uint8, labels (N,) int64 and weights (N,) float32, 0 for damaged images; or
+    the collated inputs and targets of user samples, with weights of 1.
 
-    `images` may be overwritten when the next batch is taken. `damaged` names the damaged images with their errors.
+    The buffer of `images` may be reused once the next batch is requested. `damaged` lists the damaged images with their
+    errors.
     """
 
     images: Any
@@ -108,13 +109,13 @@ class Batch:
 
 
 DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
-"""Encoded images, their numbers and an (n, side, side, 3) output; returns each image's error, or None."""
+"""Decodes encoded images with these numbers into an (n, side, side, 3) output; returns each image's error, or None."""
 
 
 def decoded_batches(
     images: Images, shares: Iterable[Indices], decode: DecodeImages, *, side: int, threads: int, cpus: tuple[int, ...]
 ) -> Iterator[Batch]:
-    """One batch for each share of image numbers, in order, decoded by `threads` threads on these CPUs (() = anywhere).
+    """Yield one batch per share of image numbers, in order, decoded by `threads` threads bound to `cpus` (()=unbound).
 
     A damaged image is gray and has weight 0. Any other failure in a thread is raised here.
     """
@@ -122,7 +123,7 @@ def decoded_batches(
     free: list[Pixels] = []
 
     def buffer_for(count: int) -> Pixels:
-        """The memory of an earlier batch, which the system need not clear again, or new memory."""
+        """Reuse the memory of an earlier batch, which the kernel need not zero again, or allocate new memory."""
         while free:
             buffer = free.pop()
             if len(buffer) >= count:
@@ -166,7 +167,7 @@ def decoded_batches(
 
 
 def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
-    """Threads on these CPUs (() = anywhere)."""
+    """Create a pool of threads bound to these CPUs (() = unbound)."""
     numbers = count_up()
 
     def bind() -> None:
@@ -177,12 +178,12 @@ def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
 
 
 def batches_ahead(batch_bytes: int) -> int:
-    """How many batches of that size are decoded in advance."""
+    """Return the number of batches of this size to decode ahead."""
     return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
 
 
 def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
-    """Read and decode images into the first places of `out`; each image's error with its name, or None."""
+    """Read and decode images into the start of `out`; return each image's error with its name, or None."""
     numbers = share.tolist()
     encoded, unreadable = [], {}
     for i in numbers:
@@ -190,7 +191,7 @@ def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: P
             encoded.append(images.read(i))
         except OSError as error:
             encoded.append(b"")
-            unreadable[i] = error.strerror or str(error)  # strerror: the path is in the name
+            unreadable[i] = error.strerror or str(error)  # strerror lacks the path, which the image's name has
     problems = decode(encoded, numbers, out[: len(numbers)])
     for k, i in enumerate(numbers):
         if problem := unreadable.get(i) or problems[k]:
@@ -200,14 +201,14 @@ def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: P
 
 
 def own_batch(samples: OwnSamples, numbers: Sequence[int]) -> Batch:
-    """The batch of these samples of a user."""
+    """Collate these user samples into a batch."""
     inputs, targets = samples.collated(numbers)
     return Batch(images=inputs, labels=targets, weights=torch.ones(len(numbers)), damaged=())
 
 
 def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
-    """One batch for each share of a user's samples, in order. A thread on these CPUs makes the next one; what fails in
-    it is raised here."""
+    """Yield one batch per share of user samples, in order. A thread on `cpus` collates ahead; its errors are raised
+    here."""
     with _loader_threads(1, cpus) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
@@ -222,7 +223,7 @@ def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[i
 
 
 def point_batches(points: Points, shares: Iterable[Indices]) -> Iterator[Batch]:
-    """One batch for each share of points: `images` (N, 1) are the x, `labels` (N, 1) the y, both float32."""
+    """Yield one batch per share of points: `images` has x (N, 1), `labels` has y (N, 1), both float32."""
     for share in shares:
         x, y = torch.from_numpy(points.x[share]), torch.from_numpy(points.y[share])
         yield Batch(images=x, labels=y, weights=torch.ones(len(share)), damaged=())
@@ -232,10 +233,10 @@ logger = logging.getLogger(__name__)
 
 
 class ImageLoader:
-    """Batches of one split. Threads read, decode and augment them while the caller computes.
+    """Iterable over the batches of one split. Threads read, decode and augment images while the caller computes.
 
-    `ImageLoader.open` makes one from a folder. It may be iterated any number of times. In memory are a few decoded
-    batches: at most 8, and no more than 32 MiB of them unless two are larger.
+    Create it with `ImageLoader.open`; it can be iterated repeatedly. It keeps at most 8 decoded batches in memory, and
+    at most 32 MiB of them unless two batches are larger.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class ImageLoader:
         cpus: Sequence[int] = (),
         on_error: Literal["skip", "raise"] = "skip",
     ) -> None:
-        """Put a loader together from its parts, as the trainer does."""
+        """Build a loader from its parts, as the trainer does."""
         self.classes = dataset.classes
         self.epoch = 0
         self._images = dataset.splits[split]
@@ -287,25 +288,26 @@ class ImageLoader:
     ) -> "ImageLoader":
         """Open a split of a folder: train/CLASS/* and val/CLASS/*, CLASS/*, Parquet, TFRecords, tar files or shards.
 
-        batch_size, image_size: images in a batch of this rank, and their side in pixels. split: "train", "val", "test".
-        val_fraction: the share of the training images that is drawn for validation, the same for every seed.
-            None: the folder's own validation images, or 0.2 where it has none.
-        shuffle: a new permutation each epoch, and equally many batches on all ranks; otherwise each image is used once,
-            on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
-        drop_last: skip images that do not fill the last batches of all ranks; otherwise an epoch has one batch more,
-            and all are a little smaller. Only with shuffle.
-        augment: crops of random area, shape and place, half of them mirrored; otherwise center crops. None: as shuffle.
-        transform: crop and augmentation in detail, instead of image_size and augment.
-        mean, std: of red, green and blue (0 to 1).
-        seed: of the order and of the crops; the same on all ranks.
-        rank, world_size: None takes those of the launcher (torchrun, srun, mpirun, cputrain launch), else 0 of 1.
-        threads, cpus: how many decode, and where (empty: anywhere). None: one on each loader CPU of the plan that
-            bound this process; without a plan, one anywhere.
-        block_mib: read shards in pieces of so many MiB, for parallel file systems; 0 reads image by image.
-        decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo where it is available.
+        batch_size, image_size: images per batch of this rank, and their side in pixels. split: "train", "val", "test".
+        val_fraction: fraction of the training images to use for validation, the same images for every seed.
+            None: use the folder's validation images, or 0.2 if it has none.
+        shuffle: use a new permutation each epoch, with the same number of batches on all ranks; otherwise use each
+            image once, on one of the ranks, with a smaller last batch if need be. None: shuffle only the split "train".
+        drop_last: skip the images that do not fill a last batch on all ranks; otherwise add one batch to the epoch and
+            make all batches slightly smaller. Only with shuffle.
+        augment: take crops of random area, aspect ratio and position, half of them mirrored; otherwise center crops.
+            None: as shuffle.
+        transform: crop and augmentation in detail, in place of image_size and augment.
+        mean, std: of the red, green and blue channels (0 to 1).
+        seed: for the order and the crops; it must be the same on all ranks.
+        rank, world_size: None takes the launcher's (torchrun, srun, mpirun, cputrain launch), or 0 of 1 without one.
+        threads, cpus: number of decoding threads, and the CPUs to bind them to (empty: unbound). None: one thread per
+            loader CPU of the plan that bound this process; without a plan, one unbound thread.
+        block_mib: read shards in blocks of this many MiB, for parallel file systems; 0 reads image by image.
+        decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo if it is available.
         on_error: "skip" removes damaged images from their batch and logs a warning; "raise" raises RunError.
 
-        Raises InputError where the folder, the split or an argument does not fit.
+        Raises InputError if the folder, the split or an argument is invalid.
         """
         if batch_size < 1 or image_size < 1:
             raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
@@ -332,17 +334,17 @@ class ImageLoader:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from 0, that determines order and augmentation when the loader is iterated next."""
+        """Set the epoch, counted from 0, which determines order and augmentation of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """How many batches an epoch has on this rank."""
+        """Return the number of batches per epoch on this rank."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This epoch's batches: images (N, 3, side, side) float32, normalized, channels-last; labels (N,) int64.
+        """Yield this epoch's batches: images (N, 3, side, side) float32, normalized, channels-last; labels (N,) int64.
 
-        Raises RunError where all images of a batch are damaged, or, with on_error="raise", one of them.
+        Raises RunError if all images of a batch are damaged, or with on_error="raise" if any of them is.
         """
         for batch in self.raw_batches(self.epoch):
             images, labels = batch.images, batch.labels
@@ -356,7 +358,7 @@ class ImageLoader:
             yield self._normalize(images), labels
 
     def raw_batches(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """The batches, as bytes, of the steps from `first` to before `stop` (None: to the end) of an epoch."""
+        """Yield the batches of an epoch's steps [first, stop) as bytes, not normalized; stop=None: to the end."""
         shares = self._sampler.batches(epoch, first, stop)
         images = self._images
         if self._sampler.block_length and isinstance(images, PiecewiseImages) and shares:
@@ -372,9 +374,9 @@ class ImageLoader:
 
 
 def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and world size: those given, or those of the launcher. Raises InputError where they make no sense."""
+    """Return the given rank and world size, or the launcher's. Raises InputError if they are inconsistent."""
     if (rank is None) != (world_size is None):
-        raise InputError("rank and world_size belong together: give both, or none to take the launcher's")
+        raise InputError("rank and world_size belong together: give both, or neither to take the launcher's")
     if rank is None or world_size is None:
         found = discover(env)
         return (found.rank, found.world_size) if found else (0, 1)
@@ -384,7 +386,7 @@ def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -
 
 
 def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
-    """Threads and CPUs for decoding by the plan that bound this process: its loader CPUs, else its compute CPUs."""
+    """Return decoding threads and CPUs from the plan that bound this process: loader CPUs, else compute CPUs."""
     worker = bound_worker(env)
     if worker is None:
         return 1, ()
@@ -394,7 +396,7 @@ def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
 def _shuffled(
     images: Images, batch_size: int, rank: int, world_size: int, seed: int, block_mib: float, *, drop_last: bool
 ) -> ShuffledSampler:
-    """The sampler of a split that is shuffled. Raises InputError where there are too few images."""
+    """Return the sampler of a shuffled split. Raises InputError if it has too few images."""
     global_batch = batch_size * world_size
     steps = len(images) // global_batch
     used = steps * global_batch
@@ -402,7 +404,7 @@ def _shuffled(
         steps, used = steps + 1, len(images)
     if steps == 0 or used // steps < world_size:
         raise InputError(
-            f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {global_batch:,} images, and there are "
+            f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {global_batch:,} images, but there are "
             f"{len(images):,}: use a smaller batch_size"
         )
     return ShuffledSampler(
@@ -417,6 +419,6 @@ def _shuffled(
 
 
 def _transform(image_size: int, *, augment: bool) -> Transform:
-    """The usual crops of ImageNet's training and evaluation."""
+    """Return the usual ImageNet crop for training (`augment`) or evaluation."""
     crop: Literal["random_resized", "center"] = "random_resized" if augment else "center"
     return Transform(image_size=image_size, short_side=round(image_size * 256 / 224), crop=crop)

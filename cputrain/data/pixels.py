@@ -1,6 +1,6 @@
-"""One encoded image -> the pixels of a batch: its crop, decoding by libjpeg-turbo or Pillow, augmentation.
+"""Turn encoded images into the pixels of a batch: crops, decoding by libjpeg-turbo or Pillow, augmentation.
 
-Nothing here knows where images come from or in which order they are used. `native/` is compiled on first use.
+This module does not depend on where images are stored or on their order. `native/` is compiled on first use.
 """
 
 import ctypes
@@ -46,10 +46,10 @@ FUNCTIONS = (
 
 
 class Crop(NamedTuple):
-    """A square to take from an image, all in pixels: a row of the table that pixels.cpp has, whose Crop it is.
+    """Square crop of an image, in pixels. The fields match Crop in pixels.cpp.
 
-    The part of the image of `width` x `height` at (left, top) is scaled to (scaled_width, scaled_height). The crop is
-    the square of `side` pixels in it whose upper left corner is (x, y), mirrored left to right with `flip`.
+    The region of `width` x `height` at (left, top) is scaled to (scaled_width, scaled_height). The crop is the square
+    of `side` pixels in the scaled region whose upper left corner is (x, y), mirrored left to right if `flip` is set.
     """
 
     left: int
@@ -65,13 +65,13 @@ class Crop(NamedTuple):
 
 
 Crops = Callable[[int, int, int], Crop]
-"""An image's place in a batch, its width and height -> the crop to take from it."""
+"""(index of an image in a batch, its width, its height) -> its crop."""
 
 NO_CROP = (0,) * len(Crop._fields)
 
 
 class TurboDecoder:
-    """A decoder of JPEGs that any number of threads may use at once."""
+    """JPEG decoder that any number of threads may use at the same time."""
 
     def __init__(self, library: str, native: Path, table: ctypes.Array[c_void_p]) -> None:
         self.path = library
@@ -86,8 +86,8 @@ class TurboDecoder:
     def decode(self, encoded: Sequence[bytes], crops: Crops, out: NDArray[np.uint8]) -> list[bool]:
         """Decode a crop of each JPEG into its place of `out`, shape (n, side, side, 3).
 
-        Returns False for each image that is no JPEG, damaged, or of a kind that this decoder does not support. The GIL
-        is released while several images are decoded.
+        Returns False for each image that is damaged, is not a JPEG, or is of a kind that this decoder does not support.
+        The GIL is released during decoding.
         """
         count, side = len(encoded), out.shape[1]
         assert out.shape == (count, side, side, 3) and out.flags.c_contiguous
@@ -108,7 +108,7 @@ class TurboDecoder:
 
 
 class _Handle:
-    """A thread's own decoder and its buffers."""
+    """Decoder handle and buffers of one thread."""
 
     def __init__(self, native: ctypes.CDLL, table: ctypes.Array[c_void_p]) -> None:
         self._close = native.pixels_close
@@ -119,9 +119,9 @@ class _Handle:
 
 
 def load(env: Mapping[str, str]) -> TurboDecoder:
-    """The decoder, compiled if that is not done.
+    """Load the decoder, compiling it if necessary.
 
-    Raises InputError where libjpeg-turbo 3 or a compiler is missing, RunError where the compiler fails.
+    Raises InputError if libjpeg-turbo 3 or a compiler is missing, RunError if the compiler fails.
     """
     library = find_library()
     turbo = ctypes.CDLL(library)
@@ -130,12 +130,12 @@ def load(env: Mapping[str, str]) -> TurboDecoder:
 
 
 def ensure_built(env: Mapping[str, str]) -> Path:
-    """The compiled native library. Raises InputError or RunError as ensure_compiled does."""
+    """Return the path of the compiled native library. Raises InputError or RunError as ensure_compiled does."""
     return ensure_compiled(EXTENSION, built_path(env), env)
 
 
 def find_library() -> str:
-    """libturbojpeg of release 3 or later: that of the PyPI package turbojpeg, or the system's. Raises InputError."""
+    """Return the path of libturbojpeg 3 or later, from the PyPI package turbojpeg or the system. Raises InputError."""
     packaged = next((str(path) for path in _packaged() if _has_all_functions(str(path))), None)
     if packaged:
         return packaged
@@ -143,7 +143,7 @@ def find_library() -> str:
     if system and _has_all_functions(system):
         return system
     found = f"{system} is older" if system else "none was found"
-    raise InputError(f"data.decoder=turbo: libjpeg-turbo 3 is needed, {found}: pip install 'cputrain[turbo]'")
+    raise InputError(f"data.decoder=turbo needs libjpeg-turbo 3, but {found}: pip install 'cputrain[turbo]'")
 
 
 def _has_all_functions(library: str) -> bool:
@@ -155,7 +155,7 @@ def _has_all_functions(library: str) -> bool:
 
 
 def _packaged() -> list[Path]:
-    """The libraries in the PyPI package turbojpeg."""
+    """Return the libraries in the PyPI package turbojpeg."""
     try:
         files = metadata.files("turbojpeg") or []
     except metadata.PackageNotFoundError:
@@ -164,8 +164,8 @@ def _packaged() -> list[Path]:
 
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
-    """The tokens that compile the native library."""
-    # No contraction: multiplying and adding are rounded each, as where the processor has no fused form.
+    """Return the command that compiles the native library."""
+    # Without contraction, results are the same on processors with and without fused multiply-add.
     return (cxx, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", str(SOURCES[0]), "-o", str(output))
 
 
@@ -178,20 +178,21 @@ EXTENSION = NativeExtension(
 
 
 def built_path(env: Mapping[str, str]) -> Path:
-    """Where the compiled library lies: the name depends on the sources and the machine's architecture."""
+    """Return the path of the compiled library, which depends on the sources and the machine's architecture."""
     parts = (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"pixels-{platform.machine()}-{key}" / "pixels.so"
 
 
 Pixels = NDArray[np.uint8]
-"""RGB values, shape (side, side, 3), or (n, side, side, 3) of several crops."""
+"""RGB values, shape (side, side, 3), or (n, side, side, 3) for n crops."""
 
 Decode = Callable[[Sequence[bytes], Crops, Pixels], list[str | None]]
-"""Encoded images, their crops and an (n, side, side, 3) output; returns each image's error, or None."""
+"""Decodes crops of encoded images into an (n, side, side, 3) output; returns each image's error, or None."""
 
-MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # Pillow's name for the bytes of a file
-# All that Pillow raises on files that are no image, or damaged: RuntimeError by AVIF and DDS, AttributeError by SPIDER.
+MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # how Pillow's messages name a file in memory
+# What Pillow raises for damaged files and files that are not images: RuntimeError for AVIF and DDS, AttributeError for
+# SPIDER.
 DAMAGE = (
     *(
         OSError,
@@ -209,7 +210,7 @@ DAMAGE = (
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 
-# Formats that Pillow does not read, by a file's first bytes; phones and downloads give them names in .jpg, too.
+# Signatures of formats that Pillow does not read; phones and downloads also name such files .jpg.
 NOT_READ = {
     "HEIC": rb"....ftyp(hei|hev|mif1|msf1)",
     "JPEG XL": rb"\xff\x0a|....JXL ",
@@ -221,20 +222,20 @@ MOST_START = 1024  # bytes
 
 
 def cause_of(data: bytes, error: Exception) -> str:
-    """Why the image in these bytes cannot be decoded, which the decoder said by this error."""
+    """Return why the image in these bytes cannot be decoded; `error` is what the decoder raised."""
     if not data:
-        return "it is empty"
+        return "the file is empty"
     start = data[:MOST_START]
     form = next((name for name, pattern in NOT_READ.items() if re.match(pattern, start, re.DOTALL)), None)
     if form:
-        return f"it is {form} by its bytes, which is not read: convert it to JPEG or PNG"
+        return f"the file is {form}, which is not supported; convert it to JPEG or PNG"
     return stand_in(data) or MEMORY.sub("", str(error))
 
 
 def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]:
-    """The decoder for data.decoder=`requested` ("auto", "turbo" or "pillow"), and its description with the reason.
+    """Return the decoder for data.decoder=`requested` ("auto", "turbo" or "pillow"), and a description of it.
 
-    Raises InputError or RunError where "turbo" is requested and not available.
+    Raises InputError or RunError if "turbo" is requested but not available.
     """
     if requested == "pillow":
         return decode_by_pillow, "Pillow: data.decoder=pillow"
@@ -247,19 +248,19 @@ def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]
 
     def decode(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
         done = fast.decode(encoded, crops, out)
-        # What libjpeg-turbo leaves is another format, a rare kind of JPEG, or damaged: Pillow decides.
-        return [None if ok else _error_of(encoded, place, crops, out) for place, ok in enumerate(done)]
+        # The rest may be another format, a rare kind of JPEG, or damaged; Pillow decodes it or reports the error.
+        return [None if ok else _decode_one(encoded, place, crops, out) for place, ok in enumerate(done)]
 
     return decode, f"libjpeg-turbo: {fast.path}"
 
 
 def decode_by_pillow(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
-    """Decode all images, of any format, with Pillow."""
-    return [_error_of(encoded, place, crops, out) for place in range(len(encoded))]
+    """Decode images of any format with Pillow."""
+    return [_decode_one(encoded, place, crops, out) for place in range(len(encoded))]
 
 
-def _error_of(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
-    """Decode one of the images with Pillow into its place; its error, or None."""
+def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
+    """Decode one of the images with Pillow into its place of `out`; return its error, or None."""
     try:
         with _open(encoded[place]) as image:
             crop = crops(place, image.width, image.height)
@@ -274,45 +275,45 @@ def _error_of(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -
 
 
 def _open(data: bytes) -> Image.Image:
-    """The decoded image as RGB, or as gray, which is cheaper to scale before it is made RGB."""
+    """Return the decoded image as RGB or gray; gray is cheaper to scale before it is converted to RGB."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of odd metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # Pillow warns about odd metadata, which does not affect the pixels
         return bytes_of_pixels(Image.open(io.BytesIO(data)))
 
 
 def bytes_of_pixels(image: Image.Image) -> Image.Image:
-    """The image in 8 bits, as gray or as RGB: of deeper gray the upper 8 bits, as Pillow itself has of deeper colors.
+    """Convert the image to 8-bit gray or RGB. Deeper gray keeps its upper 8 bits, as deeper color does in Pillow.
 
-    Raises ValueError for gray in 32 bits, signed or floating-point numbers, whose black and white are unknown.
+    Raises ValueError for 32-bit, signed or floating-point gray, whose black and white are unknown.
     """
     if image.mode in ("RGB", "L"):
         return image
     if not image.mode.startswith(("I", "F")):
         return image.convert("RGB")
-    # Mode I is of 32 bits, but where a file has 16 that Pillow, or its earlier releases, widen.
+    # Mode I has 32 bits, except for 16-bit files that Pillow, or its earlier releases, widen to it.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
-        raise ValueError("gray in 32-bit, signed or floating-point numbers has no known white: convert it to 8 bits")
-    tags = getattr(image, "tag_v2", {})  # of TIFF
+        raise ValueError("32-bit, signed or floating-point gray has no known white: convert it to 8 bits")
+    tags = getattr(image, "tag_v2", {})  # TIFF only
     depth = tags.get(BITS_PER_SAMPLE, (16,))[0]
     gray = (np.asarray(image) >> (depth - 8)).astype(np.uint8)
     return Image.fromarray(255 - gray if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else gray)
 
 
-# ImageNet's principal components of red, green, blue (0 to 1) and their standard deviations, as Krizhevsky et al. 2012,
-# 4.1 have them used; the figures are those of fb.resnet.torch and of Intel Caffe's data layers.
+# Principal components of ImageNet's red, green and blue (0 to 1) and their standard deviations, for the color noise of
+# Krizhevsky et al. 2012, 4.1. fb.resnet.torch and Intel Caffe's data layers use the same values.
 DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
 COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
-FILL = (124, 116, 104)  # ImageNet's mean: the color of what lies outside the image
+FILL = (124, 116, 104)  # ImageNet's mean color, for pixels outside the image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """How far a training image may be changed at random; 0 leaves a property as it is.
+    """Ranges of the random changes to a training image; 0 turns a change off.
 
-    `rotate`: by up to this share of a full turn, either way. `zoom`: scaled by a factor of 1 +- zoom. `shift`: moved by
-    up to this share of the side in x and y. `brightness`, `contrast`, `saturation`: multiplied by a factor of 1 +- the
-    value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1). `randaugment`:
-    how many of RandAugment's operations, of strength `randaugment_magnitude` (0 to 30), are applied after that.
+    `rotate`: by up to this fraction of a full turn, in both directions. `zoom`: scale by a factor of 1 +- zoom.
+    `shift`: by up to this fraction of the side in x and y. `brightness`, `contrast`, `saturation`: multiply by a factor
+    of 1 +- the value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1).
+    `randaugment`: number of RandAugment operations of strength `randaugment_magnitude` (0 to 30), applied last.
     """
 
     rotate: float = 0.0
@@ -326,7 +327,7 @@ class Augmentation:
     randaugment_magnitude: int = 9
 
     def __bool__(self) -> bool:
-        """Whether any property is changed."""
+        """Return whether any change is on."""
         return any(astuple(replace(self, randaugment_magnitude=0)))
 
 
@@ -353,9 +354,9 @@ def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) 
 
 
 def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image.Image:
-    """The image rotated about its center, scaled and moved, bilinear.
+    """Rotate the image about its center, scale and shift it, with bilinear interpolation.
 
-    Pillow takes the inverse transform, from new places to old ones.
+    Pillow takes the inverse transform, from new to old positions.
     """
     angle = 2 * math.pi * rng.uniform(-augmentation.rotate, augmentation.rotate)
     scale = rng.uniform(1 - augmentation.zoom, 1 + augmentation.zoom)
@@ -367,15 +368,15 @@ def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image
     return image.transform(image.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR, fillcolor=FILL)
 
 
-MOST = 31  # strengths of RandAugment, of which 0 to 30 are used
+MOST = 31  # number of RandAugment's strengths, 0 to 30
 
 
 def randaugment(pixels: NDArray[np.uint8], operations: int, magnitude: int, rng: Random) -> None:
-    """Apply that many of RandAugment's operations (Cubuk et al. 2020) of strength `magnitude` (0 to 30) to (side, side,
-    3) bytes, in place.
+    """Apply this number of RandAugment operations (Cubuk et al. 2020) of strength `magnitude` (0 to 30), in place, to
+    (side, side, 3) bytes.
 
-    torchvision's own transform draws from torch's global generator, which the threads of a loader share: a training
-    that is resumed would see other images.
+    torchvision's RandAugment draws from torch's global generator, which all threads of a loader share, so a resumed
+    training would see different images.
     """
     transform = _torchvision_randaugment()
     image = Image.fromarray(pixels)
@@ -394,23 +395,23 @@ def randaugment(pixels: NDArray[np.uint8], operations: int, magnitude: int, rng:
 
 @lru_cache
 def _torchvision_randaugment() -> Any:
-    from cputrain.models.vision import import_torchvision  # torch: only where it is used
+    from cputrain.models.vision import import_torchvision  # imports torch, which only RandAugment needs
 
     return import_torchvision("transforms.v2").RandAugment(fill=list(FILL))
 
 
 NONE = Augmentation()
 CROP, AUGMENT = 0, 1  # independent random streams of an image
-CROP_TRIES = 10  # Szegedy et al. 2014 by way of torchvision: then the largest allowed center crop
+CROP_TRIES = 10  # as in torchvision; after that, take the largest allowed center crop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
-    """How an image becomes a square of image_size x image_size pixels.
+    """Crop and augmentation that turn an image into a square of image_size x image_size pixels.
 
     `crop`: "random_resized" (a box of random area and aspect ratio, scaled; Szegedy et al. 2014), "random" (a square at
-    a random place of the image whose short side is scaled to `short_side`, or to `image_size` where that is larger;
-    Krizhevsky et al. 2012) or "center" (the middle of that image, never mirrored).
+    a random position, after scaling the short side to `short_side`, or to `image_size` if that is larger; Krizhevsky et
+    al. 2012) or "center" (the center of the image scaled in the same way, never mirrored).
     `min_area` and `max_aspect` bound the random boxes; `flip` mirrors half of the random crops.
     """
 
@@ -423,8 +424,8 @@ class Transform:
     augmentation: Augmentation = NONE
 
     def crops(self, numbers: Sequence[int] = (), seed: int = 0, epoch: int = 0) -> Crops:
-        """The crops of the images with these numbers, as a training with this seed has them in this epoch, from 0;
-        center crops depend on none of them."""
+        """Return the crops of the images with these numbers, for a training with this seed in this epoch, counted from
+        0; center crops depend on none of these."""
 
         def crop(place: int, width: int, height: int) -> Crop:
             side = self.image_size
@@ -445,7 +446,7 @@ class Transform:
     def augment(
         self, numbers: Sequence[int], pixels: Pixels, problems: Sequence[str | None], seed: int, epoch: int
     ) -> None:
-        """Augment (n, image_size, image_size, 3) pixels in place, except those of images that have a problem."""
+        """Augment (n, image_size, image_size, 3) pixels in place, except for images with a problem."""
         if self.augmentation:
             for number, square, problem in zip(numbers, pixels, problems, strict=True):
                 if problem is None:
@@ -453,15 +454,15 @@ class Transform:
 
 
 def center_crop(short_side: int, side: int) -> Crops:
-    """The center squares of images whose short side is scaled to `short_side`: torchvision's Resize, CenterCrop."""
+    """Return center crops of images whose short side is scaled to `short_side`: torchvision's Resize, CenterCrop."""
     return Transform(image_size=side, short_side=short_side).crops()
 
 
 def random_box(
     width: int, height: int, rng: Random, *, min_area: float, max_aspect: float
 ) -> tuple[int, int, int, int]:
-    """Left, top, width and height of a part of an image: area uniform in [min_area, 1] of the image's, aspect ratio
-    log-uniform, place uniform."""
+    """Return left, top, width and height of a random box in an image: area uniform in [min_area, 1] of the image's,
+    aspect ratio log-uniform, position uniform."""
     log_aspect = math.log(max_aspect)
     for _ in range(CROP_TRIES):
         area = width * height * rng.uniform(min_area, 1)

@@ -1,4 +1,4 @@
-"""`cputrain prepare`: images of any source -> shuffled shards with an index; and checking and showing prepared data."""
+"""`cputrain prepare`: pack images of any source into shuffled shards with an index; check and show prepared data."""
 
 import io
 import json
@@ -41,9 +41,9 @@ SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a data set is packed.
+    """Options of packing a data set.
 
-    `quality` is that of JPEGs written anew; None keeps the files as they are (but TFRecords get only gray and RGB
+    `quality` is the quality of re-encoded JPEGs; None keeps the files unchanged (but TFRecords get only gray and RGB
     JPEGs).
     """
 
@@ -60,19 +60,19 @@ class Options:
     format: str = "tar"
 
 
-NEARLY_LOSSLESS = 100  # the JPEG quality that TensorFlow's ImageNet scripts convert PNG and CMYK files with
+NEARLY_LOSSLESS = 100  # the JPEG quality to which TensorFlow's ImageNet scripts convert PNG and CMYK files
 JPEG_END = b"\xff\xd9"
 EXIF_ORIENTATION = 0x0112
-JPEG_START = b"\xff\xd8\xff"  # also of what Pillow calls MPO: photos with a preview or a second picture behind them
-SUFFIXES = {"TIFF": ".tif", "JPEG2000": ".jp2"}  # others are the format's name
+JPEG_START = b"\xff\xd8\xff"  # of MPO files, too: photos followed by a preview or a second picture
+SUFFIXES = {"TIFF": ".tif", "JPEG2000": ".jp2"}  # for other formats: the format's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """An image as it is stored in a shard: its bytes, the suffix of its real format, width and height in pixels.
+    """Image as stored in a shard: its bytes, the suffix of its actual format, width and height in pixels.
 
-    `unusual` lists properties: "gray", "16 bits", "cmyk", "no jpeg", "exif rotation" (ignored, as torchvision does),
-    "no end marker".
+    `unusual` lists its unusual properties: "gray", "16 bits", "cmyk", "no jpeg", "exif rotation" (ignored, as in
+    torchvision), "no end marker".
     """
 
     data: bytes
@@ -83,13 +83,13 @@ class Encoded:
 
 
 class ImageError(Exception):
-    """An image cannot be decoded: the cause."""
+    """The image cannot be decoded; the message is the cause."""
 
 
 def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
-    """The image for a shard: unchanged with quality None, else a JPEG of that quality and at most that short side.
+    """Return the image for a shard: unchanged if quality is None, else a JPEG of that quality and at most short_side.
 
-    With `jpeg_only` images that are not gray or RGB JPEGs are converted even with quality None. Raises ImageError.
+    With `jpeg_only`, images other than gray or RGB JPEGs are converted even if quality is None. Raises ImageError.
     """
     if quality is not None:
         return reencode(data, short_side=short_side, quality=quality)
@@ -100,10 +100,10 @@ def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_onl
 
 
 def inspect(data: bytes) -> Encoded:
-    """The image unchanged. It is decoded only where its end marker is missing or it is no JPEG. Raises ImageError."""
+    """Return the image unchanged. It is decoded only if it is not a JPEG or lacks its end marker. Raises ImageError."""
     try:
         with _open(data) as image:
-            unusual = _oddities(image, data)
+            unusual = _unusual_properties(image, data)
             if "no end marker" in unusual or "no jpeg" in unusual:
                 bytes_of_pixels(image).load()
             name = image.format or ""
@@ -114,18 +114,19 @@ def inspect(data: bytes) -> Encoded:
 
 
 def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
-    """The image as a JPEG (4:2:0, or gray if it is gray), its short side at most `short_side`. Raises ImageError."""
+    """Return the image as a JPEG (4:2:0, or gray if it is gray), its short side at most `short_side`. Raises
+    ImageError."""
     try:
         with _open(data) as image:
-            unusual = _oddities(image, data)
+            unusual = _unusual_properties(image, data)
             pixels = bytes_of_pixels(image)
             short = min(pixels.size)
             if short_side is not None and short > short_side:
                 size = (round(pixels.width * short_side / short), round(pixels.height * short_side / short))
                 pixels = pixels.resize(size, Image.Resampling.BICUBIC)
             out = io.BytesIO()
-            # Optimized tables: 4 % smaller files for a little time now. A restart marker after each row of blocks: 1 %
-            # larger, but a part of the image can be decoded without the rows above it.
+            # Optimized tables make the files 4 % smaller. A restart marker after each row of blocks makes them 1 %
+            # larger, but lets the decoder skip the rows above a crop.
             pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_rows=1)
     except DAMAGE as error:
         raise ImageError(cause_of(data, error)) from None
@@ -134,11 +135,11 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
 
 def _open(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of unusual metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # about unusual metadata, which does not affect the pixels
         return Image.open(io.BytesIO(data))
 
 
-def _oddities(image: Image.Image, data: bytes) -> tuple[str, ...]:
+def _unusual_properties(image: Image.Image, data: bytes) -> tuple[str, ...]:
     is_jpeg = data.startswith(JPEG_START)
     found = {
         "no jpeg": not is_jpeg,
@@ -152,7 +153,7 @@ def _oddities(image: Image.Image, data: bytes) -> tuple[str, ...]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's orientation; 0 where there is none, or it cannot be read."""
+    """Return the EXIF orientation; 0 if it is missing or cannot be read."""
     try:
         value = image.getexif().get(EXIF_ORIENTATION, 0)
     except DAMAGE:
@@ -162,7 +163,7 @@ def _orientation(image: Image.Image) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """An image to write, with its name in the source; `label` counts from 0."""
+    """Image to write, with its class and its name in the source; `label` counts from 0."""
 
     image: Encoded
     label: int
@@ -172,11 +173,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFormat:
-    """How the samples of a shard follow one another.
+    """Layout of the samples in a shard.
 
-    `pack`: the number of a sample in its split, and the sample -> its bytes, and the offset of the image in them.
-    `end`: the length of all samples -> what follows the last one. `problem`: the file, a sample's number, the offset
-    and length of its image, and where the image before it ends (0: there is none) -> what is wrong around the image.
+    `pack`: (number of the sample in its split, sample) -> its bytes, and the offset of the image in them.
+    `end`: total length of the samples -> the bytes that follow the last one. `problem`: (file, number of the sample,
+    offset and length of its image, end of the previous image or 0) -> what is wrong around the image, or None.
     """
 
     pack: Callable[[int, Sample], tuple[bytes, int]]
@@ -203,10 +204,10 @@ SHARD_FORMATS = {
 }
 
 
-OVERHEAD = 2048  # bytes of a sample in a tar beside its image: two headers, padding, the label; fewer in a TFRecord
-SAMPLED = 64  # images that are re-encoded to estimate the size of the shards
+OVERHEAD = 2048  # bytes per sample of a tar besides its image: two headers, padding, the label; fewer in a TFRecord
+SAMPLED = 64  # images to re-encode for an estimate of the shards' size
 OPTIONS = "options.json"
-AHEAD = 256  # images that threads encode in advance
+AHEAD = 256  # images that threads encode ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,19 +229,18 @@ def prepare(
     threads: int | None = None,
     on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Pack all splits into shards, each in one random permutation; images that cannot be read are skipped and named.
+    """Pack each split into shards in random order; skip images that cannot be read and list them in the manifest.
 
-    `out` is complete or absent. Unfinished work is kept beside it, in .OUT.partial, and continued when prepare is
-    called again with the same options; a complete `out` with the same options is left as it is. `on_image` is called
-    after each image. Returns the manifest's splits. Raises InputError where `out` is anything else, or the disk is too
-    small.
+    `out` is complete or absent. Unfinished work is kept next to it, in .OUT.partial, and resumed by a call with the
+    same options; a complete `out` with the same options is left unchanged. `on_image` is called after each image.
+    Returns the manifest's splits. Raises InputError if `out` is anything else, or the disk is too small.
     """
     requested = asdict(options)
     if out.exists():
         manifest = read_manifest(out) if (out / MANIFEST).is_file() else None
         if manifest is None or {**asdict(Options(kind="", source="")), **manifest["options"]} != requested:
             raise InputError(
-                f"{out} already exists, and was not made with this source and these options: remove it, or prepare "
+                f"{out} already exists, but was made from another source or with other options: remove it, or prepare "
                 "into another folder"
             )
         complete: dict[str, dict[str, Any]] = manifest["splits"]
@@ -263,7 +263,7 @@ def prepare(
 
 
 def _unfinished(out: Path, requested: dict[str, Any]) -> Path:
-    """The folder .OUT.partial, emptied where it was begun with other options."""
+    """Return the folder .OUT.partial, emptied if it was begun with other options."""
     partial_out = out.with_name(f".{out.name}.partial")
     try:
         begun_with = json.loads((partial_out / OPTIONS).read_text(encoding="utf-8"))
@@ -276,13 +276,13 @@ def _unfinished(out: Path, requested: dict[str, Any]) -> Path:
 
 
 def _check_space(folder: Path, needed: float) -> None:
-    """Raise InputError where the disk has no room for `needed` bytes, including those already written."""
+    """Raise InputError if the disk has no room for `needed` bytes, including those already written."""
     written = sum(path.stat().st_size for path in folder.iterdir())
     free = shutil.disk_usage(folder).free
     if needed - written > free:
         raise InputError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, the shards need about {needed / 1e9:.1f}: free some space, "
-            "or prepare elsewhere"
+            f"{folder.parent} has {free / 1e9:.1f} GB free, but the shards need about {needed / 1e9:.1f} GB: free some "
+            "space, or prepare into another folder"
         )
 
 
@@ -291,7 +291,7 @@ def _bytes(images: Images) -> int:
 
 
 def _size_factor(split: Split) -> float:
-    """Bytes of a shard per byte of the source, estimated from a sample."""
+    """Estimate the bytes of the shards per byte of the source from a sample of images."""
     images, options = split.images, split.options
     if options.quality is None:
         return 1.0
@@ -305,14 +305,14 @@ def _size_factor(split: Split) -> float:
 
 
 def _sample(split: Split, i: int) -> Sample | str:
-    """An image for a shard, or a line that names it and why it cannot be read."""
+    """Return an image for a shard, or a line with its name and why it cannot be read."""
     options, label, name = split.options, int(split.labels[i]), split.images.name(i)
     try:
         image = encode(
             split.images.read(i),
             short_side=options.short_side,
             quality=options.quality,
-            jpeg_only=options.format == "tfrecord",  # its readers call decode_jpeg
+            jpeg_only=options.format == "tfrecord",  # TensorFlow's readers call decode_jpeg
         )
     except (ImageError, OSError) as error:
         return f"{name}: {error}"
@@ -322,7 +322,7 @@ def _sample(split: Split, i: int) -> Sample | str:
 def _write_split(
     pool: ThreadPoolExecutor, folder: Path, split: Split, factor: float, on_image: Callable[[], object]
 ) -> dict[str, Any]:
-    """Write a split's index and those shards that do not exist yet; returns the manifest's entry."""
+    """Write a split's missing shards and its index; return the manifest's entry."""
     options = split.options
     order = epoch_order(len(split.images), options.seed, 0)
     count = options.shards or max(1, round(_bytes(split.images) * factor / options.shard_bytes))
@@ -343,8 +343,8 @@ def _write_split(
     records = [tuple(record) for shard in shards for record in shard["records"]]
     if not records:
         for receipt in receipts:
-            receipt.unlink()  # once the images are repaired, they are read again
-        raise InputError(f"{split.name}: not one image can be read: {shards[0]['damaged'][0]}")
+            receipt.unlink()  # so that the images are read again after a repair
+        raise InputError(f"no image of the {split.name} split can be read, such as {shards[0]['damaged'][0]}")
     index = np.array(records, dtype=RECORD)
     write_with(index_path(folder, split.name), lambda file: np.save(file, index))
     for receipt in receipts:
@@ -367,7 +367,7 @@ def _write_split(
 def _write_shard(
     path: Path, receipt: Path, number: int, shard_format: ShardFormat, samples: Iterator[Sample | str], first_key: int
 ) -> None:
-    """Write a shard, then its receipt: a file that exists only beside a complete shard, with the shard's records."""
+    """Write a shard, then its receipt: a file with the shard's records that exists only if the shard is complete."""
     unusual: Counter[str] = Counter()
     damaged: list[str] = []
     records: list[tuple[int, ...]] = []  # rows of RECORD
@@ -396,7 +396,7 @@ def _write_shard(
 def _samples(
     pool: ThreadPoolExecutor, split: Split, part: Indices, on_image: Callable[[], object]
 ) -> Iterator[Sample | str]:
-    """The samples of a shard in order, made by all threads up to AHEAD images in advance."""
+    """Yield the samples of a shard in order; the threads encode up to AHEAD images ahead."""
     waiting: deque[Future[Sample | str]] = deque()
     for i in part.tolist():
         waiting.append(pool.submit(_sample, split, i))
@@ -409,9 +409,9 @@ def _samples(
 
 
 def problems(folder: Path, split: str) -> Iterator[str | None]:
-    """The problem of each sample of a split, in order, or None.
+    """Yield the problem of each sample of a split, or None, in order.
 
-    Raises InputError where the index or a shard is missing or has another size.
+    Raises InputError if the index or a shard is missing or has the wrong size.
     """
     manifest = read_manifest(folder)
     shard_format, classes = SHARD_FORMATS[shard_format_of(manifest)], len(manifest["classes"])
@@ -439,11 +439,11 @@ GRAY = 200
 PLAIN = Transform(image_size=SIDE, short_side=SIDE)
 
 Squares = Callable[[int], tuple[Pixels, str | None]]
-"""The number of an image -> its square, (side, side, 3), and what is wrong with it."""
+"""Image number -> its square, (side, side, 3), and its error or None."""
 
 
 def transformed(images: Images, decode: Decode, transform: Transform, *, seed: int = 1, epoch: int = 0) -> Squares:
-    """The squares that a transform makes of images; as in a training with this seed, in this epoch, counted from 0."""
+    """Return the squares that a transform makes in a training with this seed in this epoch, counted from 0."""
 
     def square(i: int) -> tuple[Pixels, str | None]:
         pixels = np.empty((1, transform.image_size, transform.image_size, 3), dtype=np.uint8)
@@ -461,8 +461,8 @@ def transformed(images: Images, decode: Decode, transform: Transform, *, seed: i
 def contact_sheet(
     images: Images, classes: tuple[str, ...], squares: Squares, *, count: int, side: int = SIDE, columns: int = 8
 ) -> Image.Image:
-    """The squares of the first `count` images, in rows, each `side` pixels wide or MOST_SIDE at most; a damaged image
-    is a gray square."""
+    """Draw the squares of the first `count` images in rows, each `side` pixels wide but at most MOST_SIDE; a damaged
+    image is a gray square."""
     shown = min(count, len(images))
     labels = images.labels
     side = min(side, MOST_SIDE)

@@ -1,4 +1,4 @@
-"""Raw data sets that prepare reads: ImageNet's tars, MNIST's idx files, Caltech-256, torchvision's, folders, tables."""
+"""Sources of `cputrain prepare`: ImageNet's tars, MNIST's idx files, Caltech-256, torchvision's, folders, tables."""
 
 import gzip
 import io
@@ -29,13 +29,13 @@ ARCHIVE = "256_ObjectCategories.tar"
 
 
 def read_caltech256(root: Path) -> Source:
-    """Classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
+    """Read the classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
     source = root / ARCHIVE if (root / ARCHIVE).is_file() else root
     if not source.is_file():
         inner = source / Path(ARCHIVE).stem
         folder = inner if inner.is_dir() else source
         if not folder.is_dir():
-            raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
+            raise InputError(f"{folder} does not exist: name a folder with one subfolder per class")
         names = tuple(sorted(map(text_of, class_folders(folder).values())))
         listing = list_images(folder, names, every_class=True)
         notes = tuple(notes_of(folder, listing))
@@ -51,7 +51,7 @@ def read_caltech256(root: Path) -> Source:
 def _members(
     archive: Path, found: Sequence[tuple[str, int, int]], named: Sequence[str], classes: Sequence[str]
 ) -> FileParts:
-    """The images of an archive: name, offset and length of each member, and its class."""
+    """Return the images of an archive, from the name, offset and length of each member, and its class."""
     label = {name: number for number, name in enumerate(classes)}
     places = [(0, offset, length) for _, offset, length in found]
     return FileParts([archive], places, [label[name] for name in named], [name for name, _, _ in found])
@@ -63,22 +63,22 @@ MAX_VALUES = 1 << 32
 
 
 class ArrayImages(LabeledImages):
-    """Gray images in an array, (n, height, width) uint8, encoded as PNGs when they are read."""
+    """Gray images in an array, (n, height, width) uint8, encoded as PNGs on reading."""
 
     def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.uint8], path: Path) -> None:
         self._pixels, self._path = pixels, path
         self._labels = labels.astype(np.int64)
 
     def read(self, i: int) -> bytes:
-        """Image i as a gray PNG."""
+        """Return image i as a gray PNG."""
         return _png(Image.fromarray(self._pixels[i]))
 
     def size(self, i: int) -> int:
-        """The image's pixels, one byte each."""
+        """Return the number of pixels, one byte each."""
         return int(self._pixels[i].size)
 
     def name(self, i: int) -> str:
-        """The file and the image's number in it."""
+        """Return the file and the image's number in it."""
         return f"{self._path}:{i}"
 
 
@@ -89,7 +89,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def read_mnist(source: Path) -> Source:
-    """Open a folder with the four files. Raises InputError that names the one that is missing or wrong."""
+    """Open a folder with MNIST's four files. Raises InputError if one is missing or invalid."""
     splits = {}
     for split, (images, labels) in FILES.items():
         path = _find(source, f"{images}-idx3-ubyte")
@@ -103,9 +103,9 @@ def read_mnist(source: Path) -> Source:
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """The array of an idx file: two zero bytes, type, dimensions, their sizes as big-endian words, the values.
+    """Read the array of an idx file: two zero bytes, type, dimensions, their sizes as big-endian words, the values.
 
-    Raises InputError on any other file.
+    Raises InputError for any other file.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -142,10 +142,10 @@ TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 
 
 def read_imagenet(source: Path) -> Source:
-    """A folder that contains both archives and the labels of the validation images, where `flat_labels` finds them; or
-    the image folder that they are usually unpacked to.
+    """Open a folder with both archives and the labels of the validation images, wherever `flat_labels` finds them; or
+    the image folder to which they are usually unpacked.
 
-    Raises InputError that names what is missing or wrong.
+    Raises InputError if something is missing or invalid.
     """
     if not (source / TRAIN).exists():
         return read_folder(source)
@@ -160,15 +160,15 @@ def read_imagenet(source: Path) -> Source:
 
 
 def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
-    """Classes and images of the training archive: members n01440764.tar, ..., one for each class."""
+    """Return classes and images of the training archive, which has one member per class: n01440764.tar, ..."""
     found: list[tuple[str, int, int]] = []
     for inner, start, _ in members(archive, 0):
         synset = Path(inner).stem
         if not SYNSET.fullmatch(synset):
-            raise InputError(f"{archive}: member {inner!r} is not SYNSET.tar: is it ImageNet's training archive?")
+            raise InputError(f"{archive} has member {inner!r}, not SYNSET.tar: is it ImageNet's training archive?")
         images = [(f"{synset}/{name}", offset, length) for name, offset, length in members(archive, start)]
         if not images:
-            raise InputError(f"{archive}: {inner} contains no image: is the download complete?")
+            raise InputError(f"{inner} in {archive} contains no image: is the download complete?")
         found += images
     if not found:
         raise InputError(f"{archive} contains no image")
@@ -178,7 +178,7 @@ def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
 
 
 class TorchvisionImages(LabeledImages):
-    """A torchvision data set, whose images are encoded as PNGs when they are read."""
+    """A torchvision data set, whose images are encoded as PNGs on reading."""
 
     def __init__(self, items: Any, name: str) -> None:
         self._items, self._name = items, name
@@ -188,42 +188,42 @@ class TorchvisionImages(LabeledImages):
         self._typical = len(self.read(0))
 
     def read(self, i: int) -> bytes:
-        """Image i as a PNG."""
+        """Return image i as a PNG."""
         return _png(self._items[i][0])
 
     def size(self, i: int) -> int:
-        """The first image's size: the others' are known only when they are encoded."""
+        """Return the first image's size as an estimate: sizes are known only after encoding."""
         return self._typical
 
     def name(self, i: int) -> str:
-        """The data set and the image's number in it."""
+        """Return the data set and the image's number in it."""
         return f"{self._name}:{i}"
 
 
 def read_torchvision(name: str, root: Path) -> Source:
-    """Open torchvision.datasets.NAME, whose files are in `root`, or are downloaded to it.
+    """Open torchvision.datasets.NAME, whose files are in `root` or are downloaded to it.
 
-    Raises InputError where there is no such data set for classification, or it cannot be opened.
+    Raises InputError if torchvision has no such classification data set, or it cannot be opened.
     """
-    from cputrain.models.vision import import_torchvision  # torch: only where it is needed
+    from cputrain.models.vision import import_torchvision  # imports torch, which other sources do not need
 
     datasets = import_torchvision("datasets")
     known = [key for key in datasets.__all__ if _splits(getattr(datasets, key))]
     if name not in known:
         near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known[:5])
-        raise InputError(f"torchvision has no data set {name!r} with a training split: nearest are {near}")
+        raise InputError(f"torchvision has no data set {name!r} with a training split: the nearest names are {near}")
     kind = getattr(datasets, name)
     try:
         train, val = (TorchvisionImages(_open(kind, root, how), f"{name}/{how}") for how in _splits(kind))
     except (RuntimeError, OSError, ValueError) as error:
-        raise InputError(f"torchvision's {name} in {root}: {error}") from None
+        raise InputError(f"cannot open torchvision's {name} in {root}: {error}") from None
     classes = getattr(train._items, "classes", None) or range(1 + int(train.labels.max()))
     splits = {"train": opened(train), "val": opened(val)}
     return Source(place=str(root), classes=tuple(map(str, classes)), splits=splits)
 
 
 def _open(kind: Callable[..., Any], root: Path, how: dict[str, Any]) -> Any:
-    """The data set; downloaded where torchvision reports that it is missing."""
+    """Open the data set; download it if torchvision reports that it is missing."""
     try:
         return kind(root, **how)
     except RuntimeError:
@@ -233,7 +233,7 @@ def _open(kind: Callable[..., Any], root: Path, how: dict[str, Any]) -> Any:
 
 
 def _splits(kind: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The arguments that select training and validation images; empty where a data set has no such arguments."""
+    """Return the arguments that select training and validation images; empty if the data set has none."""
     parameters = signature(kind).parameters
     if "train" in parameters:
         return [{"train": True}, {"train": False}]
@@ -246,12 +246,12 @@ VAL_EVERY = 5  # every fifth image of a class is for validation
 
 
 def write_digits(out: Path) -> None:
-    """Write train/DIGIT/*.png and val/DIGIT/*.png, 8-bit gray. Raises InputError when `out` exists."""
+    """Write train/DIGIT/*.png and val/DIGIT/*.png, 8-bit gray. Raises InputError if `out` exists."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise InputError(
-            "the digits come with scikit-learn, which is not installed: pip install 'cputrain[demo]'"
+            "the digits are part of scikit-learn, which is not installed: pip install 'cputrain[demo]'"
         ) from None
     if out.exists():
         raise InputError(f"{out} already exists: remove it, or name another folder")
@@ -282,17 +282,17 @@ def open_source(
     seed: int,
     label_column: str | None = None,
 ) -> Dataset:
-    """Open a source. Raises InputError that names what is missing or wrong.
+    """Open a source. Raises InputError if it is missing or invalid.
 
-    With `val_fraction` validation images are drawn from the training images, and the source's own validation images
-    become the test images. Of a source without validation images they are drawn in any case, and test images by
-    `test_fraction`. `label_column` names the column of Parquet files with the labels.
+    With `val_fraction`, validation images are drawn from the training images, and the source's validation images become
+    the test images. If the source has no validation images, they are always drawn, and test images with
+    `test_fraction`. `label_column` is the column of Parquet files that has the labels.
     """
     own = _source(kind, source, label_column)
     if "val" in own.splits and test_fraction is not None:
-        raise InputError(f"{source} has images of its own to test on: give --val-fraction alone, which keeps them")
+        raise InputError(f"{source} has its own images to test on: give only --val-fraction, which keeps them")
     if "test" in own.splits and val_fraction is not None:
-        raise InputError(f"{source} has validation and test images of its own: remove --val-fraction")
+        raise InputError(f"{source} has its own validation and test images: remove --val-fraction")
     return own.open(val_fraction, test_fraction, seed)
 
 

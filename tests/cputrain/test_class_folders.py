@@ -57,7 +57,7 @@ def test_a_fraction_keeps_a_folder_s_own_validation_images_for_the_test(tmp_path
     assert sizes == [counted.train, counted.val, counted.test] == [45, 15, 15] and not dataset.notes
     shutil.copytree(folder / "val", folder / "test")
     for read in (open_dataset, survey):
-        with pytest.raises(InputError, match=r"validation and test images of its own: remove data\.val_fraction"):
+        with pytest.raises(InputError, match=r"has its own validation and test images: remove data\.val_fraction"):
             read(str(folder), val_fraction=0.25)
     assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "out")]) == 0
     for read in (open_dataset, survey):
@@ -71,7 +71,7 @@ def test_a_class_may_be_called_train_and_one_image_is_too_few(classes: Path) -> 
     for path in sorted((classes / "train").iterdir())[1:]:
         path.unlink()
     for read in (open_dataset, survey):
-        with pytest.raises(InputError, match=r"class train has 1 image: too few to split off 0\.2"):
+        with pytest.raises(InputError, match=r"class train has 1 image, too few to split off 0\.2"):
             read(str(classes))
 
 
@@ -82,7 +82,7 @@ def test_splits_without_class_folders_are_not_taken_for_classes(tmp_path: Path, 
     for name in names:
         shutil.copytree(tmp_path / "made/train/class0", tmp_path / "data" / name)
     (tmp_path / "data/labels.csv").write_text("id,breed\n000,boxer\n")
-    told = r"splits and no classes: sort the images into folders of their classes, train/CLASS/\*, as labels\.csv may"
+    told = r"splits, not classes: sort the images into class folders, train/CLASS/\*, perhaps by labels\.csv"
     for read in (open_dataset, survey):
         with pytest.raises(InputError, match=told):
             read(str(tmp_path / "data"))
@@ -96,8 +96,8 @@ def test_a_training_of_one_class_is_refused_and_a_loader_reads_it(
     shutil.copytree(made / "train", tmp_path / "data/train/train")
     assert main(["train", "imagefolder", f"data.path={tmp_path / 'data'}", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
-        f"cputrain: {tmp_path / 'data'} has one class, train, in which nothing can be told apart: name a folder whose "
-        "folders are the classes, two or more\n"
+        f"cputrain: {tmp_path / 'data'} has only one class, train, but a classifier needs two or more: name a folder "
+        "with one subfolder per class\n"
     )
     assert len(open_dataset(str(tmp_path / "data")).train) == 10, "perhaps without labels: of a loop of one's own"
 
@@ -109,11 +109,11 @@ def test_a_training_of_class_folders_says_where_its_validation_images_are_from(
     assert main(["train", "imagefolder", *settings, "data.val_fraction=0.1", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "54 training and 6 validation images" in out
-    assert f"{classes} has no validation images of its own: 6 images drawn" in out
+    assert f"{classes} has no validation images: using 6 images drawn" in out
 
 
 def test_mnist_s_own_files_are_named_with_the_command_that_packs_them(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
     for read in (open_dataset, survey):
-        with pytest.raises(InputError, match=r"MNIST's own files: pack them with cputrain prepare mnist .* OUT"):
+        with pytest.raises(InputError, match=r"MNIST's original files: pack them with cputrain prepare mnist .* OUT"):
             read(str(tmp_path))

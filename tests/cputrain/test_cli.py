@@ -124,7 +124,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "demo-digits"), "make it with `cputrain prepare digits data/digits-folder data/digits`"),
         (("eval", "imagefolder", "data.path=synthetic", "--checkpoint", "x.pt"), "has random labels"),
         (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
-        (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
+        (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks, class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
         (("train", "imagefolder", "data.path=images", "--resume"), "contains no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt does not exist"),

@@ -48,7 +48,7 @@ def test_a_share_allows_one_image_unless_it_is_0() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "it is empty"),
+        (b"", "the file is empty"),
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n",
             "a git-LFS pointer, .* git lfs pull",
@@ -57,12 +57,12 @@ def test_a_share_allows_one_image_unless_it_is_0() -> None:
         (b"no image", "cannot identify image file"),
         (
             b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
-            "it is HEIC by its bytes, which is not read: convert it to JPEG or PNG",
+            "the file is HEIC, which is not supported; convert it to JPEG or PNG",
         ),
-        (b"\0\0\0\x0cJXL \r\n\x87\n", "it is JPEG XL by its bytes"),
-        (b"\xff\x0a\x7f", "it is JPEG XL by its bytes"),
-        (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "it is SVG by its bytes"),
-        (bytes(128) + b"DICM", "it is DICOM by its bytes"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "the file is JPEG XL"),
+        (b"\xff\x0a\x7f", "the file is JPEG XL"),
+        (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "the file is SVG"),
+        (bytes(128) + b"DICM", "the file is DICOM"),
     ],
 )
 def test_what_stands_in_the_place_of_an_image_is_said(data: bytes, told: str) -> None:
@@ -81,8 +81,8 @@ def test_damaged_images_are_counted_by_cause() -> None:
     )
     assert causes([*lines, "d.jpg: x", "e.jpg: y"]).endswith(", 2 other causes")
     told = str(refusal("val", lines, 32, 50_000, 0.01))
-    assert told.startswith("val split: 7 damaged images among 32 of 50,000: image file is truncated")
-    assert told.endswith("data.max_damaged=0.01 allows 500: repair or remove them, or raise it")
+    assert told.startswith("val split has 7 damaged images among 32 of 50,000: image file is truncated")
+    assert told.endswith("data.max_damaged=0.01 allows 500; repair or remove them, or raise it")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,8 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
     if not refused:
         check_sample(split, decode_by_pillow, 16, share, ALONE)
         return
-    with pytest.raises(InputError, match=rf"train split: {damaged} damaged image.* among {len(tried)} of {images}: "):
+    told = rf"train split has {damaged} damaged image.* among {len(tried)} of {images}: "
+    with pytest.raises(InputError, match=told):
         check_sample(split, decode_by_pillow, 16, share, ALONE)
 
 
@@ -130,7 +131,7 @@ def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pyt
     check.epoch(own, damaged=3, readable=1, ended=True)
     assert not waited
     for damaged, readable, ended in ((2, 0, True), (4, 100, False)):
-        with pytest.raises(InputError, match="train split: 2 damaged images among "):
+        with pytest.raises(InputError, match="train split has 2 damaged images among "):
             check.epoch(own, damaged=damaged, readable=readable, ended=ended)
     assert len(waited) == 2, "until the last checkpoint is complete"
     for readable, refused in ((297, False), (296, True), (0, True)):
@@ -138,7 +139,7 @@ def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pyt
         if not refused:
             check.evaluation("val", accuracy)
             continue
-        with pytest.raises(InputError, match="val split: 1 damaged image among 300 of 300: x"):
+        with pytest.raises(InputError, match="val split has 1 damaged image among 300 of 300: x"):
             check.evaluation("val", accuracy)
 
 
@@ -147,7 +148,7 @@ def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowe
     spoil(image_files([folder]))
     result = cputrain(*TRAIN, "plan.ppn=1", "data.max_damaged=1", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert "train split: 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
+    assert "train split has 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
     assert not [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
 
@@ -157,7 +158,7 @@ def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowe
     [
         ("/data/{}.jpg", "the image is a file outside "),
         ("{}.jpg", r"No such file or directory \(19, first "),
-        ("https://example.org/{}.jpg", r"the image is an address on the web: .* \(19, first "),
+        ("https://example.org/{}.jpg", r"the image is a URL; .* \(19, first "),
     ],
 )
 def test_a_table_of_paths_that_are_not_there_is_refused(
@@ -176,8 +177,8 @@ def test_damage_that_shows_in_training_ends_all_ranks_without_a_checkpoint(tmp_p
     spoil(untried(folder / "train", 4))  # 1 of 120 is allowed
     result = cputrain(*TRAIN, "batch.local=20", cwd=tmp_path)
     assert result.returncode == 2, result.stdout + result.stderr
-    assert result.stderr.count("train split: ") == 1 and "of 120: cannot identify image file (" in result.stderr
-    assert "data.max_damaged=0.01 allows 1: repair or remove them, or raise it" in result.stderr
+    assert result.stderr.count("train split has ") == 1 and "of 120: cannot identify image file (" in result.stderr
+    assert "data.max_damaged=0.01 allows 1; repair or remove them, or raise it" in result.stderr
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
 
 
@@ -190,14 +191,14 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     assert "warning: 9 damaged images skipped: cannot identify image file (9, first " in result.stdout
     assert "(57 images, each once)" in result.stdout
-    told = "val split: 3 damaged images among 60 of 60: cannot identify image file (3, first "
+    told = "val split has 3 damaged images among 60 of 60: cannot identify image file (3, first "
     strict = cputrain("eval", "run", "data.max_damaged=0.01", cwd=tmp_path)
     assert strict.returncode == 2 and told in strict.stderr, strict.stderr
     again = cputrain("eval", "run", cwd=tmp_path)
     assert again.returncode == 0 and "warning: 3 damaged images skipped: cannot identify image file (3" in again.stdout
     spoil(image_files([folder / "val"]))
     nothing = cputrain("eval", "run", "data.max_damaged=1", cwd=tmp_path)
-    assert nothing.returncode == 2 and "val split: 32 damaged images among 32 of 60: " in nothing.stderr
+    assert nothing.returncode == 2 and "val split has 32 damaged images among 32 of 60: " in nothing.stderr
     predicted = cputrain("predict", "run", "images/val", cwd=tmp_path)
     assert (
         predicted.returncode == 2
@@ -210,5 +211,5 @@ def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path
     spoil(untried(folder / "val", 3))
     result = cputrain(*TRAIN, "plan.ppn=1", cwd=tmp_path)
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "val split: 3 damaged images among 90 of 90: cannot identify image file (3, first " in result.stderr
+    assert "val split has 3 damaged images among 90 of 90: cannot identify image file (3, first " in result.stderr
     assert "Traceback" not in result.stderr and len(checkpoints(tmp_path / "run")) == 1, "its last step is saved"

@@ -259,7 +259,7 @@ def test_without_the_library_or_a_compiler_pillow_decodes(monkeypatch: pytest.Mo
     monkeypatch.setattr(ctypes.util, "find_library", lambda _name: None)
     chosen, why = choose_decoder("auto", here)
     assert (
-        chosen is decode_by_pillow and "libjpeg-turbo 3 is needed, none was found: pip install 'cputrain[turbo]'" in why
+        chosen is decode_by_pillow and "needs libjpeg-turbo 3, but none was found: pip install 'cputrain[turbo]'" in why
     )
     with pytest.raises(InputError, match="none was found"):
         choose_decoder("turbo", here)

@@ -103,14 +103,14 @@ def test_files_of_formats_that_are_not_read_are_named_and_counted(tmp_path: Path
     (folder / "train/stray.jpg").write_bytes(jpeg(1))
     assert counts(folder) == (6, 4)
     others, outside = survey(str(folder)).notes
-    assert f"{folder}/train: 5 files of formats that are not read: 2 .heic, " in others
+    assert f"{folder}/train: ignored 5 files of other formats (2 .heic, " in others
     assert "1 without a suffix" in others and "1 .eps" in others
-    assert outside == f"{folder}/train: 1 image outside the class folders: not used"
+    assert outside == f"{folder}/train: ignored 1 image outside the class folders"
     result = here("data", "info", "images", cwd=tmp_path)
-    assert result.returncode == 0 and "5 files of formats that are not read: 2 .heic" in result.stdout
+    assert result.returncode == 0 and "ignored 5 files of other formats (2 .heic" in result.stdout
     for image in (folder / "train/class1").glob("*.jpg"):
         image.unlink()
-    with pytest.raises(InputError, match=r"class class1 has no image in .*: it has 2 \.heic, "):
+    with pytest.raises(InputError, match=r"class class1 has no image in .*, only 2 \.heic, "):
         survey(str(folder))
 
 
@@ -184,7 +184,7 @@ def test_deeper_gray_is_scaled_to_8_bits(name: str, decode: Decode, tmp_path: Pa
 )
 def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
     (problem,) = decode_by_pillow([data], center_crop(32, 32), np.empty((1, 32, 32, 3), np.uint8))
-    assert problem and problem.startswith("gray in 32-bit, signed or floating-point numbers has no known white")
+    assert problem and problem.startswith("32-bit, signed or floating-point gray has no known white")
     for quality in (None, 90):
         with pytest.raises(ImageError, match="has no known white: convert it to 8 bits"):
             encode(data, short_side=None, quality=quality, jpeg_only=False)

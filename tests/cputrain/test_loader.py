@@ -203,7 +203,7 @@ def test_damaged_images_are_left_out_with_a_warning_or_stop_the_loop(
     [
         ({"split": "test"}, "has no split 'test': use one of train, val"),
         ({"batch_size": 0}, "batch_size=0, image_size=16: both must be at least 1"),
-        ({"batch_size": 40}, "batch_size=40 on 1 rank.* needs 40 images, and there are 36: use a smaller batch_size"),
+        ({"batch_size": 40}, "batch_size=40 on 1 rank.* needs 40 images, but there are 36: use a smaller batch_size"),
         ({"rank": 1}, "rank and world_size belong together"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not between 0 and world_size-1=1"),
         ({"block_mib": 4.0}, "block_mib=4 is for shards, but the images are not in shards"),

@@ -125,7 +125,7 @@ def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) ->
         assert counted.classes == opened.classes == (train.decode(), "dog") and (counted.val, len(opened.val)) == (6, 6)
         (note,) = counted.notes
         assert counted.notes == opened.notes and "another Unicode form" in note
-        assert f"{val.decode()!a} for {train.decode()!a}: it is the same class" in note
+        assert f"{val.decode()!a} for {train.decode()!a}; the class is the same" in note
         assert os.fsencode(opened.val.name(0)).split(b"/")[-2] == val
 
 
@@ -138,7 +138,7 @@ def test_several_classes_in_two_unicode_forms_are_counted(tmp_path: Path) -> Non
     opened = open_dataset(str(root))
     assert len(opened.classes) == 3 and len(opened.val) == 9
     (note,) = opened.notes
-    assert note.endswith(": it is the same class, and so for 2 more names"), note
+    assert "(and 2 more names) in another Unicode form" in note and note.endswith("; the class is the same"), note
 
 
 def test_a_message_quotes_a_name_by_its_bytes() -> None:

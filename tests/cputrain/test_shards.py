@@ -181,7 +181,7 @@ def test_what_cannot_be_staged_is_refused_before(
     usage = shards.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
     with (
-        pytest.raises(InputError, match=r"has 0\.0 GB free there, the shards need"),
+        pytest.raises(InputError, match=r"has 0\.0 GB free, but the shards need"),
         staged(open_dataset(str(data)), str(tmp_path / "s"), ALONE, HERE),
     ):
         pass

@@ -83,11 +83,11 @@ def test_validation_labels_come_from_the_devkit_or_a_list_of_files(imagenet: Pat
     assert open_source("imagenet", imagenet, val_fraction=None, seed=1).val.labels.tolist() == [1, 0, 2, 2, 0, 1]
     whole = (imagenet / DEVKIT).read_bytes()
     (imagenet / DEVKIT).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=rf"cannot read {imagenet / DEVKIT}: EOFError .*: is the download complete"):
+    with pytest.raises(InputError, match=rf"cannot read {imagenet / DEVKIT}: EOFError .*; is the download complete"):
         open_source("imagenet", imagenet, val_fraction=None, seed=1)
     archive(imagenet / DEVKIT, {**kit, "kit/data/meta.mat": b"<html>"}, "w:gz")
     with pytest.raises(
-        InputError, match=rf"cannot read {imagenet / DEVKIT}: MatReadError .*: is the download complete"
+        InputError, match=rf"cannot read {imagenet / DEVKIT}: MatReadError .*; is the download complete"
     ):
         open_source("imagenet", imagenet, val_fraction=None, seed=1)
 
@@ -104,14 +104,14 @@ def append_twice(folder: Path) -> None:
     ("harm", "expected"),
     [
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
-        (lambda f: (f / SYNSETS[0]).unlink(), "no labels for them: put "),
+        (lambda f: (f / SYNSETS[0]).unlink(), "6 images, but no labels: put "),
         (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
-        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is not a class of"),
-        (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip contains no image"),
-        (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
+        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' in .* is not a class of"),
+        (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip in .* contains no image"),
+        (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "has member 'readme.txt', not SYNSET.tar"),
         (append_twice, "contains ILSVRC2012_val_00000001.JPEG twice"),
         (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is the download complete"),
-        (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is the download complete"),
+        (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*; is the download complete"),
     ],
 )
 def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, expected: str) -> None:
@@ -161,7 +161,7 @@ def test_caltech256_comes_as_an_archive_or_a_folder(tmp_path: Path) -> None:
     archive(tar, {**files, "256_ObjectCategories/001.thing1/RENAME2": b"text"})
     packed = open_source("caltech256", tar, val_fraction=None, seed=1)
     assert packed.notes[-1].endswith(
-        "4 images drawn from its classes in proportion, a share of 0.2, are for validation"
+        "has no validation images: using 4 images drawn from its classes in proportion, a fraction of 0.2"
     )
     with tarfile.open(tar) as opened:
         opened.extractall(tmp_path / "unpacked", filter="data")
@@ -179,5 +179,5 @@ def test_torchvision_s_data_sets_are_taken_and_others_named(tmp_path: Path) -> N
     dataset = open_source("torchvision:MNIST", tmp_path, val_fraction=None, seed=1)
     assert (len(dataset.train), len(dataset.val), dataset.train.labels.tolist()[:3]) == (20, 10, [0, 1, 2])
     assert Image.open(io.BytesIO(dataset.train.read(0))).size == (28, 28)
-    with pytest.raises(InputError, match="no data set 'CIFAR11' with a training split: nearest are CIFAR1"):
+    with pytest.raises(InputError, match="no data set 'CIFAR11' with a training split: the nearest names are CIFAR1"):
         open_source("torchvision:CIFAR11", tmp_path, val_fraction=None, seed=1)

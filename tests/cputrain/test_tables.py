@@ -125,7 +125,7 @@ def test_files_that_name_the_classes_otherwise_are_refused(hub: Path) -> None:
     features = {"label": {"_type": "ClassLabel", "names": ["dog", "cat", "owl"]}}
     other = other.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     parquet.write_table(other, hub / "data/validation-00000-of-00001.parquet")
-    told = r"validation-.*: label 0 of the column label is 'dog', in .*train-00000.* it is 'cat': write both"
+    told = r"label 0 in column label is 'dog' in .*validation-.*, but 'cat' in .*train-00000.*: write both"
     with pytest.raises(InputError, match=told):
         survey(str(hub))
 
@@ -153,7 +153,7 @@ def test_of_several_columns_of_images_the_usual_one_is_taken_and_said(tmp_path: 
         parquet.write_table(both, tmp_path / f"{split}.parquet")
     dataset = open_dataset(str(tmp_path))
     assert dataset.train.read(2) == png(2)
-    assert dataset.notes == (f"{tmp_path}: the images are those of the column image, of mask, image",)
+    assert dataset.notes == (f"{tmp_path}: using the images in column image, one of mask, image",)
 
 
 def test_splits_are_known_by_names(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_files_of_other_splits_and_absent_parts_are_said(tmp_path: Path) -> None
     dataset = open_dataset(str(tmp_path))
     assert (len(dataset.train), len(dataset.val)) == (12, 6)
     assert dataset.notes == (
-        "1 file of 3 of the split train absent, first train-00001-of-00003: is the download complete?",
-        f"{tmp_path}: extra-00000-of-00001.parquet: not used: the name has no split, as others have it",
+        "1 of 3 files of the train split missing, first train-00001-of-00003: is the download complete?",
+        f"{tmp_path}: ignored extra-00000-of-00001.parquet, because the name has no split, unlike the others",
     )
 
 
@@ -193,7 +193,7 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path, names: tuple[str,
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         parquet.write_table(table_of(0, 6), tmp_path / name)
-    with pytest.raises(InputError, match=r"is the same part of the split train as .*: remove one of the two"):
+    with pytest.raises(InputError, match=r"is the same part of the train split as .*: remove one of the two"):
         survey(str(tmp_path))
 
 
@@ -224,7 +224,7 @@ def test_names_that_differ_in_any_part_are_no_copies(tmp_path: Path, names: tupl
 def test_numbers_that_are_counted_from_1_are_complete(tmp_path: Path) -> None:
     for number in range(3):
         parquet.write_table(table_of(0, 6), tmp_path / f"train-{number:05d}-of-00002.parquet")
-    assert not [note for note in survey(str(tmp_path)).notes if "absent" in note]
+    assert not [note for note in survey(str(tmp_path)).notes if "missing" in note]
 
 
 def test_images_in_base64_are_named(tmp_path: Path) -> None:
@@ -238,20 +238,21 @@ def test_images_in_base64_are_named(tmp_path: Path) -> None:
 def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
     last = hub / "data/validation-00000-of-00001.parquet"
     parquet.write_table(table_of(0, 3, label=pyarrow.array([0, 7, 1])), last)
-    with pytest.raises(InputError, match=r"validation.*image 1 of .* has the label 7, which is not a class"):
+    told = r"image 1 of the val split in .*validation.* has label 7, which is not a class"
+    with pytest.raises(InputError, match=told):
         open_dataset(str(hub))
     last.write_bytes(b"PAR1 and no more")
-    with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
+    with pytest.raises(InputError, match=r"cannot read .*validation.*; is the download complete"):
         survey(str(hub))
     parquet.write_table(pyarrow.table({"label": [1, 2]}), last)
     with pytest.raises(InputError, match="no column"):
         open_dataset(str(hub))
     parquet.write_table(table_of(0, 9).slice(0, 0), last)
-    with pytest.raises(InputError, match=r"validation.*has no image, .*: is the download complete"):
+    with pytest.raises(InputError, match=r"validation.* have no image: is the download complete"):
         open_dataset(str(hub))
     parquet.write_table(table_of(0, 9), last)
     last.write_bytes(last.read_bytes().replace(b"label", b"l\xc2bel"))
-    with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
+    with pytest.raises(InputError, match=r"cannot read .*validation.*; is the download complete"):
         open_dataset(str(hub))
 
 

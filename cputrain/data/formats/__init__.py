@@ -1,7 +1,7 @@
-"""Encoded images on disk, by number: image folders, shards, TFRecords, tables, tar files, generated data.
+"""Random access to encoded images in image folders, shards, TFRecords, tables, tar files and generated data.
 
-`open.detect` recognizes what a folder contains; the Source that it returns is counted or opened. Each format is one
-module and a line of `open.FORMATS`.
+`open.detect` recognizes a folder's format and returns a Source, which can be counted or opened. Each format is one
+module and one entry of `open.FORMATS`.
 """
 
 from cputrain.affinity.lazy import front

@@ -1,4 +1,4 @@
-"""Folders of images: a folder a class, or flat with a file of labels."""
+"""Image folders: one folder per class, or flat with a file of labels."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from cputrain.data.formats.source import (
     VAL,
     Source,
     Split,
-    cure_of,
+    advice_for,
     is_hidden,
     is_image,
     read_lines,
@@ -30,33 +30,33 @@ from cputrain.data.formats.source import (
     visible,
 )
 
-if TYPE_CHECKING:  # numpy: not needed to count
+if TYPE_CHECKING:  # counting does not need numpy
     from cputrain.data.formats.dataset import Images
 
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SYNSETS = ("imagenet_2012_validation_synset_labels.txt", "synset_labels.txt", "val_synsets.txt")
-# Kaggle's ImageNet ("ILSVRC2012_val_00000001,n01751748 85 1 499 272") and Tiny ImageNet's ("val_0.JPEG n03444034 0 0").
+# Of Kaggle's ImageNet ("ILSVRC2012_val_00000001,n01751748 85 1 499 272"), Tiny ImageNet ("val_0.JPEG n03444034 0 0").
 FILES = ("LOC_val_solution.csv", "val_annotations.txt", *SYNSETS)
 HEADER = "ImageId,"
 
 
 def has_labels(folders: Sequence[Path]) -> bool:
-    """Whether a file of labels is in one of these folders."""
+    """Return whether one of these folders has a file of labels."""
     return any((folder / name).is_file() for folder in folders for name in (*FILES, DEVKIT))
 
 
 def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> tuple[list[str], Path]:
-    """The class of each of the `files`, which are all in `images` and sorted, and the file that tells it.
+    """Return the class of each of the `files`, which are all in `images` and sorted, and the label file.
 
-    It is the first in these folders: lines that begin with a file's name, with or without its suffix, and its class; or
-    one class a line, in the order of `files`; or ImageNet's development kit. Raises InputError where there is none, or
-    it does not fit.
+    This is the first one found in `folders`: lines that begin with a file's name, with or without its suffix, and its
+    class; or one class per line, in the order of `files`; or ImageNet's development kit. Raises InputError if there is
+    none, or it does not match the images.
     """
     found = [folder / name for name in (*FILES, DEVKIT) for folder in folders if (folder / name).is_file()]
     if not found:
         raise InputError(
-            f"{images} has {len(files):,} images and no labels for them: put {FILES[0]}, {DEVKIT} or {SYNSETS[0]} "
-            f"beside it, or sort the images into folders of their classes"
+            f"{images} has {len(files):,} images, but no labels: put {FILES[0]}, {DEVKIT} or {SYNSETS[0]} next to it, "
+            "or sort the images into class folders"
         )
     source = found[0]
     if source.name == DEVKIT:
@@ -68,26 +68,26 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
         by_name = {PurePosixPath(words[0]).stem: words[1] for words in rows}
         absent = next((name for name in files if PurePosixPath(name).stem not in by_name), None)
         if absent is not None:
-            raise InputError(f"{source} has no line for {absent} of {images}: is it of another data set?")
+            raise InputError(f"{source} has no line for {absent} in {images}: is it from another data set?")
         return [by_name[PurePosixPath(name).stem] for name in files], source
     if len(rows) != len(files):
-        raise InputError(f"{source} has {len(rows):,} lines, {images} {len(files):,} images")
+        raise InputError(f"{source} has {len(rows):,} lines, but {images} has {len(files):,} images")
     return [words[0] for words in rows], source
 
 
 def check_classes(named: Sequence[str], classes: Sequence[str], source: Path, training: Path) -> None:
-    """Raise InputError for a class of the labels in `source` that the training images lack."""
+    """Raise InputError if the labels in `source` have a class that the training images lack."""
     if unknown := sorted(set(named) - set(classes)):
-        raise InputError(f"{source}: {unknown[0]!r} is not a class of {training}: do both belong to one data set?")
+        raise InputError(f"{unknown[0]!r} in {source} is not a class of {training}: are both from the same data set?")
 
 
 def _devkit(archive: Path, count: int, images: Path) -> list[str]:
-    """The synset of each validation image: the kit's ground truth is a class number, which meta.mat maps to it."""
+    """Return the synset of each validation image; meta.mat maps the class numbers of the kit's ground truth to them."""
     try:
         from scipy.io import loadmat
     except ImportError:
         raise InputError(
-            f"{archive.name} needs scipy: pip install scipy, or put {SYNSETS[0]} beside the images"
+            f"{archive.name} needs scipy: pip install scipy, or put {SYNSETS[0]} next to the images"
         ) from None
     try:
         with tarfile.open(archive) as tar:
@@ -96,31 +96,31 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
             if truth is None or meta is None:
                 raise InputError(f"{archive} lacks the ground truth or meta.mat: is it the development kit?")
             numbers_file, meta_file = tar.extractfile(truth), tar.extractfile(meta)
-            assert numbers_file is not None and meta_file is not None, "tarfile gives None for folders alone"
+            assert numbers_file is not None and meta_file is not None, "tarfile returns None only for folders"
             numbers = [int(word) for word in numbers_file.read().split()]
             synsets = loadmat(meta_file, squeeze_me=True)["synsets"]
         by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
         named = [by_number[number] for number in numbers]
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001  tarfile, zlib and scipy have many for a damaged file
-        raise InputError(f"cannot read {archive}: {type(error).__name__} {error}: is the download complete?") from None
+    except Exception as error:  # noqa: BLE001  tarfile, zlib and scipy raise many types for a damaged file
+        raise InputError(f"cannot read {archive}: {type(error).__name__} {error}; is the download complete?") from None
     if len(named) != count:
-        raise InputError(f"{archive} has {len(named):,} labels, {images} {count:,} images")
+        raise InputError(f"{archive} has {len(named):,} labels, but {images} has {count:,} images")
     return named
 
 
 KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
 TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
 WORD = re.compile("[a-z]+")  # train2017, test1
-PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection's data sets
-MOST_INNER = 100  # folders that are looked into: a folder may have thousands of classes
+PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection data sets
+MOST_INNER = 100  # subfolders to look into; a folder may have thousands of classes
 LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The images of a split: paths and labels; `others` counts the files that are no images, by suffix, "" for none."""
+    """Images of a split: paths and labels; `others` counts the files that are not images, by suffix ("" for none)."""
 
     paths: list[str]
     labels: list[int]
@@ -128,10 +128,10 @@ class Listing:
 
     @property
     def split(self) -> Split:
-        """The split of these images."""
+        """The images as a Split."""
 
         def images() -> "Images":
-            from cputrain.data.formats.dataset import ImageFiles  # numpy
+            from cputrain.data.formats.dataset import ImageFiles  # imports numpy
 
             return ImageFiles(self.paths, self.labels)
 
@@ -141,12 +141,12 @@ class Listing:
 def read_folder(root: Path) -> Source:
     """List the images of train/CLASS/* and perhaps val/CLASS/* and test/CLASS/*, or of CLASS/* for training.
 
-    Raises InputError that names what is missing or wrong.
+    Raises InputError if something is missing or invalid.
     """
     folders = split_folders(root)
     classes, notes = class_names(folders), []
     if TEST in folders and not _has_any(folders[TEST], classes):  # as in competitions
-        notes.append(f"{folders[TEST]} has no folder of a class of {folders[TRAIN]}: it is not used")
+        notes.append(f"ignored {folders[TEST]}, which has none of the class folders of {folders[TRAIN]}")
         del folders[TEST]
     listings = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
     notes += [note for split, folder in folders.items() for note in notes_of(folder, listings[split])]
@@ -156,13 +156,13 @@ def read_folder(root: Path) -> Source:
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """The folders of the splits, which may have other usual names (training, valid, testing); of a folder CLASS/*
-    itself, without splits, it alone as train.
+    """Return the folders of the splits, which may have other usual names (training, valid, testing). A folder CLASS/*
+    without splits is returned as train.
 
-    Without val/ the test/ folder is the validation split. Raises InputError where there are neither.
+    Without val/, the test/ folder is the validation split. Raises InputError if there are neither splits nor classes.
     """
     if root.is_file():
-        raise InputError(f"data folder {root} is a file: {cure_of(root.name) or 'give the folder that it is in'}")
+        raise InputError(f"data folder {root} is a file: {advice_for(root.name) or 'give the folder that it is in'}")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
     root = next((root / inner for inner in KAGGLE if (root / inner / TRAIN).is_dir()), root)
@@ -176,43 +176,43 @@ def split_folders(root: Path) -> dict[str, Path]:
         _check_are_no_arrays(root)
     if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
         raise InputError(
-            f"{root} has MNIST's own files: pack them with cputrain prepare mnist {root} OUT, and name OUT"
+            f"{root} has MNIST's original files: pack them with cputrain prepare mnist {root} OUT, and give OUT"
         )
     if TRAIN not in found:
         names = [path.name for path in visible(root)]
-        usual = "an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
-        cure = _cure_of_any(names) or _inner(root)
-        if not cure:
+        usual = "an image folder has train/CLASS/* and val/CLASS/*, or only CLASS/*"
+        advice = _advice_for_any(names) or _advice_if_nested(root)
+        if not advice:
             _check_are_no_parts(root, folders_in(root))
-        raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {cure or usual}")
+        raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {advice or usual}")
     return found
 
 
-def _cure_of_any(names: Sequence[str]) -> str | None:
-    return next(filter(None, map(cure_of, names)), None)
+def _advice_for_any(names: Sequence[str]) -> str | None:
+    return next(filter(None, map(advice_for, names)), None)
 
 
-def _inner(root: Path) -> str | None:
-    """What to name where the images are in the only folder of a folder that has them, as archives unpack."""
+def _advice_if_nested(root: Path) -> str | None:
+    """Return advice if exactly one subfolder has images, as when an archive unpacks into a folder; else None."""
     inner = [path for path in visible(root) if path.is_dir()]
     found = [path for path in inner[:MOST_INNER] if _split_folder(path, TRAIN) or _folders_with_images(path)]
     return f"give {found[0]}" if len(found) == 1 else None
 
 
-# Data sets whose images are no files, as their authors publish them: files in a folder, what they are, torchvision's
-# name, and that of the folder as torchvision unpacks it ("" for any, None where torchvision does not read them).
+# Data sets that their authors publish as arrays, not as image files: files in the folder, what they are, torchvision's
+# name, and the folder's name as torchvision unpacks it ("" for any, None if torchvision cannot read these files).
 ARRAYS = (
     (("data_batch_1", "test_batch"), "pickled arrays", "CIFAR10", "cifar-10-batches-py"),
     (("meta", "train", "test"), "pickled arrays", "CIFAR100", "cifar-100-python"),
     (("train_X.bin", "train_y.bin"), "binary arrays", "STL10", "stl10_binary"),
-    (("train_32x32.mat", "test_32x32.mat"), "MATLAB's arrays", "SVHN", ""),
+    (("train_32x32.mat", "test_32x32.mat"), "MATLAB arrays", "SVHN", ""),
     (("data_batch_1.bin", "test_batch.bin"), "binary arrays, not the pickled ones", "CIFAR10", None),
     (("train.bin", "test.bin", "fine_label_names.txt"), "binary arrays, not the pickled ones", "CIFAR100", None),
 )
 
 
 def _check_are_no_arrays(root: Path) -> None:
-    """Raise InputError where a folder, or one in it, has a data set that torchvision knows as arrays."""
+    """Raise InputError if the folder, or one in it, has a data set of ARRAYS."""
     for folder in (root, *(path for path in visible(root)[:MOST_INNER] if path.is_dir())):
         for files, kind, name, unpacked in ARRAYS:
             if all((folder / file).is_file() for file in files):
@@ -224,12 +224,12 @@ def _check_are_no_arrays(root: Path) -> None:
                     pack = f"rename it to {place.with_name(unpacked)}, and pack them"
                 raise InputError(
                     f"{folder} has the images of {name} as {kind}: {pack} with cputrain prepare torchvision:{name} "
-                    f"{source} OUT, and name OUT"
+                    f"{source} OUT, and give OUT"
                 )
 
 
 def _split_folder(root: Path, split: str) -> Path | None:
-    """The folder of a split by any of its names. Raises InputError where there are several."""
+    """Return the folder of a split under any of its names. Raises InputError if there are several."""
     found = [path for path in visible(root) if path.name.lower() in NAMES[split] and path.is_dir()]
     exact = [path for path in found if path.name == split]
     if len(found) > 1 and not exact:
@@ -238,64 +238,64 @@ def _split_folder(root: Path, split: str) -> Path | None:
 
 
 def has_train_folder(root: Path) -> bool:
-    """Whether a folder has the training split in a folder, by any of its names, or where Kaggle's ImageNet has it."""
+    """Return whether a folder has a folder of the training split, under any name or where Kaggle's ImageNet has it."""
     return any((root / inner / TRAIN).is_dir() for inner in KAGGLE) or _split_folder(root, TRAIN) is not None
 
 
 def has_image(folder: Path) -> bool:
-    """Whether an image lies in a folder itself; its entries are read until there is one."""
+    """Return whether the folder itself contains an image; its entries are read up to the first one."""
     with _entries(folder) as entries:
         return any(is_image(entry.name) for entry in entries)
 
 
 def _folders_with_images(root: Path) -> list[str]:
-    """The names of the folders in a folder that contain an image."""
+    """Return the names of the subfolders that contain an image."""
     return [name for name in folders_in(root) if has_image(root / name)]
 
 
 def _check_are_classes(root: Path, names: Sequence[str]) -> None:
-    """Raise InputError where the folders of images are the splits of a competition (train/, test1/; train_images/,
-    test_images/), whose classes a table tells. One of several may be a class called train."""
+    """Raise InputError if all folders of images are splits of a competition (train/, test1/; train_images/,
+    test_images/), whose classes are in a table. One among others may be a class called train."""
     if all(SPLIT_OF.keys() & WORD.findall(name.lower()) for name in names):
         places = [path for folder in (root, *(root / name for name in names)) for path in visible(folder)]
         tables = [str(path.relative_to(root)) for path in places if path.suffix.lower() in TABLES_OF_LABELS]
-        told = f", as {first_named(tables)} may tell them" if tables else ""
+        listed = f", perhaps by {first_named(tables)}" if tables else ""
         raise InputError(
-            f"{root} has images in {first_named(names)}, which are splits and no classes: sort the images into folders "
-            f"of their classes, {TRAIN}/CLASS/*{told}"
+            f"{root} has images in {first_named(names)}, which are splits, not classes: sort the images into class "
+            f"folders, {TRAIN}/CLASS/*{listed}"
         )
 
 
 def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
-    """The classes of train/, sorted: a class's place is its label.
+    """Return the classes of train/, sorted; the index of a class is its label.
 
-    Raises InputError when train/ has no class, or validation images are of one that train/ lacks.
+    Raises InputError if train/ has no class, or another split has a class that train/ lacks.
     """
     names = sorted(map(text_of, class_folders(folders[TRAIN]).values()))
     if not names:
         found = [path.name for path in visible(folders[TRAIN])]
-        cure = _cure_of_any(found) or "put images into train/CLASS/"
-        raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(found) or 'nothing'}: {cure}")
+        advice = _advice_for_any(found) or "put images into train/CLASS/"
+        raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(found) or 'nothing'}: {advice}")
     _check_are_no_parts(folders[TRAIN], names)
     for split, folder in folders.items():
         if not _has_any(folder, names) and (split == TEST or has_labels(_label_places(folder))):
             continue
         if extra := sorted(class_folders(folder).keys() - set(map(one_form, names))):
-            raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
+            raise InputError(f"{folder} has classes that train/ lacks, {', '.join(extra[:5])}: add or remove them")
     return tuple(names)
 
 
 def _check_are_no_parts(folder: Path, names: Sequence[str]) -> None:
-    """Raise InputError where the folders in a folder are those of images and of what was drawn in them."""
+    """Raise InputError if all subfolders are parts of a detection data set: images, annotations or masks."""
     if names and all(name.lower() in PARTS for name in names):
         raise InputError(
-            f"{folder} has {first_named(names)}, which are the parts of a data set of boxes or masks and no classes: "
-            f"sort its images into folders of their classes, {TRAIN}/CLASS/*"
+            f"{folder} has {first_named(names)}, which are parts of a detection or segmentation data set, not classes: "
+            f"sort its images into class folders, {TRAIN}/CLASS/*"
         )
 
 
 def class_folders(folder: Path) -> dict[str, str]:
-    """The folders in a folder by their names in one Unicode form. Raises InputError where two have the same name."""
+    """Return the subfolders by their names in one Unicode form. Raises InputError if two have the same name."""
     found: dict[str, str] = {}
     for name in folders_in(folder):
         before = found.setdefault(one_form(text_of(name)), name)
@@ -308,35 +308,35 @@ def class_folders(folder: Path) -> dict[str, str]:
 
 
 def _has_any(folder: Path, classes: Sequence[str]) -> bool:
-    """Whether a folder has the folder of a class."""
+    """Return whether the folder has a class folder."""
     return not class_folders(folder).keys().isdisjoint(map(one_form, classes))
 
 
 def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> list[str]:
-    """A line about classes whose names have another Unicode form in another split, as macOS writes them; or none."""
+    """Return a line about class names with another Unicode form in another split, as macOS writes them; or no line."""
     for split, folder in folders.items():
         there = class_folders(folder)
         forms = [(text_of(there.get(one_form(name), name)), name) for name in classes]
         differing = [(own, name) for own, name in forms if own != name]
         if differing:
             (own, name), *more = differing
-            others = f", and so for {counted(len(more), 'more name')}" if more else ""
-            return [f"{split}/ has {name} in another Unicode form, {own!a} for {name!a}: it is the same class{others}"]
+            others = f" (and {counted(len(more), 'more name')})" if more else ""
+            return [f"{split}/ has {name}{others} in another Unicode form, {own!a} for {name!a}; the class is the same"]
     return []
 
 
 def _label_places(folder: Path) -> list[Path]:
-    """Where a file of the labels of a split's images may be."""
+    """Return the folders in which a label file of a split's images may be."""
     return [folder, *folder.absolute().parents[:LEVELS_ABOVE]]
 
 
 def _list_split(folder: Path, classes: Sequence[str], *, training: Path) -> Listing:
-    """The images of a split, by class folders, or by a file of labels where none of its folders is one of a class."""
+    """List the images of a split by class folders, or by a file of labels if it has no class folder."""
     if folder == training or _has_any(folder, classes):
         return list_images(folder, classes, every_class=folder == training)
     paths, others = _images_in(folder)
     if not paths:
-        return list_images(folder, classes, every_class=False)  # which says so
+        return list_images(folder, classes, every_class=False)  # raises the error
     named, source = flat_labels(_label_places(folder), [path.rpartition("/")[2] for path in paths], folder)
     check_classes(named, classes, source, training)
     if source.parent == folder:
@@ -346,24 +346,24 @@ def _list_split(folder: Path, classes: Sequence[str], *, training: Path) -> List
 
 
 def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> Listing:
-    """The images in a folder CLASS/*, at any depth, sorted by class and path.
+    """List the images in a folder CLASS/*, at any depth, sorted by class and path.
 
-    Raises InputError when it contains no image, or with `every_class` when a class has none.
+    Raises InputError if it contains no image, or with `every_class` if a class has none.
     """
     paths: list[str] = []
     labels: list[int] = []
     others: Counter[str] = Counter()
-    own_names = class_folders(folder)
+    folder_names = class_folders(folder)
     for label, name in enumerate(classes):
-        if one_form(name) not in own_names:
+        if one_form(name) not in folder_names:
             continue  # val/ need not have every class
-        class_folder = folder / own_names[one_form(name)]
-        mine, rest = _images_in(class_folder)
-        if every_class and not mine:
-            found = f": it has {_by_suffix(rest)}" if rest else ""
+        class_folder = folder / folder_names[one_form(name)]
+        images, rest = _images_in(class_folder)
+        if every_class and not images:
+            found = f", only {_by_suffix(rest)}" if rest else ""
             raise InputError(f"class {name} has no image in {class_folder}{found}: add some, or remove it")
-        paths += mine
-        labels += [label] * len(mine)
+        paths += images
+        labels += [label] * len(images)
         others += rest
     if not paths:
         found = f", only {_by_suffix(others)}" if others else ""
@@ -372,10 +372,10 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> L
 
 
 def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list[str], Counter[str]]:
-    """The images in a folder and the folders in it, sorted, and how many other files have each suffix.
+    """Return the images below a folder, sorted, and the number of other files by suffix.
 
-    A link to an image that is gone is an image that cannot be read. `above` are the folders on the way to this one: a
-    link back to one of them would not end.
+    A broken link named as an image counts as an image that cannot be read. `above` are the folders on the way to this
+    one: a link back to one of them would recurse without end.
     """
     paths: list[str] = []
     others: Counter[str] = Counter()
@@ -387,12 +387,12 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list
             name = entry.name
             if is_hidden(name):
                 continue
-            lost = _is_lost(entry)
-            if is_image(name) and (lost or entry.is_file()):
+            broken = _is_broken_link(entry)
+            if is_image(name) and (broken or entry.is_file()):
                 paths.append(prefix + name)
-            elif not lost and entry.is_dir():
+            elif not broken and entry.is_dir():
                 inner.append(folder / name)
-            elif lost or not is_image(name):  # no pipes
+            elif broken or not is_image(name):  # not a pipe named as an image
                 others[suffix_of(name)] += 1
     paths.sort()
     for path in sorted(inner):
@@ -403,22 +403,22 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list
     return paths, others
 
 
-def _is_lost(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a link to nothing, or to itself."""
+def _is_broken_link(entry: os.DirEntry[str]) -> bool:
+    """Return whether the entry is a link to nothing, or to itself."""
     return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
-    """What is said of the files of a split that are not read."""
+    """Yield notes about the files of a split that are ignored."""
     if listing.others:
         yield (
-            f"{folder}: {counted(listing.others.total(), 'file')} of formats that are not read: "
-            f"{_by_suffix(listing.others)}: convert those that are images to JPEG or PNG"
+            f"{folder}: ignored {counted(listing.others.total(), 'file')} of other formats "
+            f"({_by_suffix(listing.others)}); convert images among them to JPEG or PNG"
         )
     with _entries(folder) as entries:
         outside = sum(is_image(entry.name) for entry in entries) if folders_in(folder) else 0
     if outside and not any(path.rpartition("/")[0] == str(folder) for path in listing.paths):
-        yield f"{folder}: {counted(outside, 'image')} outside the class folders: not used"
+        yield f"{folder}: ignored {counted(outside, 'image')} outside the class folders"
 
 
 def _by_suffix(others: Counter[str]) -> str:
@@ -427,9 +427,9 @@ def _by_suffix(others: Counter[str]) -> str:
 
 
 def image_files(paths: Sequence[Path]) -> list[str]:
-    """The images that are named: files as they are; of a folder the images at any depth, sorted by path.
+    """Return the named image files, and for each folder its images at any depth, sorted by path.
 
-    Raises InputError for a path that is not there, or a folder without images.
+    Raises InputError if a path does not exist, or a folder has no images.
     """
     found: list[str] = []
     for path in paths:
@@ -437,23 +437,23 @@ def image_files(paths: Sequence[Path]) -> list[str]:
             inside, others = _images_in(path)
             if not inside:
                 only = f", only {_by_suffix(others)}" if others else ""
-                raise InputError(f"{path} contains no image{only}: name a folder with some")
+                raise InputError(f"{path} contains no image{only}: give a folder with images")
             found += sorted(inside)
         elif path.exists():
             found.append(str(path))
         else:
-            raise InputError(f"image {path} does not exist: name image files, or a folder of them")
+            raise InputError(f"image {path} does not exist: give image files, or a folder of them")
     return found
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in a folder, sorted, without hidden ones. A link to a folder that is gone is one, of
-    which reading says so; what has a suffix was a file."""
+    """Return the names of the subfolders, sorted, without hidden ones. A broken link without a suffix counts as a
+    folder, so that reading it raises an error; one with a suffix was a file."""
     with _entries(folder) as entries:
         return sorted(
             entry.name
             for entry in entries
-            if not is_hidden(entry.name) and (not suffix_of(entry.name) if _is_lost(entry) else entry.is_dir())
+            if not is_hidden(entry.name) and (not suffix_of(entry.name) if _is_broken_link(entry) else entry.is_dir())
         )
 
 

@@ -1,4 +1,4 @@
-"""The formats of data folders: adding one is a line here and its module."""
+"""Formats of data folders, and their detection. A new format is a module and an entry of FORMATS."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from cputrain.data.formats.source import (
     VAL,
     Source,
     Split,
-    cure_of,
+    advice_for,
     files_by_split,
     read_manifest,
     split_of,
@@ -28,7 +28,7 @@ from cputrain.data.formats.source import (
     visible_in_splits,
 )
 
-if TYPE_CHECKING:  # numpy: only where records must be read to be counted
+if TYPE_CHECKING:  # counting needs numpy only if records must be read
     from cputrain.data.formats.dataset import Dataset, Images
 
 Files = dict[str, list[Path]]
@@ -40,51 +40,51 @@ RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNO
 SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
 NUMBERED = re.compile(r"(.*?)(\d{4,9})(\.[^\d]+)")  # imagenet1k-train-0012.tar
 ENDING = re.compile(r"(\.(parquet|arrow|feather|tar|tgz|tfrec(ord)?s?|gz))+$", re.IGNORECASE)
-LEAST_IN_ROW = 10  # of files whose numbers have no leading zero: fewer may be years
-COPY = re.compile(r" \(\d+\)$| - copy$")  # of a browser, of Windows
-CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
+LEAST_IN_ROW = 10  # files; the numbers of fewer, without a leading zero, may be years
+COPY = re.compile(r" \(\d+\)$| - copy$")  # as named by browsers, and by Windows
+CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
-MOST_FOLDERS = 100  # that are searched: an image folder may have thousands of classes
+MOST_FOLDERS = 100  # to search; an image folder may have thousands of classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of files: its name in the plural, a function that finds the files of each split in a folder, and one
-    that reads what they contain; the column of labels is only for tables."""
+    """A file format: its name in the plural, a function that finds the files of each split in a folder, and one that
+    reads them; the label column is only for tables."""
 
     title: str
     find: Callable[[Path], Files]
     read: Callable[[Path, Files, str | None], Source]
 
     def source(self, root: Path, label_column: str | None = None) -> Source:
-        """What a folder of these files has; without validation images its test images are for validation. Raises
-        InputError."""
+        """Return the data in a folder of these files; without validation images, the test images are used for
+        validation. Raises InputError."""
         if not root.is_dir():
             raise InputError(f"{root} is not a folder: give the folder of the {self.title}")
         files = self.find(root)
         if TRAIN not in files:
-            found_in = f"only of {', '.join(files)}" if files else "nor of another one"
-            raise InputError(f"{root} has no {self.title} of the training split, {found_in}: give their folder")
+            found = f", only of {', '.join(files)}" if files else " or any other"
+            raise InputError(f"{root} has no {self.title} of the training split{found}: give the folder that has them")
         others = files.pop(NO_SPLIT, [])
         notes = [note for split, paths in files.items() for note in _check_shards(split, paths)]
         taken = {path for paths in files.values() for path in (*paths, *others)}
-        if unread := [path.name for path in visible_in_splits(root) if cure_of(path.name) and path not in taken]:
-            notes.append(f"{root}: {first_named(unread)}: not used, as only the {self.title} are")
+        if unread := [path.name for path in visible_in_splits(root) if advice_for(path.name) and path not in taken]:
+            notes.append(f"{root}: ignored {first_named(unread)}, because only {self.title} are read")
         if others:
             names = first_named([path.name for path in others])
             has = "names have" if len(others) > 1 else "name has"
-            notes.append(f"{root}: {names}: not used: the {has} no split, as others have it")
-        found = self.read(root, files, label_column)
-        found = replace(found, notes=(*notes, *found.notes))
-        if VAL in found.splits or TEST not in found.splits:
-            return found
-        return replace(found, splits={TRAIN: found.splits[TRAIN], VAL: found.splits[TEST]})
+            notes.append(f"{root}: ignored {names}, because the {has} no split, unlike the others")
+        source = self.read(root, files, label_column)
+        source = replace(source, notes=(*notes, *source.notes))
+        if VAL in source.splits or TEST not in source.splits:
+            return source
+        return replace(source, splits={TRAIN: source.splits[TRAIN], VAL: source.splits[TEST]})
 
 
 def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
-    """A line about the files that a split lacks by the numbers in the names of the others, for each set of them.
+    """Return a line for each set of numbered files in which some are missing.
 
-    Raises InputError where two files are one shard: its copy in another folder, in another format or by a browser.
+    Raises InputError if two files are the same shard: a copy in another folder, in another format or by a browser.
     """
     lines = []
     seen: dict[tuple[Path | None, str], Path] = {}
@@ -98,7 +98,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
         name = original if original in originals else stems[path]
         first = seen.setdefault((None if split_of((name,)) == split else path.parent, name), path)
         if first != path:
-            raise InputError(f"{path} is the same part of the split {split} as {first}: remove one of the two")
+            raise InputError(f"{path} is the same part of the {split} split as {first}: remove one of the two")
         if shard:
             numbers.setdefault((path.parent, shard[1], shard[3]), {})[int(shard[2])] = path.name
         elif counted_name := NUMBERED.fullmatch(path.name):
@@ -109,8 +109,8 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
         row = [int(text) for text in texts]
         if 0 < (absent := max(row) - min(row) + 1 - len(row)) < len(row):  # else the numbers count something else
             lines.append(
-                f"{folder}: {counted(absent, 'number')} absent among those of {counted(len(row), 'file')} {prefix}"
-                f"*{suffix}, {min(row)} to {max(row)}: is the download complete?"
+                f"{folder}: {counted(absent, 'number')} missing in {counted(len(row), 'file')} {prefix}*{suffix} from "
+                f"{min(row)} to {max(row)}; is the download complete?"
             )
     for (_, prefix, total), present in numbers.items():
         start = 1 if int(total) in present else 0
@@ -119,15 +119,15 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
             name = next(iter(present.values()))
             width = len(SHARD.match(name)[2])  # type: ignore[index]  # it has matched before
             lines.append(
-                f"{counted(absent, 'file')} of {int(total):,} of the split {split} absent, first "
+                f"{absent:,} of {counted(int(total), 'file')} of the {split} split missing, first "
                 f"{prefix}-{number:0{width}}-of-{total}: is the download complete?"
             )
     return lines
 
 
 def table_files(root: Path) -> Files:
-    """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them; not what
-    `datasets` keeps beside these, whose images are the same ones."""
+    """Return the Parquet and Arrow files of each split, as on the Hugging Face Hub or as written by `save_to_disk`;
+    not the caches that `datasets` keeps next to them, which have the same images."""
     return files_by_split(root, lambda name: _is_table(name) and not CACHE_OF_DATASETS.match(name))
 
 
@@ -136,14 +136,14 @@ def _is_table(name: str) -> bool:
 
 
 def record_files(root: Path) -> Files:
-    """The TFRecord files of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
+    """Return the TFRecords of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
     return files_by_split(
-        root, lambda name: RECORD_NAME.search(name) is not None and not _is_table(name) and cure_of(name) is None
+        root, lambda name: RECORD_NAME.search(name) is not None and not _is_table(name) and advice_for(name) is None
     )
 
 
 def tar_files(root: Path) -> Files:
-    """The tar files of each split; none of a folder whose split folders have folders of classes."""
+    """Return the tar files of each split; none if the split folders have class folders."""
     files = files_by_split(root, lambda name: name.lower().endswith(TAR_SUFFIXES))
     has_classes = any(path.is_dir() for name in SPLIT_OF for path in visible(root / name))
     return {} if has_classes else files
@@ -174,10 +174,10 @@ FORMATS = (TABLES, RECORDS, TARS)
 
 
 def detect(path: str | Path | None, label_column: str | None = None) -> Source:
-    """What a data folder has: shards of cputrain prepare, files of one of FORMATS, or an image folder.
+    """Detect a data folder's format: shards of cputrain prepare, files of one of FORMATS, or an image folder.
 
-    `label_column` names the column of tables with the labels. Raises InputError that names what is missing or wrong,
-    for one that has archives to prepare, or data in folders below it.
+    `label_column` is the column of tables that has the labels. Raises InputError if data is missing or invalid, if the
+    folder has archives to prepare, or if only folders below it have data.
     """
     if path is None:
         raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
@@ -186,7 +186,7 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
         return _prepared(root)
     for archive, kind in ARCHIVES.items():
         if (root / archive).is_file() and not (root / TRAIN).is_dir():
-            raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and name OUT")
+            raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and give OUT")
     for each in FORMATS:
         if each.find(root):
             return each.source(root, label_column)
@@ -198,15 +198,15 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
 
 
 def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":
-    """Open a data folder of any format that `detect` knows, with validation images as `Source.open` has them.
+    """Open a data folder of any format that `detect` knows, with validation images as in `Source.open`.
 
-    Raises InputError that names what is missing or wrong.
+    Raises InputError if data is missing or invalid.
     """
     return detect(path, label_column).open(val_fraction)
 
 
 def _prepared(root: Path) -> Source:
-    """The splits of a prepared folder, counted by its manifest."""
+    """Return the splits of a prepared folder, as counted in its manifest."""
     manifest = read_manifest(root)
 
     def shards(split: str) -> "Images":
@@ -221,13 +221,13 @@ def _prepared(root: Path) -> Source:
 
 
 def _folders_below(root: Path) -> list[Path]:
-    """The nearest folders below a folder that have files of one of FORMATS, as configurations of a data set on the Hub
-    and the folders in which tensorflow_datasets and `datasets` keep one; [] where it is an image folder itself."""
+    """Return the nearest folders below `root` that have files of one of FORMATS, such as configurations of a data set
+    on the Hub, or the folders of tensorflow_datasets and `datasets`; [] if `root` is an image folder."""
     found: list[Path] = []
     waiting = [root] if root.is_dir() and not has_train_folder(root) else []
-    for path in waiting:  # which grows
+    for path in waiting:  # the loop appends to it
         if has_image(path):
-            continue  # a class
+            continue  # a class folder
         if path != root and any(each.find(path) for each in FORMATS):
             found.append(path)
         else:

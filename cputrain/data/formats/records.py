@@ -1,14 +1,13 @@
-"""Files of many images: TFRecords (train-00000-of-01024, imagenet2012-train.tfrecord-...) and tar files, webdataset's
-among them; read in place and written, without TensorFlow.
+"""Files of many images, read in place and written without TensorFlow: TFRecords (train-00000-of-01024,
+imagenet2012-train.tfrecord-...) and tar files, including webdataset's.
 
 A record consists of its length (8 bytes, little endian), the length's masked CRC-32C, a tf.train.Example and the
-Example's masked CRC-32C (tensorflow/core/lib/io/record_writer.h). The features that are read (example.proto,
-feature.proto) are those of TensorFlow's ImageNet scripts, image/encoded, image/class/label, and image/class/synset or
-image/class/text for the class's name; or those of tensorflow_datasets, image and label, with the names of the classes
-in label.labels.txt.
+Example's masked CRC-32C (tensorflow/core/lib/io/record_writer.h). The features (example.proto, feature.proto) follow
+TensorFlow's ImageNet scripts, with image/encoded, image/class/label, and image/class/synset or image/class/text for the
+class's name; or tensorflow_datasets, with image and label, and the names of the classes in label.labels.txt.
 
-A sample's files in a tar have one key: the name up to the first dot of its last part. The label is the decimal number
-or the text in KEY.cls, else what KEY.json has as "label".
+The files of a sample in a tar share a key: the path up to the first dot of the file name. The label is the decimal
+number or the text in KEY.cls, or else "label" in KEY.json.
 """
 
 import json
@@ -45,20 +44,20 @@ HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
 IMAGE, LABEL = b"image/encoded", b"image/class/label"
 SYNSET_NAME, TEXT = b"image/class/synset", b"image/class/text"
-IMAGES, LABELS = (IMAGE, b"image"), (LABEL, b"label", b"class")  # the last one of TFRecords on Kaggle
-CLASS_NAMES = "label.labels.txt"  # of tensorflow_datasets: a line for each label from 0
+IMAGES, LABELS = (IMAGE, b"image"), (LABEL, b"label", b"class")  # class: in TFRecords on Kaggle
+CLASS_NAMES = "label.labels.txt"  # in tensorflow_datasets: a line for each label from 0
 GZIP = b"\x1f\x8b"
 COMPRESSED = {GZIP: "gzip -dc", b"\x78\x01": "pigz -dc", b"\x78\x9c": "pigz -dc"}  # gzip, zlib
-FIRST_LABEL = 1  # of TensorFlow's ImageNet scripts, which reserve 0 for the background
+FIRST_LABEL = 1  # in TensorFlow's ImageNet scripts, which reserve 0 for the background
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 Span = tuple[int, int]
 
 
 class RecordImages(FileParts):
-    """The images of one split's TFRecord files.
+    """Images in the TFRecord files of one split.
 
-    `places`, shape (n, 5), are each image's file, offset and length, and its record's offset and length.
+    `places`, shape (n, 5), has each image's file, offset and length, and its record's offset and length.
     """
 
     def __init__(self, paths: Sequence[Path], places: NDArray[np.int64], labels: Sequence[int]) -> None:
@@ -66,22 +65,22 @@ class RecordImages(FileParts):
         self._records = places[:, 3:]
 
     def read(self, i: int) -> bytes:
-        """The image's bytes. Raises OSError where the record's checksum is wrong."""
+        """Return the image's bytes. Raises OSError if the record's checksum is wrong."""
         (file, offset, size), (start, length) = self._places[i].tolist(), self._records[i].tolist()
         record = os.pread(self._files[file].fileno(), length + TAIL, start)
         if len(record) < length + TAIL or masked(record[:-TAIL]) != int.from_bytes(record[-TAIL:], "little"):
-            raise OSError(f"checksum differs: the record at byte {start - HEAD:,} is damaged")
+            raise OSError(f"checksum differs, the record at byte {start - HEAD:,} is damaged")
         return record[offset - start : offset - start + size]
 
     def name(self, i: int) -> str:
-        """The record's file and offset."""
+        """Return the record's file and offset."""
         return f"{self.paths[int(self._places[i, 0])]}:{int(self._records[i, 0]) - HEAD}"
 
 
 def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
-    """Find the images in a folder's TFRecord files in one pass over all records; those without a label are left out.
+    """Find the images in a folder's TFRecord files in one pass over all records; images without a label are left out.
 
-    Raises InputError that names what is missing, wrong or damaged.
+    Raises InputError if data is missing, invalid or damaged.
     """
     notes = []
     list_of_tfds = root / CLASS_NAMES
@@ -90,7 +89,7 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     for split, paths in files.items():
         filled = [path for path in paths if path.stat().st_size]
         if empty := len(paths) - len(filled):
-            notes.append(f"{root}: {counted(empty, 'empty file')} of the split {split}")
+            notes.append(f"{root}: ignored {counted(empty, 'empty file')} of the {split} split")
         found[split], own_names = _record_rows(paths[0], filled)
         if split == "train":
             names = names or own_names
@@ -101,7 +100,7 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
 
 
 def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
-    """What these files have, and the name of each label; `first` stands in messages."""
+    """Return the rows of these files, and the name of each label; messages name the file `first`."""
     places: list[tuple[int, ...]] = []
     labels: list[int | None] = []
     names: dict[int, str] = {}
@@ -112,18 +111,18 @@ def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, st
             if label is not None:
                 names.setdefault(label, name or str(label))
     table = np.array(places, dtype=np.int64).reshape(-1, 5)
-    rows = Rows(labels=labels, where=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
+    rows = Rows(labels=labels, file=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
     return rows, names
 
 
 def record_of(example: bytes) -> bytes:
-    """A record: length, its masked CRC-32C, the Example, its masked CRC-32C."""
+    """Encode a record: length, its masked CRC-32C, the Example, its masked CRC-32C."""
     head = struct.pack("<Q", len(example))
     return b"".join((head, struct.pack("<I", masked(head)), example, struct.pack("<I", masked(example))))
 
 
 def record_problem(file: BinaryIO, _key: int, offset: int, length: int, end: int) -> str | None:
-    """What is wrong with the record around an image, which is its last field; the image before ends at byte `end`."""
+    """Return what is wrong with the record around an image, its last field; the previous image ends at byte `end`."""
     start = end + TAIL if end else 0
     file.seek(start)
     head = file.read(HEAD)
@@ -137,15 +136,16 @@ def record_problem(file: BinaryIO, _key: int, offset: int, length: int, end: int
 
 
 def encode_example(data: bytes, width: int, height: int, label: int, *, class_name: str, file_name: str) -> bytes:
-    """The tf.train.Example of an encoded image, which is the Example's last bytes; labels count from 0.
+    """Encode an image as a tf.train.Example, which ends with the image's bytes; `label` counts from 0.
 
-    Keys, and labels from 1, are those of TensorFlow's ImageNet scripts (tpu/tools/datasets/imagenet_to_gcs.py), with
-    image/class/text for classes that are not synsets (inception/data/build_image_data.py).
+    The keys, and the stored labels from 1, follow TensorFlow's ImageNet scripts
+    (tpu/tools/datasets/imagenet_to_gcs.py), with image/class/text for classes that are not synsets
+    (inception/data/build_image_data.py).
     """
     features = {
         b"image/height": _integer(height),
         b"image/width": _integer(width),
-        # As the scripts have it for every image: readers that request three channels get them, of gray ones too.
+        # As in the scripts, for gray images too: readers that request three channels get three.
         b"image/colorspace": _text(b"RGB"),
         b"image/channels": _integer(3),
         LABEL: _integer(label + FIRST_LABEL),
@@ -160,12 +160,12 @@ def encode_example(data: bytes, width: int, height: int, label: int, *, class_na
 
 
 def _text(value: bytes) -> bytes:
-    """A Feature whose bytes_list, 1, has one value."""
+    """Encode a Feature whose bytes_list (field 1) has one value."""
     return _field(1, _field(1, value))
 
 
 def _integer(value: int) -> bytes:
-    """A Feature whose int64_list, 3, has one value; packed, as proto3 has repeated numbers."""
+    """Encode a Feature whose int64_list (field 3) has one value, packed like repeated numbers in proto3."""
     return _field(3, _field(1, _encode_varint(value)))
 
 
@@ -182,15 +182,15 @@ def _encode_varint(value: int) -> bytes:
 
 
 def masked(data: bytes) -> int:
-    """The masked CRC-32C of record files: rotated, plus a constant, so that data may contain checksums itself."""
+    """Return the masked CRC-32C of record files: rotated, plus a constant, as the data may itself contain checksums."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + MASK) & 0xFFFFFFFF
 
 
 def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
-    """For each record: its (offset, length), its image's (begin, end), label or None, and class name or "".
+    """Yield each record's (offset, length), its image's (begin, end), its label or None, and its class name or "".
 
-    The images themselves are not read. Raises InputError.
+    The images themselves are not read. Raises InputError if a record is invalid.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = 0
@@ -200,7 +200,7 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
             if len(head) < HEAD or masked(head[:8]) != int.from_bytes(head[8:], "little"):
                 if tool := COMPRESSED.get(head[:2]) if at == 0 else None:
                     raise InputError(
-                        f"{path} is compressed, where no image can be read by itself: unpack each file with "
+                        f"{path} is compressed, which does not allow random access: unpack each file with "
                         f"{tool} <{path.name} >OUT/{path.name}"
                     )
                 check_fetched(path)
@@ -213,13 +213,13 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
                 image, label, name = _example(data, start, start + length)
             except (IndexError, struct.error, KeyError, ValueError) as error:
                 raise InputError(
-                    f"{path}: the record at byte {start - HEAD:,} is not the Example of an image: {error}"
+                    f"the record at byte {start - HEAD:,} of {path} is not the Example of an image: {error}"
                 ) from None
             yield (start, length), image, label, name
 
 
 def _keys_of(paths: Sequence[Path]) -> str:
-    """The keys of the first record in these files, sorted, for messages."""
+    """Return the keys of the first record in these files, sorted, for messages."""
     path = next((path for path in paths if path.stat().st_size), None)
     if path is None:
         return "nothing"
@@ -232,7 +232,7 @@ def _named(keys: Iterable[bytes]) -> str:
 
 
 def _features(data: mmap.mmap, start: int, end: int) -> dict[bytes, Span]:
-    """Where the Feature of each key of the Example in [start, end) lies."""
+    """Return the span of each key's Feature in the Example in [start, end)."""
     features: dict[bytes, Span] = {}
     for _, (begin, stop) in _fields(data, start, end, 1):
         for _, entry in _fields(data, begin, stop, 1):
@@ -242,7 +242,7 @@ def _features(data: mmap.mmap, start: int, end: int) -> dict[bytes, Span]:
 
 
 def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, str]:
-    """Where the image lies, the label and the class name of the Example in [start, end)."""
+    """Return the image's span, the label and the class name of the Example in [start, end)."""
     features = _features(data, start, end)
     encoded = next((features[key] for key in IMAGES if key in features), None)
     if encoded is None:
@@ -255,10 +255,10 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, s
     if label_key := next((key for key in LABELS if key in features), None):
         values = dict(_fields(data, *features[label_key]))
         if 3 not in values:
-            raise ValueError(f"its {label_key.decode()} is no integer")
+            raise ValueError(f"its {label_key.decode()} is not an integer")
         numbers = _integers(data, *values[3])
         if len(numbers) > 1:
-            raise ValueError(f"its {label_key.decode()} has {len(numbers)} values: an image has one class")
+            raise ValueError(f"its {label_key.decode()} has {len(numbers)} values, but an image has one class")
         label = None if numbers in ([], [UNLABELED]) else numbers[0]
     for key in (SYNSET_NAME, TEXT):
         if key in features:
@@ -273,18 +273,18 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, s
 
 
 def _integers(data: mmap.mmap, start: int, end: int) -> list[int]:
-    """The values of an Int64List: packed one after another, or each a field, as of proto2."""
+    """Return the values of an Int64List: packed, or one field each as in proto2."""
     found = []
     for _, (begin, stop) in _fields(data, start, end, 1):
         at = begin
         while at < stop:
             number, at = _varint(data, at)
-            found.append(number - ((number >> 63) << 64))  # an int64: -1 has ten bytes
+            found.append(number - ((number >> 63) << 64))  # two's complement of 64 bits
     return found
 
 
-def _fields(data: mmap.mmap, start: int, end: int, wanted: int | None = None) -> Iterator[tuple[int, Span]]:
-    """The numbers of a protobuf message's fields (or of those `wanted`), and where their values begin and end."""
+def _fields(data: mmap.mmap, start: int, end: int, only: int | None = None) -> Iterator[tuple[int, Span]]:
+    """Yield the number and the value's span of each field of a protobuf message, or of the fields numbered `only`."""
     at = start
     while at < end:
         key, at = _varint(data, at)
@@ -301,7 +301,7 @@ def _fields(data: mmap.mmap, start: int, end: int, wanted: int | None = None) ->
         at = span[1]
         if at > end:
             raise IndexError(f"a field ends outside its message at byte {at:,}")
-        if wanted is None or number == wanted:
+        if only is None or number == only:
             yield number, span
 
 
@@ -315,7 +315,7 @@ def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > 63:
-            raise IndexError(f"a number without end at byte {at:,}")
+            raise IndexError(f"an unterminated varint at byte {at:,}")
 
 
 Member = tuple[str, int, int]
@@ -323,18 +323,18 @@ Member = tuple[str, int, int]
 
 
 def members(archive: Path, start: int) -> Iterator[Member]:
-    """Name, offset and length of the regular files in a tar that begins at byte `start` of a file.
+    """Yield name, offset and length of the regular files in a tar that begins at byte `start` of a file.
 
-    Nothing is unpacked, so names may be anything; links and hidden files are skipped. Raises InputError where the
-    archive is compressed, ends early or has a name twice.
+    Nothing is unpacked, so any names are safe; links and hidden files are skipped. Raises InputError if the archive is
+    compressed, truncated or has a name twice.
     """
     names: set[str] = set()
     try:
         with archive.open("rb") as file:
             if not start and file.read(2) == GZIP:
                 raise InputError(
-                    f"{archive} is gzipped, where no image can be read by itself: unpack it with gunzip, or with "
-                    "tar -xzf where it has folders of classes"
+                    f"{archive} is gzipped, which does not allow random access: unpack it with gunzip, or with "
+                    "tar -xzf if it has class folders"
                 )
             if not start:
                 check_fetched(archive)
@@ -346,57 +346,57 @@ def members(archive: Path, start: int) -> Iterator[Member]:
                             raise InputError(f"{archive} contains {member.name} twice: was something appended to it?")
                         names.add(member.name)
                         yield member.name, member.offset_data, member.size
-                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep all 1.3 million
+                    tar.members.clear()  # type: ignore[attr-defined]  # else it keeps all 1.3 million in memory
     except (OSError, tarfile.TarError) as error:
-        raise InputError(f"cannot read {archive}: {error}: is the download complete?") from None
+        raise InputError(f"cannot read {archive}: {error}; is the download complete?") from None
 
 
 def tar_member(name: str, data: bytes) -> bytes:
-    """A member of a tar: a header, the data, and zeros up to whole blocks."""
+    """Encode a member of a tar: a header, the data, and zeros up to a whole block."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     return member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def tar_end(size: int) -> bytes:
-    """What ends a tar after members of `size` bytes: two blocks of zeros, and more up to whole records."""
+    """Return the end of a tar after members of `size` bytes: two blocks of zeros, padded to a whole record."""
     end = 2 * tarfile.BLOCKSIZE
     return bytes(end + -(size + end) % tarfile.RECORDSIZE)
 
 
 def member_problem(file: BinaryIO, key: int, offset: int, length: int, _end: int) -> str | None:
-    """What is wrong with the header before the image KEY.* at `offset`."""
+    """Return what is wrong with the header before the image KEY.* at `offset`, or None."""
     file.seek(offset - tarfile.BLOCKSIZE)
     try:
         member = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
     except tarfile.HeaderError as error:
-        return f"the archive is damaged before it: {error}"
+        return f"the archive is damaged before the image ({error})"
     if member.size != length or not member.name.startswith(f"{key:08d}."):
         return f"the archive has {member.name}, {member.size:,} bytes, in its place"
     return None
 
 
 JSON_LABEL = "label"  # in KEY.json
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # as in a number that numpy wrote in bytes
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # as in a binary number written by numpy
 MOST_LABEL_BYTES = 1 << 20
 
 
 def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
-    """Find the images and labels in the tar files of a folder, in one pass over all headers.
+    """Find the images and labels in the tar files of a folder in one pass over all headers.
 
-    Raises InputError that names what is wrong.
+    Raises InputError if something is missing or invalid.
     """
     found = {split: _tar_rows(paths) for split, paths in files.items()}
     notes = [
-        f"{root}: {first_named(empty)} of the {split} split: no image in it"
+        f"{root}: no image in {first_named(empty)} of the {split} split"
         for split, (rows, empty) in found.items()
         if empty and rows.labels
     ]
     labels = {label for label in found["train"][0].labels if label is not None}
     if negative := [label for label in labels if isinstance(label, int) and label < 0]:
         raise InputError(
-            f"{files['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
-            "out what has no label"
+            f"{files['train'][0]} has samples with label {min(negative)}, but labels are numbers from 0, or texts: "
+            "leave out samples without a label"
         )
     classes = {label: str(label) for label in sorted(labels, key=lambda label: (isinstance(label, str), label))}
     each = {split: rows for split, (rows, _) in found.items()}
@@ -404,8 +404,8 @@ def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
 
 
 def _tar_rows(paths: Sequence[Path]) -> tuple[Rows, list[str]]:
-    """The samples of tar files, and the names of those that have none. Raises InputError where a sample lacks its image
-    or label."""
+    """Return the samples of tar files, and the names of the files without any. Raises InputError if a sample lacks its
+    image or label."""
     names: list[str] = []
     places: list[tuple[int, int, int]] = []
     labels: list[int | str | None] = []
@@ -422,12 +422,12 @@ def _tar_rows(paths: Sequence[Path]) -> tuple[Rows, list[str]]:
     def images(rows: list[int], numbers: list[int]) -> FileParts:
         return FileParts(paths, [places[row] for row in rows], numbers, [names[row] for row in rows])
 
-    return Rows(labels=labels, where=paths[0], images=images), empty
+    return Rows(labels=labels, file=paths[0], images=images), empty
 
 
 def _samples(path: Path) -> Iterator[tuple[str, int, int, int | str]]:
-    """The image's name, offset and length, and the label, of each sample, whose members follow one another."""
-    if not path.stat().st_size:  # a writer that got no sample; tarfile takes it for no tar
+    """Yield the image's name, offset and length, and the label, of each sample, whose members are consecutive."""
+    if not path.stat().st_size:  # from a writer without samples; tarfile would raise an error
         return
     with path.open("rb") as file:
         for _, sample in groupby(members(path, 0), key=lambda member: _key_and_suffix(member[0])[0]):
@@ -445,14 +445,14 @@ def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int,
     if len(images) != 1 or not {"cls", "json"} & sample.keys():
         names = [name for name, _, _ in sample.values()]
         in_folders = len(images) == len(sample) and "/" in names[0].removeprefix("./")
-        cure = (
-            "unpack the archive with tar -xf, and name the folder that has the folders of the classes"
+        advice = (
+            "unpack the archive with tar -xf, and give the folder that has the class folders"
             if in_folders
-            else "pack images in folders of their classes with cputrain prepare imagefolder"
+            else "pack images in class folders with cputrain prepare imagefolder"
         )
         raise InputError(
-            f"{path} has {', '.join(names)}: a sample is one image, KEY.jpg or another one, next to its class in "
-            f"KEY.cls or KEY.json: {cure}"
+            f"{path} has {', '.join(names)}, but a sample is one image, KEY.jpg or of another format, and its class in "
+            f"KEY.cls or KEY.json: {advice}"
         )
     label_name, offset, length = sample.get("cls") or sample["json"]
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
@@ -461,14 +461,14 @@ def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int,
         if type(label) not in (int, str) or label == "" or CONTROL.search(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a text")
     except ValueError as error:
-        raise InputError(f"{path}: {label_name} has no {JSON_LABEL}: {error}") from None
+        raise InputError(f"{label_name} in {path} has no {JSON_LABEL}: {error}") from None
     text_of_label = str(label)
     return *images[0], int(text_of_label) if text_of_label.removeprefix("-").isdecimal() else text_of_label
 
 
 def _label_in(values: object) -> object:
     if not isinstance(values, dict):
-        raise ValueError("it is no object of names and values")
+        raise ValueError("it is not a JSON object")
     if JSON_LABEL not in values:
         raise ValueError(f"it has {first_named(list(values)) or 'nothing'}")
     return values[JSON_LABEL]

@@ -1,8 +1,8 @@
-"""Shards: images packed into large files, read by number or in blocks, copied to the local disks of a training's hosts.
+"""Shards: images packed into large files, read individually or in blocks, and copied to the local disks of the hosts.
 
 A prepared folder contains manifest.json, SPLIT.index.npy and the shards. These are either SPLIT-00000.tar, ... for
-webdataset readers, with two members for each sample, KEY.jpg (or the suffix of its format) and KEY.cls with the label
-in decimal; or train-00000-of-01024, validation-..., test-... for TensorFlow's readers.
+webdataset readers, with two members per sample, KEY.jpg (or the suffix of its format) and KEY.cls with the label in
+decimal; or train-00000-of-01024, validation-..., test-... for TensorFlow's readers.
 """
 
 import hashlib
@@ -47,13 +47,13 @@ RECORD = np.dtype(
 
 
 ShardPieces = dict[int, tuple[int, bytes]]
-"""Pieces of shards that are in memory: shard number -> offset of its piece, and the piece's bytes."""
+"""Pieces of shards in memory: shard number -> offset of its piece, and the piece's bytes."""
 
-OTHER_FILES = 512  # that a process has open beside shards
+OTHER_FILES = 512  # open files of the process besides shards
 
 
 def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list[Path]:
-    """The paths of a split's shards; `shard_format` is "tar" or "tfrecord", whose files have TensorFlow's names."""
+    """Return the paths of a split's shards; `shard_format` is "tar", or "tfrecord" with TensorFlow's file names."""
     if shard_format == "tfrecord":
         name = {"val": "validation"}.get(split, split)
         return [folder / f"{name}-{number:05d}-of-{count:05d}" for number in range(count)]
@@ -61,22 +61,22 @@ def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list
 
 
 def shard_format_of(manifest: dict[str, Any]) -> str:
-    """The format of a prepared folder's shards: "tar" or "tfrecord"."""
+    """Return the format of a prepared folder's shards: "tar" or "tfrecord"."""
     return str(manifest["options"].get("format", "tar"))
 
 
 def index_path(folder: Path, split: str) -> Path:
-    """The path of a split's index: an array of RECORD, in the order of the samples."""
+    """Return the path of a split's index: an array of RECORD, in the order of the samples."""
     return folder / f"{split}.index.npy"
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C (Castagnoli) checksum that the index and TFRecords use."""
+    """Return the CRC-32C (Castagnoli) checksum, which the index and TFRecords use."""
     return int(google_crc32c.value(data))
 
 
 def _allow_files(count: int) -> None:
-    """Raise this process's limit of open files for `count` more, as far as permitted: the usual limit is 1,024."""
+    """Raise this process's limit of open files to allow `count` more, up to the hard limit; it is usually 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -88,25 +88,25 @@ def _open_index(path: Path) -> Any:
     try:
         return np.load(path, mmap_mode="r")
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}: prepare again") from None
-    except Exception:  # noqa: BLE001  numpy evaluates the header as Python's literals: a damaged one may raise anything
+        raise InputError(f"cannot read {path}: {error.strerror}; prepare again") from None
+    except Exception:  # noqa: BLE001  numpy evaluates the header as a Python literal: a damaged one may raise anything
         raise InputError(f"{path} is not an index of shards, or is damaged: prepare again") from None
 
 
 class Shards(PiecewiseImages):
-    """One split of a prepared folder: random access to samples, by several threads at once."""
+    """One split of a prepared folder: random access to samples, from several threads at the same time."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        """Open the index and all shards. Raises InputError when one is missing or has another size."""
+        """Open the index and all shards. Raises InputError if one is missing or has the wrong size."""
         manifest = read_manifest(folder)
         counts = manifest["splits"][split]
         self.paths = shard_paths(folder, split, counts["shards"], shard_format_of(manifest))
-        _allow_files(5 * len(self.paths))  # those of three splits, and copies of two
+        _allow_files(5 * len(self.paths))  # shards of three splits, and copies of two
         self.index: NDArray[np.void] = _open_index(index_path(folder, split))
         try:
             self.files: list[BinaryIO] = [path.open("rb") for path in self.paths]
         except OSError as error:
-            raise InputError(f"cannot read {folder}: {error}: prepare again") from None
+            raise InputError(f"cannot read {folder}: {error}; prepare again") from None
         if self.index.dtype != RECORD or len(self.index) != counts["images"]:
             raise InputError(f"{index_path(folder, split)} does not belong to {folder / MANIFEST}: prepare again")
         self._copies: Path | None = None
@@ -126,14 +126,14 @@ class Shards(PiecewiseImages):
         return len(self.index)
 
     def use_copies(self, folder: Path) -> None:
-        """Read each shard from its copy in this folder as soon as the copy exists."""
+        """Read each shard from its copy in this folder once the copy exists."""
         self._copies = folder
 
     def read(self, i: int, pieces: ShardPieces | None = None) -> bytes:
-        """Sample i's encoded image, from pieces in memory that contain it, or from disk.
+        """Return sample i's encoded image, from pieces in memory that contain it, or from disk.
 
-        Raises OSError when its checksum is wrong. A wrong checksum in a copy or a piece is no error: the image is read
-        again from the shard.
+        Raises OSError if its checksum is wrong. If only a copy or a piece is damaged, the image is read again from the
+        shard.
         """
         record = self.index[i]
         shard, offset, length = self._place(record)
@@ -148,18 +148,18 @@ class Shards(PiecewiseImages):
                 data = os.pread(file.fileno(), length, offset)
                 if crc32c(data) == record["crc32c"]:
                     return data
-        raise OSError(f"checksum differs from the index: the shard is damaged at byte {offset:,}")
+        raise OSError(f"checksum differs from the index, the shard is damaged at byte {offset:,}")
 
     def _place(self, record: np.void) -> tuple[int, int, int]:
-        """The shard, offset and length of a record. Raises OSError where the index is damaged: not checked at opening,
-        which reads nothing of an index of millions of images."""
+        """Return the shard, offset and length of a record. Raises OSError if the index is damaged. This is not checked
+        on opening, which would read the entries of millions of images."""
         shard, offset, length = (int(record[key]) for key in ("shard", "offset", "length"))
         if shard >= len(self._sizes) or offset + length > self._sizes[shard]:
-            raise OSError("the index is damaged: the image lies outside its shard")
+            raise OSError("the index is damaged, it places the image outside its shard")
         return shard, offset, length
 
     def read_pieces(self, first: int, last: int) -> ShardPieces:
-        """The pieces of shards that contain the samples [first, last), each read in one go."""
+        """Read the pieces of shards that contain the samples [first, last), one read per shard."""
         records, pieces = self.index[first:last], {}
         for shard in np.unique(records["shard"]).tolist():
             mine = records[records["shard"] == shard]
@@ -175,7 +175,7 @@ class Shards(PiecewiseImages):
 
     @property
     def usual_block(self) -> int:
-        """0: an image of a shard can be read by itself."""
+        """0: images of a shard are read individually."""
         return 0
 
     def _copy_of(self, shard: int) -> BinaryIO | None:
@@ -187,11 +187,11 @@ class Shards(PiecewiseImages):
         return self._copied.get(shard)
 
     def size(self, i: int) -> int:
-        """The bytes of sample i's image."""
+        """Return the size of sample i's image in bytes."""
         return int(self.index[i]["length"])
 
     def name(self, i: int) -> str:
-        """The shard and key of sample i."""
+        """Return the shard and key of sample i."""
         return f"{self.paths[int(self.index[i]['shard'])]}:{i:08d}"
 
 
@@ -199,8 +199,8 @@ CHUNK_BYTES = 1 << 20
 
 
 def split_checksum(images: Images, root: str) -> int:
-    """The CRC-32C of the index of shards, which has every image's own; else of the labels and of the images' names
-    below `root`, without reading an image."""
+    """Return the CRC-32C of the shards' index, which includes the checksum of each image; without shards, of the labels
+    and of the images' names below `root`. No image is read."""
     if isinstance(images, Shards):
         return _extend(0, np.ascontiguousarray(images.index).view(np.uint8))
     names = "\n".join(images.name(i).removeprefix(root) for i in range(len(images)))
@@ -215,10 +215,10 @@ def _extend(crc: int, values: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int
 
 
 def images_per_block(images: Images, block_mib: float, steps: int) -> int:
-    """How many images a block of `block_mib` MiB has in epochs of so many steps; with 0, what is usual for the images'
-    format, 0 for most: each is read by itself.
+    """Return the images per block of `block_mib` MiB in epochs of `steps` steps. With 0, return the default of the
+    images' format, for most of them 0, which reads images individually.
 
-    Raises InputError where blocks are requested of images that can only be read one by one.
+    Raises InputError if blocks are requested for images that can only be read one by one.
     """
     if not isinstance(images, PiecewiseImages):
         if block_mib == 0:
@@ -233,14 +233,14 @@ def images_per_block(images: Images, block_mib: float, steps: int) -> int:
 
 
 class BlockReader:
-    """Images of which `wanted` will be read, each once, from several threads.
+    """Images read in blocks of `length`; each image of `numbers` is read once, from any thread.
 
-    A block is read with the first of its images, and kept in memory until the last.
+    A block is loaded when its first image is read, and stays in memory until its last image is read.
     """
 
-    def __init__(self, images: PiecewiseImages, length: int, wanted: Indices) -> None:
+    def __init__(self, images: PiecewiseImages, length: int, numbers: Indices) -> None:
         self._images, self._length = images, length
-        self._unread = np.bincount(wanted // length).tolist()
+        self._unread = np.bincount(numbers // length).tolist()
         self._blocks: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
 
@@ -253,7 +253,7 @@ class BlockReader:
         return len(self._images)
 
     def read(self, i: int) -> bytes:
-        """Image i, from its block. Raises OSError when its checksum is wrong there and where it is stored."""
+        """Return image i, from its block. Raises OSError if its checksum is wrong both there and in the file."""
         number = i // self._length
         with self._lock:
             block = self._blocks.get(number)
@@ -275,28 +275,28 @@ class BlockReader:
                     del self._blocks[number]
 
     def size(self, i: int) -> int:
-        """The bytes of image i."""
+        """Return the size of image i in bytes."""
         return self._images.size(i)
 
     def name(self, i: int) -> str:
-        """Where image i is stored."""
+        """Return where image i is stored."""
         return self._images.name(i)
 
 
-COPY_BYTES = 16 << 20  # bytes that are read at once: parallel file systems want large reads
+COPY_BYTES = 16 << 20  # per read; parallel file systems are fast only with large reads
 
 
 @contextmanager
-def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...]) -> Iterator[None]:
-    """Copy the shards into a folder of `where`, and read each from its copy as soon as it exists.
+def staged(dataset: Dataset, disk: str | None, rank: Rank, cpus: tuple[int, ...]) -> Iterator[None]:
+    """Copy the shards into a folder below `disk`, and read each from its copy once that exists.
 
-    The first worker of each host copies, on these CPUs; the copies are removed at the end, and those that a killed job
-    has left are used. Raises InputError on all ranks where the data has no shards, or a host's disk is too small.
-    `where` None: nothing is copied.
+    The first worker of each host copies, on these CPUs. The copies are removed at the end; copies left by a killed job
+    are used. Raises InputError on all ranks if the data has no shards, or a host's disk is too small.
+    `disk` None: nothing is copied.
     """
-    from cputrain.comm.group import all_gather  # torch: not needed to read shards
+    from cputrain.comm.group import all_gather  # imports torch, which reading shards does not need
 
-    if where is None:
+    if disk is None:
         yield
         return
     splits = (dataset.train, dataset.val)
@@ -304,7 +304,7 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...
         raise InputError("data.stage_dir copies shards, but data.path has none: make them with cputrain prepare")
     shards = [split for split in splits if isinstance(split, Shards)]
     paths = [path for split in shards for path in split.paths]
-    folder = Path(where) / copies_folder_name(paths)
+    folder = Path(disk) / copies_folder_name(paths)
     copies = rank.local_rank == 0
     problem = next((text for text in all_gather(_make_folder(paths, folder) if copies else "") if text), "")
     if problem:
@@ -325,29 +325,29 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...
 
 
 def copies_folder_name(paths: Sequence[Path]) -> str:
-    """The name of the folder of copies: a hash of the shards' paths, sizes and times of modification."""
+    """Return the name of the folder of copies: a hash of the shards' paths, sizes and modification times."""
     identity = "\n".join(f"{path.absolute()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths)
     return f"cputrain-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def _make_folder(paths: Sequence[Path], folder: Path) -> str:
-    """Make the folder and check the free space; returns the problem, or ""."""
+    """Create the folder and check the free space; return the problem, or ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         needed = sum(path.stat().st_size for path in paths if not (folder / path.name).is_file())
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return f"data.stage_dir: {os.uname().nodename}: {error}"
+        return f"cannot use data.stage_dir={folder.parent} on {os.uname().nodename}: {error}"
     if needed > free:
         return (
-            f"data.stage_dir={folder.parent}: {os.uname().nodename} has {free / 1e9:.1f} GB free there, the shards "
-            f"need {needed / 1e9:.1f}: free some space, or set data.stage_dir=null"
+            f"data.stage_dir={folder.parent} on {os.uname().nodename} has {free / 1e9:.1f} GB free, but the shards "
+            f"need {needed / 1e9:.1f} GB: free some space, or set data.stage_dir=null"
         )
     return ""
 
 
 def _copy_all(paths: Sequence[Path], folder: Path, cpus: tuple[int, ...], stop: threading.Event) -> None:
-    """Copy shard by shard; a copy gets its name when it is complete. A shard that cannot be copied is read in place."""
+    """Copy shard by shard; a copy gets its name once it is complete. A shard that cannot be copied is read in place."""
     bind_thread(cpus)
     for path in paths:
         if stop.is_set():
@@ -357,11 +357,11 @@ def _copy_all(paths: Sequence[Path], folder: Path, cpus: tuple[int, ...], stop: 
         try:
             copy(path, folder / path.name, stop)
         except OSError as error:
-            logger.warning("warning: data.stage_dir: %s is not copied, but read in place: %s", path.name, error)
+            logger.warning("warning: data.stage_dir has no copy of %s, which is read in place: %s", path.name, error)
 
 
 def copy(source: Path, target: Path, stop: threading.Event) -> None:
-    """Copy a file in large blocks. Raises OSError where that fails, or `stop` is set before the end."""
+    """Copy a file in large blocks. Raises OSError if that fails, or `stop` is set before the end."""
 
     def write(file: BinaryIO) -> None:
         with source.open("rb", buffering=0) as original:

@@ -1,6 +1,6 @@
-"""A data folder before it is opened: the names of its files and splits, its manifest, its classes and images.
+"""Data folders before they are opened: names of files and splits, the manifest, classes and image counts.
 
-Neither torch nor numpy is needed to count. Counting and opening are one code: what a count says is what `open` has.
+Counting needs neither torch nor numpy. Counting and opening share their code, so that their numbers agree.
 """
 
 import json
@@ -17,12 +17,12 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
 from cputrain.files import check_fetched, write_text
 
-if TYPE_CHECKING:  # numpy: not needed to count
+if TYPE_CHECKING:  # counting does not need numpy
     from cputrain.data.formats.dataset import Dataset, Images
 
 VERSION = 3
 MANIFEST = "manifest.json"
-MOST_BYTES = 256 << 20  # the names of a million damaged images
+MOST_BYTES = 256 << 20  # enough for the names of a million damaged images
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
 
 
@@ -60,11 +60,11 @@ class _Manifest(BaseModel):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
+    """Return the manifest {"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
 
-    `options` are those of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32 in a row,
-    `unusual` how many images have each unusual property, `damaged` the images that could not be packed.
-    Raises InputError on any other file.
+    `options` are the options of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32
+    consecutive samples, `unusual` the number of images with each unusual property, `damaged` the images that could not
+    be packed. Raises InputError for any other file.
     """
     path = folder / MANIFEST
     try:
@@ -73,16 +73,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check_fetched(path)
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {str(error)[:200]}: prepare again") from None
+        raise InputError(f"cannot read {path}: {str(error)[:200]}; prepare again") from None
     if isinstance(manifest, dict) and manifest.get("version") != VERSION:
         found = str(manifest.get("version"))[:60]
-        raise InputError(f"{path} has version {found}; this program reads {VERSION}: prepare again")
+        raise InputError(f"{path} has version {found}, but this program reads {VERSION}: prepare again")
     try:
         _Manifest.model_validate(manifest)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part)[:60] for part in first["loc"])
-        raise InputError(f"{path} is damaged: {place or 'it'}: {first['msg']}: prepare again") from None
+        raise InputError(f"{path} is damaged{place and f' at {place}'}: {first['msg']}; prepare again") from None
     return manifest
 
 
@@ -94,8 +94,8 @@ def write_manifest(
     write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
-# Of the formats that Pillow decodes without another program. Not EPS and PostScript (Ghostscript), WMF and EMF
-# (Windows), MPEG (its size alone), BUFR, GRIB and HDF5 (nothing without a handler), nor FITS, whose numbers have no
+# Suffixes of the formats that Pillow decodes without other programs. Not EPS and PostScript (needs Ghostscript), WMF
+# and EMF (Windows), MPEG (only its size), BUFR, GRIB and HDF5 (need a handler), and FITS, whose numbers have no known
 # white.
 IMAGE_SUFFIXES = frozenset(
     (
@@ -106,9 +106,9 @@ IMAGE_SUFFIXES = frozenset(
         *(".webp", ".xbm", ".xpm"),
     )
 )
-# What systems put beside a user's files: Windows' and macOS's caches, those of Synology's and QNAP's file servers, a
-# file system's own.
-NOT_OF_USER = frozenset(
+# Files and folders that systems create next to a user's files: caches of Windows and macOS, of Synology's and QNAP's
+# file servers, and of file systems.
+SYSTEM_FILES = frozenset(
     (
         *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
         *("icon\r", "__macosx", "network trash folder", "temporary items"),
@@ -116,7 +116,7 @@ NOT_OF_USER = frozenset(
         *("found.000", "__pycache__"),
     )
 )
-ORIGIN = "Zone.Identifier"  # ends the name of what Windows notes of a download, which is a file of its own in Linux
+ORIGIN = "Zone.Identifier"  # suffix of Windows' record of a download, which Linux shows as a separate file
 SYNSET = re.compile(r"n\d{8}")  # the name of a class of ImageNet
 TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
 NO_SPLIT = "none"
@@ -130,64 +130,64 @@ SPLIT_OF = {name: split for split, names in NAMES.items() for name in names}
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of that name is not the user's own: .DS_Store, ._photo.jpg, Thumbs.db, __MACOSX."""
-    return name.startswith(".") or name.endswith(ORIGIN) or name.lower() in NOT_OF_USER
+    """Return whether a name is hidden or of a system's file or folder: .DS_Store, ._photo.jpg, Thumbs.db, __MACOSX."""
+    return name.startswith(".") or name.endswith(ORIGIN) or name.lower() in SYSTEM_FILES
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of that name is an image that Pillow decodes; a hidden one is none."""
-    return suffix_of(name) in IMAGE_SUFFIXES and name[0] != "."  # no name in NOT_OF_USER has such a suffix
+    """Return whether a file of this name is an image that Pillow decodes; hidden files are not."""
+    return suffix_of(name) in IMAGE_SUFFIXES and name[0] != "."  # no name in SYSTEM_FILES has such a suffix
 
 
 def suffix_of(name: str) -> str:
-    """The suffix of a file's name in small letters, with its dot; "" for none. (Path.suffix takes three times as long,
+    """Return the suffix of a file's name in lower case, with its dot, or "". (Path.suffix takes three times as long,
     and there may be a million files.)"""
     _, dot, last = name.rpartition(".")
     return f".{last.lower()}" if dot else ""
 
 
-CONVERT = "convert its images to files in folders of their classes, or to Parquet, TFRecords or tar files"
-# Files and folders that are not read, by the ends of their names, and what to do with them.
+CONVERT = "convert its images to files in class folders, or to Parquet, TFRecords or tar files"
+# Unsupported files and folders, by the ends of their names, and what to do with them.
 FOREIGN = {
-    re.compile(rf"({names})(-\d+-of-\d+)?$", re.IGNORECASE): cure
-    for names, cure in {
-        r"\.(zip|7z|rar)": "unpack the archive, and name the folder that has the folders of the classes",
-        r"\.(tar|tgz)": "unpack the archive, and name the folder that has the folders of the classes; tar files whose "
-        "samples are KEY.jpg and KEY.cls are read as they are: name the folder that they are in",
+    re.compile(rf"({names})(-\d+-of-\d+)?$", re.IGNORECASE): advice
+    for names, advice in {
+        r"\.(zip|7z|rar)": "unpack the archive, and give the folder that has the class folders",
+        r"\.(tar|tgz)": "unpack the archive, and give the folder that has the class folders; tar files whose samples "
+        "are KEY.jpg and KEY.cls are read as they are, give the folder that they are in",
         r"\.(array_?records?|riegeli)": "convert it with tfds convert_format --dataset_version_dir=DIR "
         "--out_file_format=tfrecord --out_dir=OUT, or its images to files",
-        r"[._]lmdb(-lock)?|\.mdb": "it is an LMDB, whose records are as the program that wrote it made them (Caffe's "
-        "Datum, a pickle, an image): write their images with the Python package lmdb and that program as files in "
-        "folders of their classes, or as Parquet, TFRecords or tar files",
-        r"\.mds(\.\w+)?|(^|/)chunk-\d+-\d+(\.\w+)?\.bin": "it is of MosaicML's streaming or of LitData: with that "
-        f"package, {CONVERT}",
+        r"[._]lmdb(-lock)?|\.mdb": "it is an LMDB, whose records depend on the program that wrote it (Caffe's Datum, a "
+        f"pickle, an image); with the Python package lmdb and that program, {CONVERT}",
+        r"\.mds(\.\w+)?|(^|/)chunk-\d+-\d+(\.\w+)?\.bin": "it is a file of MosaicML's streaming or of LitData; with "
+        f"that package, {CONVERT}",
         r"\.(rec|h5|hdf5|npz|npy|mat|pkl|pickle|beton)|train_data_batch_\d+": CONVERT,
     }.items()
 }
 
 
-def cure_of(name: str) -> str | None:
-    """What to do with a file of that name, whose format is not read; None where it is not known."""
+def advice_for(name: str) -> str | None:
+    """Return what to do with a file of this name if its format is a known unsupported one, else None."""
     whole = re.sub(r"\.tar\.\w+$", ".tar", name, flags=re.IGNORECASE)  # compressed, in any way
-    return next((cure for pattern, cure in FOREIGN.items() if pattern.search(whole)), None)
+    return next((advice for pattern, advice in FOREIGN.items() if pattern.search(whole)), None)
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a list of names, which other systems may have written. Raises InputError."""
+    """Return the lines of a list of names, which may come from another system. Raises InputError."""
     check_fetched(path)
     return path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
 
 
-def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, list[Path]]:
-    """The wanted files of each split, in the order of their names: those in the folder itself, in data/, or in a folder
-    that has a split's name.
+def files_by_split(root: Path, matches: Callable[[str], bool]) -> dict[str, list[Path]]:
+    """Return the files of each split whose names match, sorted by name: those in the folder itself, in data/, or in a
+    folder named after a split.
 
-    No others are looked for, as an image folder may have a million files. The words in a name tell the split; files
-    without any of them are the training split, or NO_SPLIT where others have its name (extra-00000-of-00002.parquet).
+    No other folders are searched, because an image folder may have a million files. The words in a path determine the
+    split; files without a split's name are the training split, or NO_SPLIT if other files have the name "train"
+    (extra-00000-of-00002.parquet).
     """
     found: dict[str, list[Path]] = {}
     for path in visible_in_splits(root):
-        if is_wanted(path.name) and path.is_file():
+        if matches(path.name) and path.is_file():
             found.setdefault(split_of(path.relative_to(root).parts), []).append(path)
     if NO_SPLIT in found and TRAIN not in found:
         found[TRAIN] = found.pop(NO_SPLIT)
@@ -195,36 +195,36 @@ def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, li
 
 
 def visible_in_splits(root: Path) -> list[Path]:
-    """What is in a folder, in its data/ and in those that have a split's name, sorted, without hidden names."""
+    """Return what is in a folder, in its data/ and in its folders named after a split, sorted, without hidden names."""
     folders = [root, *(path for path in visible(root) if path.name.lower() in ("data", *SPLIT_OF))]
     return sorted(path for folder in folders for path in visible(folder))
 
 
 def split_of(parts: Sequence[str]) -> str:
-    """The split that the words of a path name, or NO_SPLIT; the last one counts, as data sets have names themselves."""
+    """Return the split named in a path, or NO_SPLIT; the last name counts, as a data set's name may contain one."""
     words = [word for part in parts for word in re.split(r"[^a-z0-9]+", part.lower())]
     return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), NO_SPLIT)
 
 
 def visible(folder: Path) -> list[Path]:
-    """What is in a folder, sorted, without hidden names; [] where it is no folder. Raises InputError."""
+    """Return what is in a folder, sorted, without hidden names; [] if it is not a folder. Raises InputError."""
     try:
         return sorted(path for path in folder.iterdir() if not is_hidden(path.name)) if folder.is_dir() else []
     except OSError as error:
         raise InputError(f"cannot read {folder}: {error.strerror}") from None
 
 
-UNLABELED = -1  # as the test splits of others have it
-VAL_FRACTION = 0.2  # of a source without validation images, unless another is requested
-SPLIT_SEED = 1  # of a training, and of cputrain prepare unless it gets another: both draw the same images
+UNLABELED = -1  # as in test splits of published data sets
+VAL_FRACTION = 0.2  # default for a source without validation images
+SPLIT_SEED = 1  # of a training, and the default of cputrain prepare, so that both draw the same images
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Classes and number of images of a data folder, or of generated data; `test` is 0 without such a split.
+    """Classes and image counts of a data folder or of generated data; `test` is 0 without a test split.
 
-    `kind` is the recipe's data.kind, `notes` are lines that the user should see.
+    `kind` is the recipe's data.kind, `notes` are lines to show to the user.
     """
 
     classes: tuple[str, ...]
@@ -236,12 +236,12 @@ class Survey:
 
     @property
     def features(self) -> int | None:
-        """The length of a row of the network's input where the data is points; None where it is images."""
+        """The length of an input row of the network if the data is points; None for images."""
         return 1 if self.kind == "points" else None
 
     @property
     def summary(self) -> str:
-        """The counts in words, for the first lines of a training."""
+        """The counts as text, for the first lines of a training."""
         if self.kind == "points":
             return f"{self.train:,} training and {self.val:,} validation points"
         if self.kind == "images":
@@ -253,7 +253,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A split of so many images, and the function that loads them; `labels` where they are known before that."""
+    """Number of images of a split, and the function that loads them; `labels` if they are known before loading."""
 
     images: int
     load: Callable[[], "Images"]
@@ -261,28 +261,28 @@ class Split:
 
 
 def opened(images: "Images") -> Split:
-    """A split whose images are open already."""
+    """Return a split of images that are already open."""
     return Split(images=len(images), load=lambda: images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What the files of a split have: the label of each row, None where it has none, and the first file, for messages.
+    """Rows of the files of a split: the label of each row or None, and the first file, for messages.
 
-    `images` makes images of the rows with these numbers, which are of these classes.
+    `images` takes numbers of rows and their class numbers, and returns the images of these rows.
     """
 
     labels: Sequence[Any]
-    where: Path
+    file: Path
     images: Callable[[list[int], list[int]], "Images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a place of data has: classes, and the splits "train", perhaps "val" and "test", by name.
+    """Classes and splits of a data source; the splits are "train" and perhaps "val" and "test".
 
-    `notes` are lines that the user should see, `kind` is the recipe's data.kind. Of a `prepared` source no validation
-    images are drawn.
+    `notes` are lines to show to the user, `kind` is the recipe's data.kind. The splits of a `prepared` source are
+    fixed: no validation images can be drawn.
     """
 
     place: str
@@ -293,7 +293,7 @@ class Source:
     prepared: bool = False
 
     def count(self, val_fraction: float | None = None) -> Survey:
-        """The images of each split, as `open` makes them. Raises InputError where they cannot be split so."""
+        """Count the images of each split as `open` would. Raises InputError if they cannot be split in this way."""
         drawn, notes = self._drawn(val_fraction, None)
         counts = {split: each.images for split, each in self.splits.items()}
         if drawn:
@@ -305,10 +305,10 @@ class Source:
     def open(
         self, val_fraction: float | None = None, test_fraction: float | None = None, seed: int = SPLIT_SEED
     ) -> "Dataset":
-        """The data set, with validation images: its own ones, or images drawn from its training images.
+        """Open the data set, with its own validation images or with images drawn from its training images.
 
-        They are drawn where it has none (a share of VAL_FRACTION if `val_fraction` is None), or `val_fraction` is
-        given; its own validation images are the test split then. Raises InputError where it has a test split, too.
+        They are drawn if it has none (a fraction of VAL_FRACTION if `val_fraction` is None), or if `val_fraction` is
+        given; then its own validation images become the test split. Raises InputError if it also has a test split.
         """
         from cputrain.data.formats.dataset import Dataset, draw
 
@@ -324,7 +324,7 @@ class Source:
     def _drawn(
         self, val_fraction: float | None, test_fraction: float | None
     ) -> tuple[dict[str, list[int]], tuple[str, ...]]:
-        """How many images of each class are drawn for each split, {} for none; and all lines for the user."""
+        """Return how many images of each class to draw for each split, {} for none; and all lines for the user."""
         notes = (*self.notes, *order_notes(self.classes))
         if self.prepared and val_fraction is not None:
             raise InputError(
@@ -333,7 +333,7 @@ class Source:
         if VAL in self.splits and val_fraction is None:
             return {}, notes
         if TEST in self.splits:
-            raise InputError(f"{self.place} has validation and test images of its own: remove data.val_fraction")
+            raise InputError(f"{self.place} has its own validation and test images: remove data.val_fraction")
         share = VAL_FRACTION if val_fraction is None else val_fraction
         fractions = {VAL: share} | ({} if test_fraction is None else {TEST: test_fraction})
         train = self.splits[TRAIN]
@@ -341,8 +341,8 @@ class Source:
         drawn = counts_to_draw(self.classes, [sizes[label] for label in range(len(self.classes))], fractions)
         if VAL not in self.splits:
             notes += (
-                f"{self.place} has no validation images of its own: {counted(sum(drawn[VAL]), 'image')} drawn from its "
-                f"classes in proportion, a share of {share:g}, are for validation",
+                f"{self.place} has no validation images: using {counted(sum(drawn[VAL]), 'image')} drawn from its "
+                f"classes in proportion, a fraction of {share:g}",
             )
         return drawn, notes
 
@@ -350,28 +350,28 @@ class Source:
 def labeled_source(
     root: Path, found: Mapping[str, Rows], classes: Mapping[Any, str], *, labels_are_in: str, notes: Sequence[str] = ()
 ) -> Source:
-    """The images of the rows that have a label, in files below `root`; notes count the others.
+    """Return the images of the rows that have a label, in files below `root`; notes count the other rows.
 
-    `classes` names the classes by their labels, in the order of their numbers. Raises InputError where a split has no
-    rows, the training images have no label, or one of the others is none of theirs.
+    `classes` maps labels to class names, in the order of the class numbers. Raises InputError if a split has no rows,
+    no training image has a label, or another split has a label that the training files lack.
     """
     numbers = {label: number for number, label in enumerate(classes)}
     splits, all_notes = {}, list(notes)
     for each in found.values():
         if not each.labels:
-            raise InputError(f"{each.where} has no image, nor have others of its split: is the download complete?")
+            raise InputError(f"{each.file} and the rest of its split have no image: is the download complete?")
     if all(label is None for label in found[TRAIN].labels):
-        raise InputError(f"{found[TRAIN].where}: no image of the training split has a label in {labels_are_in}")
+        raise InputError(f"no image of the training split in {found[TRAIN].file} has a label in {labels_are_in}")
     for split, each in found.items():
         labeled = [row for row, label in enumerate(each.labels) if label is not None]
         wrong = next((row for row in labeled if each.labels[row] not in numbers), None)
         if wrong is not None:
             raise InputError(
-                f"{each.where}: image {wrong:,} of the split {split} has the label {each.labels[wrong]!r}, which is "
-                "not a class of the training files"
+                f"image {wrong:,} of the {split} split in {each.file} has label {each.labels[wrong]!r}, which is not "
+                "a class of the training files"
             )
         if without := len(each.labels) - len(labeled):
-            all_notes.append(f"{root}: {counted(without, 'image')} of the split {split} without a label: not used")
+            all_notes.append(f"{root}: ignored {counted(without, 'image')} of the {split} split without a label")
         if labeled:
             splits[split] = opened(each.images(labeled, [numbers[each.labels[row]] for row in labeled]))
     return Source(place=str(root), classes=tuple(classes.values()), splits=splits, notes=tuple(all_notes))
@@ -380,23 +380,23 @@ def labeled_source(
 def counts_to_draw(
     classes: Sequence[str], sizes: Sequence[int], fractions: Mapping[str, float]
 ) -> dict[str, list[int]]:
-    """For each split in `fractions`, the images to draw from each class, of which there are `sizes`.
+    """Return for each split in `fractions` the number of images to draw from each class; `sizes` are the class sizes.
 
-    Raises InputError where a class would keep no image to train on.
+    Raises InputError if a class would keep no training image.
     """
     drawn = {split: apportioned(fraction, sizes) for split, fraction in fractions.items()}
     for name, size, *counts in zip(classes, sizes, *drawn.values(), strict=True):
         if sum(counts) >= size:
             requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
             raise InputError(
-                f"class {name} has {counted(size, 'image')}: too few to split off {requested} of them for validation: "
-                "add images to it, or name a folder that has validation images of its own in val/CLASS/"
+                f"class {name} has {counted(size, 'image')}, too few to split off {requested} of them for validation: "
+                "add images to it, or give a folder that has validation images in val/CLASS/"
             )
     return drawn
 
 
 def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
-    """How many images of each class make that fraction of all: largest remainders (Hamilton), at least 1 each."""
+    """Return the images of each class that make up this fraction of all: largest remainders (Hamilton), at least 1."""
     exact = [fraction * size for size in sizes]
     counts = [max(1, int(share)) for share in exact]
     missing = round(fraction * sum(sizes)) - sum(counts)
@@ -407,13 +407,13 @@ def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
 
 
 def order_notes(classes: Sequence[str]) -> tuple[str, ...]:
-    """A line where the classes are numbers, and their order as texts, which makes the labels, is another one."""
+    """Return a line if the classes are numbers whose order as text, which determines the labels, is not numeric."""
     if not all(name.isdecimal() for name in classes):
         return ()
     first = next((label for label, name in enumerate(sorted(classes, key=int)) if name != classes[label]), None)
     if first is None:
         return ()
     return (
-        f"the classes are numbers in the order of texts, as torchvision's ImageFolder has them: label {first} is class "
+        f"the classes are numbers sorted as text, as in torchvision's ImageFolder: label {first} is class "
         f'"{classes[first]}"',
     )

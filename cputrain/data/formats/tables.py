@@ -1,8 +1,8 @@
 """Parquet and Arrow tables of images and labels.
 
-The image column is of structs {bytes, path} or one of both, of bytes, or of the paths of image files. Labels are class
-numbers with their names in the schema's metadata (ClassLabel), or texts or numbers, whose sorted values are the
-classes. Parquet is read a row group at a time; Arrow files are mapped into memory.
+The image column has structs with bytes, path or both, or bytes, or paths of image files. Labels are class numbers with
+their names in the schema's metadata (ClassLabel), or texts or numbers whose sorted values are the classes. Parquet is
+read by row group; Arrow files are mapped into memory.
 """
 
 import json
@@ -30,19 +30,19 @@ IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 PATH_NAMES = (*IMAGE_NAMES, "path", "image_path", "img_path", "file", "filename", "file_name", "filepath", "file_path")
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "cls", "y")
 URL = re.compile(r"[a-z][a-z0-9+]+://", re.IGNORECASE)  # https://, s3://
-WANTED = {
+CONTENT = {
     "image": "images (bytes, structs with bytes, or paths of files)",
     "label": "labels (whole numbers or texts, one for each image)",
 }
 
 
 def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str]:
-    """The names of the image column and of the label column, `label` if that is given.
+    """Return the names of the image column and of the label column, which is `label` if given.
 
-    Columns that Hugging Face's metadata call Image and ClassLabel come first, then those of usual names, then the only
-    one of a fitting type; of several columns of images the first. Without a column of encoded images, a column of texts
-    that has a usual name for one has the paths of image files. Raises InputError where that leaves none, or several of
-    labels.
+    Columns that Hugging Face's metadata declares as Image and ClassLabel come first, then columns with a usual name,
+    then any column of a fitting type; of several image columns, the first is used. Without a column of encoded images,
+    a text column with a usual name has the paths of image files. Raises InputError if there is none, or if there are
+    several label columns.
     """
     types = {name: _type_of(schema.field(name).type) for name in schema.names}
     features = {name: _feature(schema, name).get("_type") for name in schema.names}
@@ -58,13 +58,13 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     candidates = [name for name in types if types[name] == "label" and name != image]
     labels = preferred(candidates, "ClassLabel", LABEL_NAMES)
     if image is None or not (labels or label):
-        lacks = WANTED["image" if image is None else "label"]
+        lacks = CONTENT["image" if image is None else "label"]
         only = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names) or "none"
         raise InputError(f"{path} has no column of {lacks}: its columns are {only}")
     if label is not None:
         if label not in candidates:
             named = ", ".join(candidates) or "none"
-            raise InputError(f"{path} has no column {label!r} of {WANTED['label']}: it has {named}")
+            raise InputError(f"{path} has no column {label!r} of {CONTENT['label']}: it has {named}")
         return image, label
     if len(labels) > 1:
         raise InputError(f"{path} has several columns of labels: set data.label_column to one of {', '.join(labels)}")
@@ -72,7 +72,7 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
 
 
 def _type_of(kind: Any) -> str:
-    """ "image" for bytes and structs with bytes or a path, "label" for texts and whole numbers, else ""."""
+    """Return "image" for bytes and structs with bytes or a path, "label" for texts and whole numbers, else ""."""
     from pyarrow import types
 
     if types.is_struct(kind):
@@ -83,7 +83,7 @@ def _type_of(kind: Any) -> str:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a column is of texts, each written by itself or by its number in a list of all."""
+    """Return whether a column has texts, plain or dictionary-encoded."""
     from pyarrow import types
 
     plain = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
@@ -91,7 +91,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _feature(schema: Any, name: str) -> dict[str, Any]:
-    """What Hugging Face's metadata in a schema say of a column; empty where there are none."""
+    """Return Hugging Face's metadata about a column of a schema; {} if there is none."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         found = features.get(name, {})
@@ -101,7 +101,7 @@ def _feature(schema: Any, name: str) -> dict[str, Any]:
 
 
 def classes_of(schema: Any, label: str, columns: Sequence[Any]) -> dict[Any, str]:
-    """The names of the classes by their labels: a ClassLabel's, or else the sorted values of the training files."""
+    """Return the class names by label: a ClassLabel's names, or else the sorted values of the training files."""
     names = _feature(schema, label).get("names")
     if isinstance(names, list) and names:
         return {number: str(name) for number, name in enumerate(names)}
@@ -110,26 +110,26 @@ def classes_of(schema: Any, label: str, columns: Sequence[Any]) -> dict[Any, str
 
 
 def _value(label: Any) -> Any:
-    """A label; a text in one Unicode form, as both forms of a class look the same."""
+    """Return a label, texts in one Unicode form: both forms of a class name look the same."""
     return one_form(label) if isinstance(label, str) else label
 
 
 def labels_of(columns: Sequence[Any], classes: Mapping[Any, str]) -> list[Any]:
-    """The label of each row; None where it has none (null, or -1 where that is no class)."""
+    """Return the label of each row; None if it has none (null, or -1 if that is not a class)."""
     missing = {None} | ({UNLABELED} - classes.keys())
     values = [_value(value) for column in columns for value in column.to_pylist()]
     return [None if value in missing else value for value in values]
 
 
-CACHE_BYTES = 64 << 20  # of decompressed row groups of a split
-PIECE_BYTES = 16 << 20  # of neighboring images that are kept for one place in a batch
+CACHE_BYTES = 64 << 20  # of a split's decompressed row groups in memory
+PIECE_BYTES = 16 << 20  # of neighboring images in memory per image of a batch
 FILE_MAGIC = b"ARROW1"
-IN_BASE64 = ("/9j/", "iVBORw0KGg", "R0lGOD", "UklGR", "data:")  # how JPEG, PNG, GIF and WebP begin there
+IN_BASE64 = ("/9j/", "iVBORw0KGg", "R0lGOD", "UklGR", "data:")  # starts of JPEG, PNG, GIF and WebP in base64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """Rows of a file that are read at once: the first, how many, and a function that reads their images.
+    """Rows of a file that are read together: the first one, their number, and a function that reads their images.
 
     `mapped`: they are mapped into memory, so that reading them costs nothing.
     """
@@ -142,7 +142,7 @@ class RowGroup:
 
 
 class TableImages(LabeledImages, PiecewiseImages):
-    """The images of one split's files."""
+    """Images in the files of one split."""
 
     def __init__(self, folder: Path, groups: Sequence[RowGroup], labels: NDArray[np.int64]) -> None:
         self._folder, self._groups, self._labels = folder, groups, labels
@@ -153,19 +153,19 @@ class TableImages(LabeledImages, PiecewiseImages):
 
     @property
     def bytes_per_image(self) -> float:
-        """The mean size of an image in the files."""
+        """The mean size of an image in the files, in bytes."""
         return self._bytes / max(1, len(self))
 
     @property
     def usual_block(self) -> int:
-        """The images of a row group, or as many of them as PIECE_BYTES hold; 0 where all stay in memory."""
+        """The images of a row group, or as many of them as fit into PIECE_BYTES; 0 if all stay in memory."""
         if self._bytes <= CACHE_BYTES or all(group.mapped for group in self._groups):
             return 0
         largest = max((group.rows for group in self._groups), default=1)
         return max(1, min(largest, int(PIECE_BYTES / max(1.0, self.bytes_per_image))))
 
     def read(self, i: int, pieces: Any = None) -> bytes:
-        """Image i, from pieces in memory that contain it, or from its row group. Raises OSError where it has none."""
+        """Return image i, from pieces that contain it, or from its row group. Raises OSError if the row has none."""
         if pieces is not None:
             first, images = pieces
             data = images[i - first]
@@ -176,7 +176,7 @@ class TableImages(LabeledImages, PiecewiseImages):
         return self._bytes_of(self._images_of(group)[row], self._groups[group].path.parent)
 
     def read_pieces(self, first: int, last: int) -> Any:
-        """The images [first, last), or the error of each that cannot be read, for `read`."""
+        """Read the images [first, last); return them, or an error for each unreadable one, in a form for `read`."""
         images: list[bytes | OSError] = []
         for i in range(first, last):
             try:
@@ -186,11 +186,11 @@ class TableImages(LabeledImages, PiecewiseImages):
         return first, images
 
     def size(self, _i: int) -> int:
-        """The mean size: that of one image is known only when it is read."""
+        """Return the mean size: an image's size is known only after reading it."""
         return round(self.bytes_per_image)
 
     def name(self, i: int) -> str:
-        """The file and the row."""
+        """Return the file and the row."""
         group, row = self._place(i)
         return f"{self._groups[group].path}:{self._groups[group].first + row}"
 
@@ -218,7 +218,7 @@ class TableImages(LabeledImages, PiecewiseImages):
             value = {"path": value}
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if data is None and path and URL.match(path):
-            raise OSError("the image is an address on the web: download the images, and write their files' paths")
+            raise OSError("the image is a URL; download the images, and store the paths of the files")
         if data is None and path:
             if path.startswith(IN_BASE64):
                 raise OSError(f"the image is a text in base64, {path[:30]!r}, not its bytes or the path of a file")
@@ -234,7 +234,7 @@ class TableImages(LabeledImages, PiecewiseImages):
 def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | None = None) -> Source:
     """Open the Parquet or Arrow files of a folder; rows and splits without labels are left out.
 
-    `label` names the column with the labels; None: the only one. Raises InputError that names what is missing or wrong.
+    `label` is the column with the labels; None: the only one. Raises InputError if something is missing or invalid.
     """
     tables = {split: [_open(path) for path in paths] for split, paths in files.items()}
     first = tables["train"][0]
@@ -255,21 +255,21 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
             split_images = TableImages(root, groups, every)
             return split_images if len(rows) == len(labels) else subset_of(split_images, np.array(rows))
 
-        return Rows(labels=labels, where=tables[split][0].path, images=images)
+        return Rows(labels=labels, file=tables[split][0].path, images=images)
 
     notes: list[str] = []
     alike = [name for name in first.schema.names if _type_of(first.schema.field(name).type) == "image"]
     if len(alike) > 1:
-        notes.append(f"{root}: the images are those of the column {image}, of {first_named(alike)}")
+        notes.append(f"{root}: using the images in column {image}, one of {first_named(alike)}")
     if UNLABELED in classes:
-        notes.append(f"{root}: the label {UNLABELED} of the column {label} is a class: remove these rows if it is none")
+        notes.append(f"{root}: label {UNLABELED} in column {label} is used as a class; remove its rows if it is none")
     rows = {split: rows_of(split) for split in tables}
     source = labeled_source(root, rows, classes, labels_are_in=f"column {label}")
     return replace(source, notes=(*notes, *source.notes))
 
 
 def _check_class_names(first: "_Table", tables: Sequence["_Table"], label: str) -> None:
-    """Raise InputError where a file gives a class's number another name than the first one: it would be two classes."""
+    """Raise InputError if a file names a class number differently than the first file does."""
     expected = _feature(first.schema, label).get("names")
     for table in tables:
         names = _feature(table.schema, label).get("names")
@@ -277,8 +277,8 @@ def _check_class_names(first: "_Table", tables: Sequence["_Table"], label: str) 
             number = next(n for n, (own, other) in enumerate(zip_longest(names, expected)) if own != other)
             own, other = (each[number] if number < len(each) else None for each in (names, expected))
             raise InputError(
-                f"{table.path}: label {number} of the column {label} is {own!r}, in {first.path} it is {other!r}: "
-                "write both with the same list of classes"
+                f"label {number} in column {label} is {own!r} in {table.path}, but {other!r} in {first.path}: write "
+                "both files with the same list of classes"
             )
 
 
@@ -300,7 +300,7 @@ def _open(path: Path) -> _Table:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What fails inside is an InputError about this file."""
+    """Turn errors of the block into an InputError about this file."""
     try:
         import pyarrow
     except ImportError:
@@ -308,7 +308,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}: is the download complete?") from None
+        raise InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}; is the download complete?") from None
 
 
 def _column(table: _Table, name: str) -> Any:
@@ -340,8 +340,8 @@ def _open_parquet(path: Path) -> _Table:
 def _open_arrow(path: Path) -> _Table:
     import pyarrow
 
-    data = pyarrow.memory_map(str(path))  # nothing is loaded
-    is_file = data.read(len(FILE_MAGIC)) == FILE_MAGIC  # of the IPC format, as polars and Feather have it, or a stream
+    data = pyarrow.memory_map(str(path))  # loads nothing
+    is_file = data.read(len(FILE_MAGIC)) == FILE_MAGIC  # IPC file format (polars, Feather), or else the stream format
     data.seek(0)
     table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(data).read_all()
     return _Table(

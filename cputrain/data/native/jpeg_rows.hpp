@@ -1,5 +1,5 @@
-// Reading a JPEG's header, and leaving out the rows of blocks that a crop does not need. With restart markers between the
-// rows, the remaining rows make a JPEG of fewer rows with the same pixels.
+// Parses a JPEG's header, and drops the rows of blocks that a crop does not need. If there are restart markers between
+// the rows, the remaining rows form a JPEG of fewer rows with the same pixels.
 #pragma once
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 namespace jpeg_rows {
 
 constexpr uint8_t kFrame = 0xc0, kSequential = 0xc1, kProgressive = 0xc2, kLastFrame = 0xcf;
-constexpr uint8_t kTables = 0xc4, kReserved = 0xc8, kArithmetic = 0xcc;  // among the frames' numbers
+constexpr uint8_t kTables = 0xc4, kReserved = 0xc8, kArithmetic = 0xcc;  // in the range of frames, but not frames
 constexpr uint8_t kRestart = 0xd0, kLastRestart = 0xd7, kEnd = 0xd9, kScan = 0xda, kInterval = 0xdd;
-constexpr int kMargin = 2;  // rows beside the part: their chroma takes part in its edge
-// libjpeg-turbo decodes its slow way where fewer bytes than these are left: the most that a step of it could take.
+constexpr int kMargin = 2;  // rows above and below the crop whose chroma is interpolated into its edge
+// libjpeg-turbo takes its slow path if fewer bytes than these are left: the most that one of its steps could consume.
 constexpr size_t kAhead = 10 * 64 * 8;
-constexpr size_t kLarge = 64 << 10;  // files of this size have little of that, and are not copied for it
+constexpr size_t kLarge = 64 << 10;  // in larger files the slow part is too small to be worth a copy
 
-// What a file's headers say, up to its first scan. All 0 where they make no sense.
+// Contents of a file's headers up to its first scan. All 0 if they are invalid.
 struct Frame {
   int width = 0, height = 0;
-  size_t height_at = 0;  // two bytes
-  size_t data = 0;       // the first scan's coded data
-  int segment = 0;       // pixel rows from one restart marker to the next; 0 where rows cannot be left out
+  size_t height_at = 0;  // offset of the height, two bytes
+  size_t data = 0;       // offset of the first scan's coded data
+  int segment = 0;       // pixel rows from one restart marker to the next; 0 if rows cannot be dropped
 };
 
 inline int word(const uint8_t* at) {
@@ -36,7 +36,7 @@ inline Frame frame_of(const uint8_t* data, size_t bytes) {
   int across = 0, row = 0, interval = 0, colors = 0;
   for (size_t at = 2; at + 4 <= bytes && data[at] == 0xff;) {
     const uint8_t marker = data[at + 1];
-    if (marker == 0xff) {  // filling
+    if (marker == 0xff) {  // fill byte
       at++;
       continue;
     }
@@ -76,7 +76,7 @@ inline Frame frame_of(const uint8_t* data, size_t bytes) {
   return {};
 }
 
-// The restart marker from `at` on that follows `count` others; the end where there are fewer.
+// Returns the restart marker that follows `count` others from `at` on, or the end if there are fewer.
 inline const uint8_t* skip_restarts(const uint8_t* at, const uint8_t* end, int count) {
   while ((at = static_cast<const uint8_t*>(std::memchr(at, 0xff, end - at))) != nullptr && at + 1 < end) {
     if (at[1] >= kRestart && at[1] <= kLastRestart && count-- == 0) {
@@ -91,10 +91,10 @@ inline const uint8_t* skip_restarts(const uint8_t* at, const uint8_t* end, int c
 struct JpegPart {
   const uint8_t* data;
   size_t bytes;
-  int above;  // pixel rows left out above
+  int above;  // pixel rows dropped above
 };
 
-// The whole file; a small one with zeros behind it, in `made`.
+// Returns the whole file; small files are copied to `made` and padded with zeros.
 inline JpegPart whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>& made) {
   if (bytes > kLarge) {
     return {data, bytes, 0};
@@ -104,12 +104,12 @@ inline JpegPart whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>
   return {made.data(), made.size(), 0};
 }
 
-// The rows [top, bottom) and their margin, in `made` where they are not a large file's all.
+// Returns the rows [top, bottom) and their margin, in `made` unless it is a whole large file.
 inline JpegPart rows_of(
     const uint8_t* data, size_t bytes, const Frame& frame, int top, int bottom, std::vector<uint8_t>& made) {
   const int step = frame.segment;
   const int first = step > 0 ? std::max(0, top - kMargin) / step : 0;
-  if (first == 0) {  // the decoder itself stops below the part
+  if (first == 0) {  // nothing to drop above, and the decoder itself stops below the crop
     return whole_of(data, bytes, made);
   }
   const int last = std::min((bottom + kMargin + step - 1) / step, (frame.height + step - 1) / step);

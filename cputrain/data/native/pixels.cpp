@@ -1,8 +1,8 @@
-// JPEGs -> square crops of RGB bytes. libjpeg-turbo decodes only the rows and columns that are needed, which are scaled
-// (scale.hpp) and perhaps mirrored.
+// Decodes JPEGs into square crops of RGB bytes. libjpeg-turbo decodes only the rows and columns that are needed, which
+// are then scaled (scale.hpp) and optionally mirrored.
 //
-// Plain C functions for ctypes. libjpeg-turbo's TurboJPEG 3 functions come as a table of pointers: neither its headers
-// nor the library are needed to compile this.
+// Plain C functions for ctypes. The functions of TurboJPEG 3 (libjpeg-turbo) come as a table of pointers: neither its
+// headers nor the library are needed to compile this.
 
 #include <algorithm>
 #include <cstddef>
@@ -30,8 +30,8 @@ struct Turbo {
   int (*decompress)(void*, const uint8_t*, size_t, uint8_t*, int, int);
 };
 
-// A square to take from an image: its part `box` is scaled to (width, height); the crop is the square of `side` pixels
-// at (x, y) of that.
+// Square crop of an image: the region `box` is scaled to (width, height); the crop is the square of `side` pixels at
+// (x, y) in the scaled region.
 struct Crop {
   Region box;
   int width, height;
@@ -46,22 +46,22 @@ namespace {
 constexpr int kInitDecompress = 1, kPixelFormatRgb = 0;
 constexpr int kSubsampling = 4, kWidth = 5, kHeight = 6, kPrecision = 7, kColorspace = 8;
 constexpr int kRgb = 0, kYCbCr = 1, kGray = 2;
-constexpr int kMcuWidth[] = {8, 16, 16, 8, 8, 32, 8};  // of 4:4:4, 4:2:2, 4:2:0, gray, 4:4:0, 4:1:1, 4:4:1
+constexpr int kMcuWidth[] = {8, 16, 16, 8, 8, 32, 8};  // for 4:4:4, 4:2:2, 4:2:0, gray, 4:4:0, 4:1:1, 4:4:1
 
-constexpr int kMargin = 2;  // columns beside the part: their chroma takes part in its edge
+constexpr int kMargin = 2;  // columns left and right of the crop whose chroma is interpolated into its edge
 
 }  // namespace
 
 extern "C" {
 
-// A thread's decoder and its buffers, which only grow.
+// Decoder of one thread, and its buffers, which only grow.
 struct Decoder {
   Turbo turbo;
   void* handle;
   std::vector<uint8_t> rows, part, between, made;
 };
 
-// After an error TurboJPEG's handle continues with the header it has failed in, and fails for every other file.
+// Replaces TurboJPEG's handle, which after an error continues with the header that failed, and fails for other files.
 static void renew(Decoder* decoder) {
   decoder->turbo.destroy(decoder->handle);
   decoder->handle = decoder->turbo.init(kInitDecompress);
@@ -82,7 +82,7 @@ void pixels_close(Decoder* decoder) {
   delete decoder;
 }
 
-// Width and height of each JPEG that ends with an end marker; 0 for everything else, which Pillow decodes.
+// Writes width and height of each JPEG that ends with an end marker; 0 for everything else, which Pillow decodes.
 void pixels_sizes(int count, const uint8_t* const* data, const size_t* bytes, int* sizes) {
   for (int i = 0; i < count; i++, sizes += 2) {
     const uint8_t* of = data[i];
@@ -94,15 +94,15 @@ void pixels_sizes(int count, const uint8_t* const* data, const size_t* bytes, in
   }
 }
 
-// 8 bits, gray or three colors.
-static bool takes(const Turbo& turbo, void* handle) {
+// Whether the image has 8 bits, and is gray or has three colors.
+static bool is_supported(const Turbo& turbo, void* handle) {
   const int colors = turbo.get(handle, kColorspace), subsampling = turbo.get(handle, kSubsampling);
   return turbo.get(handle, kPrecision) == 8 && subsampling >= 0 &&
          subsampling < static_cast<int>(std::size(kMcuWidth)) &&
          (colors == kRgb || colors == kYCbCr || colors == kGray);
 }
 
-// A crop of one JPEG -> (side, side, 3) bytes. False where it is damaged, or of a kind that Pillow has to decode.
+// Decodes a crop of one JPEG to (side, side, 3) bytes. False if it is damaged, or of a kind that Pillow has to decode.
 static bool decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Crop* crop, uint8_t* to) {
   const auto& turbo = decoder->turbo;
   const auto frame = jpeg_rows::frame_of(data, bytes);
@@ -110,7 +110,7 @@ static bool decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Cr
     renew(decoder);
     return false;
   }
-  if (!takes(turbo, decoder->handle) || turbo.get(decoder->handle, kWidth) != frame.width ||
+  if (!is_supported(turbo, decoder->handle) || turbo.get(decoder->handle, kWidth) != frame.width ||
       turbo.get(decoder->handle, kHeight) != frame.height) {
     return false;
   }
@@ -133,29 +133,29 @@ static bool decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Cr
     renew(decoder);
     return false;
   }
-  const auto fewer_rows = scale::kAvx2 ? scale::scale_down_avx2 : scale::scale_down;
-  const auto fewer_columns = scale::kAvx2 ? scale::scale_across_avx2 : scale::scale_across;
+  const auto vertical = scale::kAvx2 ? scale::scale_down_avx2 : scale::scale_down;
+  const auto horizontal = scale::kAvx2 ? scale::scale_across_avx2 : scale::scale_across;
   const scale::Rows part{decoder->part.data() + 3 * (left - start), stride, rows.begin()};
   auto& between = decoder->between;
-  // Pillow's order, from release 13 on: down first where that leaves much less to be done across.
+  // Pillow's order since release 13: vertically first if that leaves much less to scale horizontally.
   const int lower = box.height - crop->height, narrower = box.width - crop->width;
   if (lower > 0 && lower > 2 * narrower) {
     const size_t width = 3 * static_cast<size_t>(right - left), bytes = static_cast<size_t>(3) * side * side;
     make_room(between, width * side + scale::kSlack);
     make_room(decoder->made, bytes + scale::kSlack);
-    fewer_rows(part, static_cast<int>(width), rows, between.data());
-    fewer_columns({between.data(), width, columns.begin()}, side, columns, crop->flip, decoder->made.data());
+    vertical(part, static_cast<int>(width), rows, between.data());
+    horizontal({between.data(), width, columns.begin()}, side, columns, crop->flip, decoder->made.data());
     std::memcpy(to, decoder->made.data(), bytes);
   } else {
     const size_t width = static_cast<size_t>(3) * side;
     make_room(between, width * height + scale::kSlack);
-    fewer_columns({part.first, stride, columns.begin()}, height, columns, crop->flip, between.data());
-    fewer_rows({between.data(), width, rows.begin()}, 3 * side, rows, to);
+    horizontal({part.first, stride, columns.begin()}, height, columns, crop->flip, between.data());
+    vertical({between.data(), width, rows.begin()}, 3 * side, rows, to);
   }
   return true;
 }
 
-// A crop of each JPEG -> (count, side, side, 3) bytes; `done` is 0 for those that Pillow has to decode.
+// Decodes a crop of each JPEG to (count, side, side, 3) bytes; `done` is 0 for those that Pillow has to decode.
 void pixels_decode(
     Decoder* decoder, int count, const uint8_t* const* data, const size_t* bytes, const Crop* crops, int side,
     uint8_t* to, uint8_t* done) {
@@ -164,7 +164,7 @@ void pixels_decode(
   }
 }
 
-// Bytes of pixels, three colors each -> (byte - shift) x scale of their color, in one pass.
+// Normalizes RGB bytes to (byte - shift) x scale of their color, in one pass.
 #if defined(CPUTRAIN_AVX2)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif

@@ -1,4 +1,4 @@
-// Scaling of RGB bytes as Pillow does it: antialiased bilinear, in the same fixed-point arithmetic, so the same bytes.
+// Scales RGB bytes like Pillow: antialiased bilinear, in the same fixed-point arithmetic, with identical results.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,16 @@
 #endif
 
 namespace scale {
-namespace {  // pixels.cpp alone includes this file
+namespace {  // only pixels.cpp includes this file
 
 constexpr int kSlack = 16;  // bytes that may be read or written past a buffer's last row
 
-// Pillow's fixed point: weights of 22 bits leave 8 for the pixel and 2 for the sum.
+// Pillow's fixed-point numbers: weights of 22 bits leave 8 for the pixel and 2 for the sum.
 constexpr int kWeightBits = 32 - 8 - 2;
 constexpr int kHalf = 1 << (kWeightBits - 1);
 
-// Which inputs each output is made of: `taps` weights are kept for each (an even number; 0 where they are not used),
-// `count` of them used, from input `first` on.
+// Weights of the inputs of each output: `taps` per output (an even number, padded with 0), of which `count` are used,
+// from input `first` on.
 struct Weights {
   int taps;
   std::vector<int> first, count, values;
@@ -33,8 +33,8 @@ struct Weights {
   const int* of(size_t output) const { return &values[output * taps]; }
 };
 
-// Outputs [from, from + outputs) of `in` inputs scaled to `out`: triangles as wide as one output or one input,
-// whichever is wider.
+// Returns the weights of the outputs [from, from + outputs) of `in` inputs scaled to `out`: triangles as wide as one
+// output or one input, whichever is wider.
 Weights weights_of(int in, int out, int from, int outputs) {
   const double scale = static_cast<double>(in) / out;
   const double reach = std::max(scale, 1.0);
@@ -60,7 +60,7 @@ Weights weights_of(int in, int out, int from, int outputs) {
   return made;
 }
 
-// Rows of bytes, `stride` apart; `begin` is the number that the weights have for the first of them.
+// Rows of bytes, `stride` apart; `begin` is the index of the first row in the weights.
 struct Rows {
   const uint8_t* first;
   size_t stride;
@@ -72,7 +72,7 @@ inline uint8_t rounded(int sum) {
   return static_cast<uint8_t>(sum >> kWeightBits);
 }
 
-// Byte x of a row of outputs.
+// Returns byte x of an output row.
 inline uint8_t down(const uint8_t* rows, size_t stride, const int* weight, int count, int x) {
   int sum = kHalf;
   for (int k = 0; k < count; k++) {
@@ -81,7 +81,7 @@ inline uint8_t down(const uint8_t* rows, size_t stride, const int* weight, int c
   return rounded(sum);
 }
 
-// `bytes` of each row -> as many rows as there are weights.
+// Scales `bytes` of each row vertically to as many rows as there are weights.
 void scale_down(const Rows& in, int bytes, const Weights& weights, uint8_t* to) {
   for (size_t y = 0; y < weights.first.size(); y++, to += bytes) {
     const uint8_t* rows = in.first + in.stride * (weights.first[y] - in.begin);
@@ -91,7 +91,7 @@ void scale_down(const Rows& in, int bytes, const Weights& weights, uint8_t* to) 
   }
 }
 
-// RGB pixels of `count` rows -> as many pixels a row as there are weights, in their order or the reverse.
+// Scales `count` rows of RGB pixels horizontally to as many pixels as there are weights, mirrored if `flip` is set.
 void scale_across(const Rows& in, int count, const Weights& weights, bool flip, uint8_t* to) {
   const size_t outputs = weights.first.size();
   for (int y = 0; y < count; y++) {
@@ -121,7 +121,7 @@ __attribute__((target("avx2"))) void scale_down_avx2(const Rows& in, int bytes, 
         low = _mm256_add_epi32(low, _mm256_mullo_epi32(_mm256_cvtepu8_epi32(row), by));
         high = _mm256_add_epi32(high, _mm256_mullo_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(row, 8)), by));
       }
-      // Packing works on the two halves of a register by themselves: their words come out interleaved.
+      // Packing works within each half of a register, so the words come out interleaved.
       const __m256i words =
           _mm256_packus_epi32(_mm256_srai_epi32(low, kWeightBits), _mm256_srai_epi32(high, kWeightBits));
       const __m256i ordered = _mm256_permute4x64_epi64(words, 0b11011000);
@@ -134,22 +134,22 @@ __attribute__((target("avx2"))) void scale_down_avx2(const Rows& in, int bytes, 
   }
 }
 
-constexpr int kTile = 32;  // rows that stay in the cache while all outputs of them are made
-constexpr int kLower = 11;
+constexpr int kTile = 32;  // rows that stay in the cache while all their outputs are computed
+constexpr int kLower = 11;  // bits in the lower part of a weight
 
-// Two outputs of some rows: where their inputs begin in the first row, and their weights, for two inputs at a time and
-// three colors (the fourth place is unused). A weight is split into its upper and lower bits, 16-bit numbers whose sums
-// are combined at the end: no bit is lost.
+// Two neighboring outputs of a tile of rows: where their inputs begin in the first row, and their weights, for two
+// inputs at a time and three colors (the fourth slot is unused). A weight is split into its upper and lower bits, as
+// 16-bit numbers whose sums are combined at the end, so that no bit is lost.
 struct Pair {
   const uint8_t* from[2];
   const __m256i* upper;
   const __m256i* lower;
   size_t steps;
-  bool last;      // of a row: nothing may be written behind it
-  bool complete;  // or its second output is none
+  bool last;      // in a row: nothing may be written after it
+  bool complete;  // false if the second output does not exist
 };
 
-// `kSteps` is the pair's where it is known here, else 0.
+// `kSteps` is the pair's `steps` if they are known at compile time, else 0.
 template <size_t kSteps>
 __attribute__((target("avx2"))) void scale_pair_avx2(
     const Pair& pair, int rows, size_t in_stride, uint8_t* to, size_t out_stride) {
@@ -192,7 +192,7 @@ __attribute__((target("avx2"))) void scale_across_avx2(
   std::vector<int16_t> upper(pairs * most * 16), lower(pairs * most * 16);
   std::vector<Pair> all(pairs);
   for (size_t x = 0; x < 2 * pairs; x++) {
-    const size_t wanted = std::min(x, outputs - 1), output = flip ? outputs - 1 - wanted : wanted;
+    const size_t column = std::min(x, outputs - 1), output = flip ? outputs - 1 - column : column;
     Pair& pair = all[x / 2];
     for (size_t k = 0; k < most; k++) {
       const size_t at = ((x / 2) * most + k) * 16 + 8 * (x % 2);
