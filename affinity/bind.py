@@ -21,7 +21,7 @@ from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE, check_layout
 from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
 from cputrain.affinity.planner.plan_file import request_from_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
+from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, local_rank_of, rank_from_env
 from cputrain.affinity.terminal import exit_status
 from cputrain.affinity.topology.sysfs import this_machine
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
-    rank = discover(env)
+    rank = rank_from_env(env)
     local_rank = options.local_rank
     if local_rank is None:
         local_rank = rank.local_rank if rank else local_rank_of(env)

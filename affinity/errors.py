@@ -21,7 +21,7 @@ def as_option(name: str, value: str | None) -> str:
     return f"--{option}" if value in (None, "true") else f"--{option} {value}"
 
 
-def worded(text: str, wording: Wording) -> str:
+def render(text: str, wording: Wording) -> str:
     """Replace each setting in braces, `{ppn}` or `{oversubscribe=true}`, by `wording(name, value)`."""
     return SETTING.sub(lambda match: wording(match[1], match[2]), text)
 
@@ -49,12 +49,12 @@ class SettingsError(Exception):
     `str()` spells them as fields of `Request`; command lines and recipes spell them differently: see `describe`.
     """
 
-    def worded(self, wording: Wording) -> str:
+    def render(self, wording: Wording) -> str:
         """Return the message with each setting spelled by `wording(name, value)`."""
-        return worded(str(self.args[0]), wording)
+        return render(str(self.args[0]), wording)
 
     def __str__(self) -> str:
-        return self.worded(as_field)
+        return self.render(as_field)
 
 
 class RequestError(SettingsError, InputError):
@@ -79,4 +79,4 @@ class BindingError(SettingsError, RunError):
 
 def describe(error: Exception, wording: Wording) -> str:
     """Return an error's message with its settings spelled by `wording`."""
-    return error.worded(wording) if isinstance(error, SettingsError) else str(error)
+    return error.render(wording) if isinstance(error, SettingsError) else str(error)

@@ -208,12 +208,12 @@ def read_stat(pid: int) -> ProcessStat:
     )
 
 
-def catches(pid: int, number: int) -> bool:
+def handles_signal(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False if it does not exist."""
     return _has(pid, number, "SigCgt")
 
 
-def outlives(pid: int, number: int) -> bool:
+def survives_signal(pid: int, number: int) -> bool:
     """Whether a process handles, blocks or ignores a signal whose default action would end it."""
     return _has(pid, number, "SigCgt", "SigBlk", "SigIgn")
 

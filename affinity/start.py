@@ -13,7 +13,7 @@ HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 INSTALLED = (".dist-info", ".egg-info", ".egg-link")
 
 
-def own_program(module: str) -> tuple[str, ...]:
+def isolated_command(module: str) -> tuple[str, ...]:
     """Return the command that runs one of our modules under this Python, unbuffered; append its arguments.
 
     Isolated mode (-I) exists longer than -P and PYTHONSAFEPATH, and applies before Python imports anything.

@@ -10,7 +10,7 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import RESNET50, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.machine import Core, Machine, format_list
-from cputrain.affinity.wording import counted, memory_text
+from cputrain.affinity.wording import memory_text, plural
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
@@ -60,7 +60,7 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).worded(
+            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).render(
                 wording
             )
         except InputError as error:
@@ -118,7 +118,7 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, 
     `explained` adds the plans for other numbers of workers, and the figures that the rules use. `wording` spells the
     settings in its texts.
     """
-    plan = plan.worded(wording)
+    plan = plan.render(wording)
     parts = [_headline(plan.machine), _map(plan, colored), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
         parts += [
@@ -135,8 +135,8 @@ def _headline(machine: Machine) -> str:
     )
     return (
         f"{machine.name}: {machine.model}{isa}\n"
-        f"{counted(len(machine.packages), 'package')}, {counted(len(machine.numa_nodes), 'NUMA node')}, "
-        f"{counted(len(machine.cores), 'core')}, {counted(len(machine.pus), 'CPU')}{limit}"
+        f"{plural(len(machine.packages), 'package')}, {plural(len(machine.numa_nodes), 'NUMA node')}, "
+        f"{plural(len(machine.cores), 'core')}, {plural(len(machine.pus), 'CPU')}{limit}"
     )
 
 
@@ -232,7 +232,7 @@ def _indented(lines: list[str]) -> str:
 
 def plan_differences(a: Plan, b: Plan, *, wording: Wording = as_field) -> list[str]:
     """List the differences between two plans in lines; empty if they are the same."""
-    a, b = a.worded(wording), b.worded(wording)
+    a, b = a.render(wording), b.render(wording)
     lines = [
         f"machine {name}: {before} -> {after}"
         for name, before, after in (
@@ -306,7 +306,7 @@ LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
     """Draw the host with its workers and the reasons as SVG; `wording` spells the settings."""
-    plan = plan.worded(wording)
+    plan = plan.render(wording)
     does = roles(plan)
     nodes: dict[tuple[int, int | None], list[Core]] = {}
     for core in plan.machine.cores:

@@ -9,7 +9,7 @@ NAMED = 5
 SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural: "1 worker", "2,048 workers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
@@ -65,10 +65,10 @@ class _Value:
         if unit in UNITS:
             return format(self._value / UNITS[unit], rest)
         noun = len(spec) > 1 and spec[0].isalpha()
-        return counted(self._value, spec) if noun else format(self._value, spec)
+        return plural(self._value, spec) if noun else format(self._value, spec)
 
 
-def either(words: Sequence[str]) -> str:
+def join_or(words: Sequence[str]) -> str:
     """Join words by "or": "momentum, lars or rmsprop"; by ", or" throughout if a word contains a comma."""
     if any("," in word for word in words):
         return ", or ".join(words)

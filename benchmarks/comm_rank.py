@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain.affinity.ranks import discover, rendezvous
+from cputrain.affinity.ranks import rank_from_env, rendezvous
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 
@@ -32,7 +32,7 @@ K = TypeVar("K")
 
 def main() -> None:
     backend, what, rounds, *rest = sys.argv[1:]
-    rank = discover(os.environ)
+    rank = rank_from_env(os.environ)
     assert rank is not None, "start it through a launcher"
     os.environ.update(rendezvous(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     torch.set_num_threads(1)

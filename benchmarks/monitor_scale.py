@@ -80,7 +80,7 @@ def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
         monitor.poll(REMOTE_POLL_S)
         if time.monotonic() - judged >= STALL_CHECK_S:
             judged = time.monotonic()
-            stalls.check(monitor.standings(), judged, lambda _: {})  # simulated ranks have no stacks
+            stalls.check(monitor.rank_states(), judged, lambda _: {})  # simulated ranks have no stacks
     return time.monotonic() - started
 
 

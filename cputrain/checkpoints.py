@@ -54,7 +54,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((*found, *lost), key=step_of)
 
 
-def put_in_place(partial: Path, path: Path) -> None:
+def publish_checkpoint(partial: Path, path: Path) -> None:
     """Give a written checkpoint its name, replacing one of that name. If a crash interrupts this, `list_checkpoints`
     still finds the old one, and `restore_replaced` restores its name."""
     _sync(partial)
@@ -101,7 +101,7 @@ def remove(path: Path) -> None:
     _delete(gone)
 
 
-def set_aside(path: Path) -> Path:
+def quarantine(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is no longer found; return its new path."""
     aside = path.with_name(f"{path.name}.damaged")
     _delete(aside)
@@ -133,7 +133,7 @@ def set_best(path: Path) -> None:
     except OSError:
         shutil.copytree(path, partial)
     if best.is_dir() and not best.is_symlink():
-        put_in_place(partial, best)
+        publish_checkpoint(partial, best)
     else:
         partial.replace(best)
 

@@ -28,12 +28,12 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder, cause, installed_version, try_cache
 from cputrain.affinity.kernel.bound_plan import bound_processes
 from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import align_columns, use_utf8
 from cputrain.affinity.topology.kernel_files import text
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
-from cputrain.affinity.wording import GIB, MIB, counted, memory_text
+from cputrain.affinity.wording import GIB, MIB, memory_text, plural
 from cputrain.mpi.fabric import FABRICS, fabric_here
 from cputrain.mpi.hosts.hostfile import fold
 from cputrain.mpi.hosts.schedulers import allocation
@@ -81,7 +81,7 @@ def checks_text(checks: Sequence[Check]) -> str:
         if check.remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
     counts = [sum(check.status == status for check in checks) for status in (OK, WARNING, ERROR)]
-    lines.append(f"\n{counts[0]} ok, {counted(counts[1], 'warning')}, {counted(counts[2], 'error')}")
+    lines.append(f"\n{counts[0]} ok, {plural(counts[1], 'warning')}, {plural(counts[2], 'error')}")
     broken = next((check for check in checks if check.status == ERROR), None)
     lines.append(f"next: {broken.name}: {broken.remedy}" if broken else "next: cputrain plan")
     return "\n".join(lines)
@@ -158,7 +158,7 @@ def processor(machine: Machine, *, virtual: bool) -> Check:
 def control_groups(machine: Machine) -> Iterator[Check]:
     """Check the limits of CPUs, CPU time and memory."""
     cores, allowed = len(machine.cores), len(machine.allowed_cores)
-    found, quota = f"{allowed} of {counted(cores, 'core')}", machine.cpu_quota
+    found, quota = f"{allowed} of {plural(cores, 'core')}", machine.cpu_quota
     if not allowed:
         yield error("CPUs allowed", found, "the cpuset and the affinity mask have no common CPU: fix them")
     elif quota is not None and quota < allowed:
@@ -667,7 +667,7 @@ def main(env: Env) -> None:
 
 def start_probe(env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """Start the process that runs the imports."""
-    command = own_program("cputrain.doctor")
+    command = isolated_command("cputrain.doctor")
     return subprocess.Popen(
         command,
         env=dict(env),

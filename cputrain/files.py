@@ -42,7 +42,7 @@ def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
 
 
 # Contents that replace a file whose data was never downloaded, by their first bytes in lower case.
-STAND_INS = {
+PLACEHOLDERS = {
     b"version https://git-lfs": "a git-LFS pointer, not the data: run git lfs pull in the clone",
     b"<!doctype html": "a web page, sent by the server instead of the file: download it again",
     b"<html": "a web page, sent by the server instead of the file: download it again",
@@ -50,17 +50,17 @@ STAND_INS = {
 MOST_START = 64  # bytes
 
 
-def stand_in(data: bytes) -> str | None:
+def placeholder_text(data: bytes) -> str | None:
     """Return what replaces the file that begins with these bytes, and what to do; None if it is a real file."""
     start = data[:MOST_START].lstrip().lower()
-    return next((message for first, message in STAND_INS.items() if start.startswith(first)), None)
+    return next((message for first, message in PLACEHOLDERS.items() if start.startswith(first)), None)
 
 
-def check_fetched(path: Path) -> None:
+def check_downloaded(path: Path) -> None:
     """Raise InputError if a file was never downloaded, or cannot be read."""
     try:
         with path.open("rb") as file:
-            message = stand_in(file.read(MOST_START))
+            message = placeholder_text(file.read(MOST_START))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if message:

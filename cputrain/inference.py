@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import MANIFEST, MODEL, SUFFIX, NetworkRecord, read_manifest, read_tensors, write_tensors
 from cputrain.data.formats.dataset import ImageFiles, Images
 from cputrain.data.from_recipe import open_recipe_data
@@ -368,7 +368,7 @@ def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
             found.append(pixels)
     if len(found) < 2:
         raise InputError(
-            f"comparing logits needs two images, but only {counted(len(found), 'image')} can be read: give others with "
+            f"comparing logits needs two images, but only {plural(len(found), 'image')} can be read: give others with "
             "--images"
         )
     chosen = np.linspace(0, len(found) - 1, min(len(found), COMPARED)).astype(int)

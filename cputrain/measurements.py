@@ -22,7 +22,7 @@ from cputrain.affinity.planner.records import (
     record_path,
 )
 from cputrain.affinity.planner.request import ALL_REDUCE, BF16
-from cputrain.affinity.topology.machine import Machine, unrestricted
+from cputrain.affinity.topology.machine import Machine, without_limits
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.files import write_text
 
@@ -68,7 +68,7 @@ def bf16_line(speedup: float) -> str:
     )
 
 
-def keep_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
+def save_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
     """Save the speedup of bfloat16 measured at a training's start, for `plan`; ignored if the cache is not writable, as
     only a line of advice depends on it."""
     machine = read_machine(Path("/"))  # the whole host, not the part that this process is bound to
@@ -94,7 +94,7 @@ def transport_records(seconds: Mapping[str, tuple[float, float, float]], *, comm
 
     They are recorded for the whole host, as the ranks that read them may use only some of its cores.
     """
-    host = unrestricted(this_machine())
+    host = without_limits(this_machine())
     rates = {
         name: (BUCKET_BYTES / median, BUCKET_BYTES / highest, BUCKET_BYTES / lowest)
         for name, (median, lowest, highest) in seconds.items()
@@ -102,10 +102,10 @@ def transport_records(seconds: Mapping[str, tuple[float, float, float]], *, comm
     return tuple(rate_record(host, rate_name(name), rate, command=command) for name, rate in rates.items())
 
 
-def kept_seconds(env: Mapping[str, str]) -> dict[str, float]:
+def cached_seconds(env: Mapping[str, str]) -> dict[str, float]:
     """Return the seconds of an all-reduce of BUCKET_BYTES by transport, for those measured on this host."""
     with suppress(InputError):  # this host's topology cannot be read
-        records = read_records(unrestricted(this_machine()), env).of(RATE)
+        records = read_records(without_limits(this_machine()), env).of(RATE)
         kept = {record.name: rate_of(record).value for record in records}
         return {name: BUCKET_BYTES / kept[rate_name(name)] for name in TITLES if rate_name(name) in kept}
     return {}

@@ -18,7 +18,7 @@ from typing import IO
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import FULL, cause, check_execution
 from cputrain.affinity.ranks.rank import local_rank_of
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def _run(
                 lock.touch()
                 touched = now
             if now - reported > PROGRESS_S:
-                left = counted(statuses.count(None), "part")
+                left = plural(statuses.count(None), "part")
                 log_line("cputrain: has been compiling for %.0f s, %s of %d left", now - started, left, len(commands))
                 reported = now
     return next((argv for argv, status in zip(commands, statuses, strict=True) if status), ())

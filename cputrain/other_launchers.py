@@ -20,7 +20,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.planner.request import CPUS, NUMBER, OPTIONS, SWITCH
 from cputrain.affinity.ranks.host_names import is_loopback
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
 
 
@@ -208,7 +208,7 @@ def _quoted(word: str) -> str:
     return '"' + re.sub(r'(["\\$`])', r"\\\1", word).replace(VARIABLE, "$") + '"'
 
 
-def unmarked(text: str) -> str:
+def restore_text(text: str) -> str:
     """Restore the original characters in a text, even if repr() has escaped the markers."""
     for mark, char in ((VARIABLE, "$"), (HOME, "~")):
         text = text.replace(mark, char).replace(repr(mark)[1:-1], char)
@@ -609,8 +609,8 @@ def translate(parsed: ParsedCommand, *, cores: int, hosts_in: Callable[[str], in
     folder = f"{join_words(('cd', options.folder))} && " if options.folder else ""
     return Translation(
         line=folder + join_words((*(("env", *front) if front else ()), *words)),
-        without=tuple((unmarked(option), why) for option, why in (*parsed.without, *dropped)),
-        notes=tuple(dict.fromkeys(unmarked(note) for note in notes if note)),
+        without=tuple((restore_text(option), why) for option, why in (*parsed.without, *dropped)),
+        notes=tuple(dict.fromkeys(restore_text(note) for note in notes if note)),
     )
 
 
@@ -687,7 +687,7 @@ def _sized(options: LaunchSpec, hosts_in: Callable[[str], int | None]) -> tuple[
         if options.ranks % hosts or (options.ppn is not None and options.ppn * hosts != options.ranks and hosts > 1):
             of_each = f", {options.ppn} on each" if options.ppn is not None else ""
             raise InputError(
-                f"{counted(options.ranks, 'rank')} on {counted(hosts, 'host')}{of_each}: cputrain starts equally many "
+                f"{plural(options.ranks, 'rank')} on {plural(hosts, 'host')}{of_each}: cputrain starts equally many "
                 "workers on every host, so give another number"
             )
         options = replace(options, ppn=options.ranks // hosts)

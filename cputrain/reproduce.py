@@ -14,7 +14,7 @@ from pydantic import field_validator
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import read_yaml, shipped
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.derivation import derive
@@ -187,7 +187,7 @@ def run_large_batch(
     sweep = load_recipe(name, settings).sweep
     first = [planned(with_seed(variant.settings, 1)) for variant in variants(sweep, (), ())]
     check_study((one.sizes.global_batch, one.recipe.optim.name) for _, one in first)
-    report(f"{len(first)} trainings with the first seed, then the best rates with {counted(seeds - 1, 'more seed')}")
+    report(f"{len(first)} trainings with the first seed, then the best rates with {plural(seeds - 1, 'more seed')}")
     tried = train_all(first, env)
     found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
     if not found[0].best.top1:
@@ -420,7 +420,7 @@ def _titled(rows: Iterable[ExperimentComparison]) -> Iterator[tuple[str, list[Ex
 def _recipe(one: ExperimentComparison) -> str:
     """Describe the recipe with its settings and workers."""
     return (
-        f"recipe {one.command} on {counted(one.hosts, 'host')} x {counted(one.ppn, 'worker')}"
+        f"recipe {one.command} on {plural(one.hosts, 'host')} x {plural(one.ppn, 'worker')}"
         if one.command
         else "no recipe"
     )

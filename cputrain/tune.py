@@ -24,7 +24,7 @@ from cputrain.affinity.planner.records import ENGINE, TUNED, Record
 from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.planner.rules import CORES_TO_SPARE_ONE
 from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.bench.model import Spec, measure_training, precisions, steps_alone
 from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.measurements import new_record
@@ -430,13 +430,13 @@ def result_text(result: Result) -> str:
 def outcome_text(result: Result) -> str:
     """Return a line about the certainty of the result."""
     race = result.race
-    trials = counted(race.trials, "trial")
+    trials = plural(race.trials, "trial")
     if not race.knows_noise:
         return f"{trials}: not decided, too few to estimate the noise: give more --time"
     noise = f"a trial varies by {100 * race.noise:.1f} %"
     if result.decided:
         return f"{trials}: no other plan can be faster by more than {100 * race.resolution:g} %; {noise}"
-    others = counted(len(race.running) - 1, "other plan")
+    others = plural(len(race.running) - 1, "other plan")
     return f"{trials}: not decided, {others} may still be faster; {noise}: give more --time, or a quieter machine"
 
 
@@ -580,7 +580,7 @@ def tuned_recipe(name: str, settings: Sequence[str]) -> Recipe:
     return steps_alone(recipe)
 
 
-def choices_here(current: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:
+def available_choices(current: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:
     """Return the values that this machine offers for a training if these axes are varied."""
     return choices_of(
         current,
@@ -635,7 +635,7 @@ def race_here(
         raise RunError("no plan runs: see the reasons above")
     if not race.trials:
         raise RunError(
-            f"the time was over before {counted(len(candidates.tried), 'plan')} were tried once: a trial takes up to "
+            f"the time was over before {plural(len(candidates.tried), 'plan')} were tried once: a trial takes up to "
             f"{longest_s:.0f} s, so give more --time or fewer --axes"
         )
     return Result(candidates=candidates.tried, race=race)

@@ -20,7 +20,7 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.terminal import exit_status, use_utf8
-from cputrain.affinity.wording import counted, spread
+from cputrain.affinity.wording import plural, spread
 from cputrain.mpi.fabric import FABRICS, Fabric, fabric_between
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.hosts.hostfile import read_hostfile
@@ -94,9 +94,9 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         write_files(command.files)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "first host")
-    here, workers = socket.gethostname(), counted(len(plan.workers), "worker")
+    here, workers = socket.gethostname(), plural(len(plan.workers), "worker")
     threads = spread([worker.intra_op for worker in plan.workers], "thread")
-    where = f"planned on {here} for {counted(len(hosts), 'host')}"
+    where = f"planned on {here} for {plural(len(hosts), 'host')}"
     print(f"{where}: {workers} per host, {threads} per worker, fabric {fabric.name}", file=sys.stderr)
     print(shell_lines(command), end="")
     return 0

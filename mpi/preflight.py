@@ -28,8 +28,8 @@ from msgspec import Meta, structs
 from cputrain.affinity.filesystem import installed_version
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.ranks.host_names import network_name
-from cputrain.affinity.ranks.rank import discover
-from cputrain.affinity.start import own_program
+from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, use_utf8
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.topology.sysfs import this_machine
@@ -318,7 +318,7 @@ def run_preflight(
             secrets=((TOKEN_VARIABLE, server.token),),
         )
         options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
-        probe = (*own_program("cputrain.mpi.preflight"), *options, "--", *files)
+        probe = (*isolated_command("cputrain.mpi.preflight"), *options, "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:
@@ -430,7 +430,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     parser.add_argument("--packages", default="", metavar="NAME,...", help="packages whose versions are reported")
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
-    token, rank = env.get(TOKEN_VARIABLE, ""), discover(env)
+    token, rank = env.get(TOKEN_VARIABLE, ""), rank_from_env(env)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
     connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
     if not isinstance(answer[0], Clock):  # this host was refused

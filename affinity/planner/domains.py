@@ -13,7 +13,7 @@ from typing import TypeVar
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.planner.request import SET, Reason, Request, Unused
 from cputrain.affinity.topology.machine import Core, Machine, format_list, narrowed
-from cputrain.affinity.wording import Text, counted, formatted, spread
+from cputrain.affinity.wording import Text, formatted, plural, spread
 
 Cores = tuple[Core, ...]
 
@@ -713,7 +713,7 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         unused=(),
         reasons=(Reason(what="workers per host", value=formatted("{workers}", workers=ppn), why=why),),
         warnings=(
-            f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
+            f"oversubscribed: {ppn} workers share {plural(len(cores), 'core')}, up to {most} per core, and "
             "slow each other down; use this to test a number of workers, not to measure speed",
         ),
     )

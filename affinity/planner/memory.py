@@ -9,7 +9,7 @@ from cputrain.affinity.errors import DoesNotFitError
 from cputrain.affinity.planner.domains import Domain
 from cputrain.affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
 from cputrain.affinity.topology.machine import Machine, NumaNode, format_list, one_of
-from cputrain.affinity.wording import GIB, counted, formatted
+from cputrain.affinity.wording import GIB, formatted, plural
 
 MemoryPolicy = Annotated[str, one_of("default", "bind", "preferred", "interleave")]
 USABLE = 0.95
@@ -214,7 +214,7 @@ def check_fit(
             continue
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
-            f"{workload.name} with {counted(batch or 0, 'image')} per step needs "
+            f"{workload.name} with {plural(batch or 0, 'image')} per step needs "
             f"{_needed_and_available(peak, worker, memory)}: {_remedy(workload, peak, memory, memories)}"
         )
         if not workload.assumed:

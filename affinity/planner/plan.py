@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from cputrain.affinity.errors import InputError, Wording, worded
+from cputrain.affinity.errors import InputError, Wording, render
 from cputrain.affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
 from cputrain.affinity.planner.memory import (
     Memory,
@@ -165,7 +165,7 @@ NOTHING_MEASURED = Measured()
 class Plan:
     """Plan of a host: its workers, with a reason for every value, and the measurements it is based on.
 
-    Texts have settings in braces, `{balance=batch}`, which command lines and recipes spell differently: see `worded`.
+    Texts have settings in braces, `{balance=batch}`, which command lines and recipes spell differently: see `render`.
     """
 
     machine: Machine
@@ -184,13 +184,13 @@ class Plan:
         used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
         return len(used) > len(set(used))
 
-    def worded(self, wording: Wording) -> "Plan":
+    def render(self, wording: Wording) -> "Plan":
         """Return the plan with the settings in its texts spelled by `wording(name, value)`."""
         return replace(
             self,
-            unused=tuple(replace(item, why=worded(item.why, wording)) for item in self.unused),
-            reasons=tuple(replace(reason, why=worded(reason.why, wording)) for reason in self.reasons),
-            warnings=tuple(worded(text, wording) for text in self.warnings),
+            unused=tuple(replace(item, why=render(item.why, wording)) for item in self.unused),
+            reasons=tuple(replace(reason, why=render(reason.why, wording)) for reason in self.reasons),
+            warnings=tuple(render(text, wording) for text in self.warnings),
         )
 
     def memory_kind(self, worker: WorkerPlan) -> str:

@@ -19,7 +19,7 @@ from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.request import OPTION_OF, Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB, plural
 
 FORMAT, FOLDER = 1, "measured"
 RATE, TRAINING, TUNED, ENGINE = "rate", "training", "tuned", "engine"
@@ -67,10 +67,10 @@ def machine_name(machine: Machine) -> str:
     limit = machine.memory_limit_bytes
     parts = (
         machine.model,
-        counted(len(machine.packages), "package"),
-        counted(len(machine.numa_nodes), "NUMA node"),
-        f"{len(machine.allowed_cores)} of {counted(len(machine.cores), 'core')}",
-        counted(len(machine.pus), "CPU"),
+        plural(len(machine.packages), "package"),
+        plural(len(machine.numa_nodes), "NUMA node"),
+        f"{len(machine.allowed_cores)} of {plural(len(machine.cores), 'core')}",
+        plural(len(machine.pus), "CPU"),
         # rounded up to whole memory modules, as kernels reserve a varying part of the memory
         f"{MODULE_GIB * ceil(memory / GIB / MODULE_GIB)} GiB",
         *(() if limit is None or limit >= memory else (f"{limit // GIB} GiB of them",)),

@@ -12,7 +12,7 @@ from msgspec import Meta
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
-from cputrain.affinity.wording import Number, either, numbers_of
+from cputrain.affinity.wording import Number, join_or, numbers_of
 
 SET = "set by the recipe or an option"  # the reason for a value that the user has set
 
@@ -510,7 +510,7 @@ def check_request(request: Request) -> None:
         )
     for option in OPTIONS:
         if option.kind == CHOICE and (value := getattr(request, option.name)) not in option.choices:
-            raise RequestError(f"{{{option.name}={value}}}: must be {either(option.choices)}")
+            raise RequestError(f"{{{option.name}={value}}}: must be {join_or(option.choices)}")
     if request.balance == "batch" and request.local_batch is None:
         raise RequestError("{balance=batch} needs a batch to balance: train a recipe, or set {local_batch}")
 

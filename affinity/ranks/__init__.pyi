@@ -27,12 +27,12 @@ from .rank import LauncherVariables as LauncherVariables
 from .rank import Pods as Pods
 from .rank import Rank as Rank
 from .rank import address_to as address_to
-from .rank import discover as discover
 from .rank import interface_to as interface_to
 from .rank import local_rank_of as local_rank_of
-from .rank import meeting_place as meeting_place
 from .rank import pods_of as pods_of
 from .rank import port_of as port_of
+from .rank import rank_from_env as rank_from_env
 from .rank import rendezvous as rendezvous
+from .rank import rendezvous_address as rendezvous_address
 from .rank import tasks_per_node as tasks_per_node
 from .rank import with_rank as with_rank

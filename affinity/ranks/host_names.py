@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.rank import LOOPBACK, local_addresses
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import join_or
 
 LOCALHOST = "localhost"
 HOSTS = Path("/etc/hosts")
@@ -121,7 +121,7 @@ def find_host(host: str, listed: Sequence[str]) -> int | None:
     found = _candidates(host, listed)
     if len(found) > 1:
         names = [listed[place] for place in found[:MAX_CANDIDATES]]
-        raise InputError(f"host {host} may be {either(names)}: use its full name")
+        raise InputError(f"host {host} may be {join_or(names)}: use its full name")
     return found[0] if found else None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import read_stat
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 LOOPBACK_INTERFACE = "lo"
@@ -177,7 +177,7 @@ class Rank:
 LOCAL_RANK_VARIABLES = tuple(each.rank_names[2] for each in LAUNCHER_VARIABLES if each.rank_names)
 
 
-def discover(env: Mapping[str, str]) -> Rank | None:
+def rank_from_env(env: Mapping[str, str]) -> Rank | None:
     """Return this process's rank; None if no launcher started it. Raises InputError if variables are missing."""
     incomplete = []
     for launcher in LAUNCHER_VARIABLES:
@@ -222,7 +222,7 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
     if node >= len(tasks):
         raise InputError(
             f"SLURM_NODEID={node}, but {STEP_TASKS}={env[STEP_TASKS][:60]} has "
-            f"{counted(len(tasks), 'host')}: start the rank with srun"
+            f"{plural(len(tasks), 'host')}: start the rank with srun"
         )
     return _checked(
         Rank(
@@ -326,7 +326,7 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     GLOO_SOCKET_IFNAME and CCL_WORKER_COUNT. Raises InputError if rank 0's host is unknown, RunError if the port is in
     use.
     """
-    address, port = meeting_place(rank, env)
+    address, port = rendezvous_address(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     defaults = ONE_CCL_WORKER | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
     host = env["SLURM_NODEID"] if rank.convention == SLURM.convention else str(rank.rank // rank.local_world_size)
@@ -340,7 +340,7 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **kept, **same, **node, **rendezvous(rank, address, port)}
 
 
-def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
+def rendezvous_address(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous (address, port), the same for all ranks of the job, without communication.
 
     Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of

@@ -12,7 +12,7 @@ from .catalog import unpacked as unpacked
 from .hwloc import read_lstopo as read_lstopo
 from .hwloc import read_synthetic as read_synthetic
 from .kernel_files import Limits as Limits
-from .kernel_files import own_folders as own_folders
+from .kernel_files import cgroup_folders as cgroup_folders
 from .kernel_files import read_limits as read_limits
 from .kernel_files import text as text
 from .machine import MOST_IDS as MOST_IDS
@@ -25,7 +25,7 @@ from .machine import narrowed as narrowed
 from .machine import ordered as ordered
 from .machine import parse_list as parse_list
 from .machine import parse_mask as parse_mask
-from .machine import unrestricted as unrestricted
+from .machine import without_limits as without_limits
 from .sysfs import ISA_FLAGS as ISA_FLAGS
 from .sysfs import isolated_pus as isolated_pus
 from .sysfs import read_machine as read_machine

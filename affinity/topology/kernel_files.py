@@ -162,10 +162,10 @@ def read_limits(root: Path) -> Limits:
 
 def limit_files(root: Path) -> tuple[Path, ...]:
     """List the control groups' files that `read_limits` may read."""
-    return tuple(folder / name for folder in own_folders(root) for name in LIMIT_FILES if (folder / name).is_file())
+    return tuple(folder / name for folder in cgroup_folders(root) for name in LIMIT_FILES if (folder / name).is_file())
 
 
-def own_folders(root: Path) -> tuple[Path, ...]:
+def cgroup_folders(root: Path) -> tuple[Path, ...]:
     """Return the folders of the process's control groups and their parents, sorted."""
     groups = _cgroups_of_process(root)
     folders = {

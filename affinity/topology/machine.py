@@ -187,7 +187,7 @@ def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int]
     )
 
 
-def unrestricted(machine: Machine) -> Machine:
+def without_limits(machine: Machine) -> Machine:
     """Return the machine without any limits of this process."""
     return replace(
         machine,

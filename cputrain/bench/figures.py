@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def noise_note(figures: Sequence[Figure]) -> list[str]:
     """Return a warning about figures whose repeats differ much; empty if there are none."""
     noisy = sum(figure.high - figure.low > NOISY * figure.value for figure in figures)
     line = (
-        f"warning: the repeats of {noisy} of {counted(len(figures), 'figure')} differ by more than {100 * NOISY:.0f} "
+        f"warning: the repeats of {noisy} of {plural(len(figures), 'figure')} differ by more than {100 * NOISY:.0f} "
         "%; measure on an idle machine"
     )
     return [line] if noisy else []

@@ -31,7 +31,7 @@ from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of, spread_of
 from cputrain.comm.group import end_group, start_group
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
@@ -95,7 +95,7 @@ def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report
     whole = bandwidth(host_place(machine), "triad", array // len(machine.allowed_cores), repeats)
     host = figure_of("host, triad", [value / GB for value in whole], "GB/s")
     record = rate_record(machine, MEMORY, spread_of(whole), command="cputrain bench memory")
-    title = f"memory of {machine.name}: arrays of {array >> 20} MiB, medians of {counted(repeats, 'repeat')}"
+    title = f"memory of {machine.name}: arrays of {array >> 20} MiB, medians of {plural(repeats, 'repeat')}"
     return Report(title=title, figures=(*figures, host)), (record,)
 
 
@@ -109,7 +109,7 @@ def places(machine: Machine) -> list[list[Place]]:
             continue
         bound = node.id if len(nodes) > 1 else None
         name = f"node {node.id}"
-        own = [_place(f"{name}, {counted(count, 'thread')}", near[:count], bound) for count in thread_counts(len(near))]
+        own = [_place(f"{name}, {plural(count, 'thread')}", near[:count], bound) for count in thread_counts(len(near))]
         others = [
             _place(f"{name} from cores of node {other.id}", cores_next_to(machine, other), bound)
             for other in machine.numa_nodes
@@ -216,7 +216,7 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
         torch.set_num_threads(threads)
         figures += _optimizer_figures(model, size, threads, repeats, quick=quick)
     torch.set_num_threads(before)
-    title = f"optimizer steps on {name}'s {size / 1e6:.0f} MB of weights, {counted(repeats, 'repeat')}"
+    title = f"optimizer steps on {name}'s {size / 1e6:.0f} MB of weights, {plural(repeats, 'repeat')}"
     return Report(title=title, figures=tuple(figures))
 
 
@@ -229,11 +229,11 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
     limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
     return [
         figure_of(
-            f"{name}, {counted(threads, 'thread')}",
+            f"{name}, {plural(threads, 'thread')}",
             [optimizer_passes(name) * size / seconds / GB for seconds in found[name]],
             "GB/s",
             limit=limit,
-            limited_by=f"triad, {counted(threads, 'thread')}",
+            limited_by=f"triad, {plural(threads, 'thread')}",
             note=f"{number(1e3 * spread_of(found[name])[0])} ms",
         )
         for name in OPTIMIZERS
@@ -452,7 +452,7 @@ def bench_all_reduce(
             notes.append(f"{backend} is not measured: {error}")
     transports = {} if quick or "ccl" not in found else _transports(env, notes)
     figures = [figure for size in found["gloo"] for figure in _all_reduce_figures(size, found)]
-    title = f"all-reduce of float32 between {RANKS} ranks of {machine.name}, a core each: {counted(repeats, 'repeat')}"
+    title = f"all-reduce of float32 between {RANKS} ranks of {machine.name}, a core each: {plural(repeats, 'repeat')}"
     tables = (_fits(found), *((_bucket_times(transports),) if transports else ()))
     report = Report(title=title, figures=tuple(figures), tables=tables, notes=tuple(notes))
     records = tuple(_bandwidth_record(machine, backend, times) for backend, times in found.items())

@@ -11,7 +11,7 @@ from typing import Any
 from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
 from cputrain.affinity.topology.machine import format_list
-from cputrain.affinity.wording import counted, spread
+from cputrain.affinity.wording import plural, spread
 from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
 from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -118,8 +118,8 @@ def model_report(found: MeasuredModel) -> Report:
     threads = spread([worker.intra_op for worker in workers], "thread")
     title = (
         f"{recipe.model.name} at {recipe.data.crop} x {recipe.data.crop}, {recipe.precision}: "
-        f"{counted(len(workers), 'worker')} of {threads} each, {first['local_batch']} images each, "
-        f"{first['backend']}, {first['engine']}; {counted(len(first['steps']), 'step')}"
+        f"{plural(len(workers), 'worker')} of {threads} each, {first['local_batch']} images each, "
+        f"{first['backend']}, {first['engine']}; {plural(len(first['steps']), 'step')}"
     )
     figures = [*_limit_figures(found), *_training_figures(found)]
     return Report(title=title, figures=tuple(figures), tables=(_step_table(found), *_layer_tables(found)))

@@ -19,7 +19,7 @@ from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines,
 from cputrain.cli.output import finished, is_closed, is_full, open_streams
 from cputrain.cli.words import COMPLETE, answer, missing_argument, no_such_command, no_such_option, wording_of
 from cputrain.mpi.supervise.signals import InterruptedBySignalError
-from cputrain.training.signals import signals_held
+from cputrain.training.signals import signals_blocked
 
 __all__ = ["group", "main"]
 
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] != ["train"]:
         return finished(_run(words))
-    with signals_held(env, prepared="--prepared" in words):
+    with signals_blocked(env, prepared="--prepared" in words):
         return finished(_run(words))
 
 

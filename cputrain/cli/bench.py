@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.bench.figures import Report
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import (
@@ -28,7 +28,7 @@ from cputrain.cli.output import (
     print_json,
     shows_bars,
 )
-from cputrain.cli.words import WholeSummaries, complete_recipe
+from cputrain.cli.words import FullSummaryGroup, complete_recipe
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
@@ -39,7 +39,7 @@ DEFAULT_RECIPE = "imagefolder"
 SETTING = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 
 
-@click.group("bench", cls=WholeSummaries)
+@click.group("bench", cls=FullSummaryGroup)
 def bench_command() -> None:
     """Measure this host: each figure is the median and range of repeats, next to its limit in the same run.
 
@@ -72,9 +72,9 @@ def model(
     """
     from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions, trace_json
 
-    counted = steps or (2 if quick else 10)
+    step_count = steps or (2 if quick else 10)
     spec = Spec(
-        warm_up=1 if quick else 2, steps=counted, profiled=2, limits=precisions(this_machine().isa), quick=quick
+        warm_up=1 if quick else 2, steps=step_count, profiled=2, limits=precisions(this_machine().isa), quick=quick
     )
     env = os.environ
     if SETTING.match(recipe):  # KEY=VALUE without a recipe before it
@@ -277,7 +277,7 @@ def tune_command(
         raise InputError(f"--axes {unknown[0]!r} is not one of {', '.join(AXES)}: give a comma-separated list")
     env = os.environ
     planned = plan_training(tune.tuned_recipe(recipe, settings), env)
-    choices = tune.choices_here(planned, varied, env)
+    choices = tune.available_choices(planned, varied, env)
     plans = tune.plans(planned, choices, varied, env)
     if dry_run:
         _list(planned, plans, output_format)
@@ -319,7 +319,7 @@ def _list(planned: PlannedTraining, plans: Candidates, output_format: str) -> No
         print_json({"recipe": recipe.name, "data": recipe.data.path, "plans": tried, "refused": refused})
         return
     data = "generated images" if recipe.data.generated else f"the images of {recipe.data.path}"
-    click.echo(f"{recipe.name}: {counted(len(plans.tried), 'plan')} to try, with {data}")
+    click.echo(f"{recipe.name}: {plural(len(plans.tried), 'plan')} to try, with {data}")
     for candidate in plans.tried:
         click.echo(f"  {candidate.name:<32} {' '.join(candidate.settings)}")
     for values, why in plans.refused:

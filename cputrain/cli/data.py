@@ -14,10 +14,10 @@ from tqdm import tqdm
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.terminal import printable
-from cputrain.affinity.wording import MIB, counted, either
+from cputrain.affinity.wording import MIB, join_or, plural
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import format_option, number_option, path_option, print_json, shows_bars
-from cputrain.cli.words import WholeSummaries
+from cputrain.cli.words import FullSummaryGroup
 from cputrain.data.formats.dataset import Dataset, causes
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.source import MANIFEST, SPLITS, read_manifest
@@ -42,7 +42,7 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 
-@click.group("data", cls=WholeSummaries)
+@click.group("data", cls=FullSummaryGroup)
 def data_command() -> None:
     """Inspect a data folder: images, Parquet files, TFRecords, tar files, or the output of `cputrain prepare`."""
 
@@ -67,8 +67,8 @@ def info(folder: Path, output_format: str) -> None:
         click.echo(_mixing(each["classes_in_window"], each["expected_classes_in_window"]))
         if found["prepared_with"] is not None:
             unusual = "".join(f", {name}: {count:,}" for name, count in sorted(each["unusual"].items()))
-            damaged = counted(len(each["damaged"]), "damaged image")
-            click.echo(f"  {counted(each['shards'], 'shard')}, {damaged} not packed{unusual}")
+            damaged = plural(len(each["damaged"]), "damaged image")
+            click.echo(f"  {plural(each['shards'], 'shard')}, {damaged} not packed{unusual}")
     if found["prepared_with"] is not None:
         options = (f"{key}={value}" for key, value in found["prepared_with"].items() if value is not None)
         click.echo(printable(f"prepared with {', '.join(options)}"))
@@ -191,7 +191,7 @@ def show(
     if output_format == "json":
         print_json({"file": str(output), "split": split, "images": shown})
     else:
-        click.echo(f"{output}: {shown:,} of {counted(len(images), f'{split} image')}")
+        click.echo(f"{output}: {shown:,} of {plural(len(images), f'{split} image')}")
 
 
 def _check_picture(file: Path, *, overwrite: bool) -> None:
@@ -199,7 +199,7 @@ def _check_picture(file: Path, *, overwrite: bool) -> None:
     if file.suffix.lower() not in FORMATS:
         raise InputError(
             f"--output {file}: {file.suffix or 'a name without a suffix'} is not a picture format; "
-            f"use {either(tuple(FORMATS))}"
+            f"use {join_or(tuple(FORMATS))}"
         )
     if file.exists() and not overwrite:
         raise InputError(f"--output {file} already exists: name another file, or add --overwrite")
@@ -320,10 +320,10 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
         names = tfrecord_classes
         click.echo(f"{out}: labels 1 ({printable(names[0])}) to {len(names)} ({printable(names[-1])}); 0 is not used")
     for split, entry in splits.items():
-        click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
+        click.echo(f"{out}: {split} {entry['images']:,} images in {plural(entry['shards'], 'shard')}")
         click.echo(_mixing(entry["mixing"]["classes_in_32"], entry["mixing"]["at_random"]))
         if entry["unusual"]:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
-            count = counted(len(entry["damaged"]), "unreadable image")
+            count = plural(len(entry["damaged"]), "unreadable image")
             click.echo(printable(f"  {count} skipped: {causes(entry['damaged'])}"))

@@ -10,13 +10,13 @@ import click
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.kernel.bound_plan import Running, comparison, running_processes
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
-from cputrain.cli.words import WholeSummaries
+from cputrain.cli.words import FullSummaryGroup
 from cputrain.doctor import ERROR, checks_text
 
 DOCTOR_TIMEOUT_S = 60.0  # for imports from a slow disk
 
 
-@click.group("doctor", cls=WholeSummaries, invoke_without_command=True)
+@click.group("doctor", cls=FullSummaryGroup, invoke_without_command=True)
 @format_option
 @click.pass_context
 def doctor_command(context: click.Context, output_format: str) -> int:

@@ -13,10 +13,10 @@ import yaml
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import join_or
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
 from cputrain.cli.output import number_option, parse_clock, print_file, print_json
-from cputrain.cli.words import WholeSummaries, complete_recipe, complete_recipe_or_setting, complete_setting
+from cputrain.cli.words import FullSummaryGroup, complete_recipe, complete_recipe_or_setting, complete_setting
 from cputrain.jobs.kubernetes import (
     KINDS,
     MOST_CPUS,
@@ -192,7 +192,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-@click.group("job", cls=WholeSummaries)
+@click.group("job", cls=FullSummaryGroup)
 def job_command() -> None:
     """Write a job's script for Slurm or PBS, or its manifests for Kubernetes.
 
@@ -315,7 +315,7 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
     usable = [launcher.name for launcher in launchers_for(scheduler)]
     if options.launcher not in ("auto", *usable):
         raise InputError(
-            f"--launcher {options.launcher} cannot start {scheduler} jobs: remove it, or give {either(usable)}"
+            f"--launcher {options.launcher} cannot start {scheduler} jobs: remove it, or give {join_or(usable)}"
         )
 
 
@@ -499,7 +499,7 @@ def _check_launcher(options: PlanningOptions, kind: str) -> None:
     if kind != "mpijob":
         raise InputError(f"--launcher {options.launcher} needs an MPIJob: remove it, or add --kind mpijob")
     if options.launcher not in MPI:
-        raise InputError(f"--launcher {options.launcher} cannot start an MPIJob: give {either(tuple(MPI))}")
+        raise InputError(f"--launcher {options.launcher} cannot start an MPIJob: give {join_or(tuple(MPI))}")
 
 
 def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> int:

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE
 from cputrain.affinity.planner.plan import Request
-from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import redraws
 from cputrain.cli.options import (
     PLANNING,
@@ -24,7 +24,7 @@ from cputrain.cli.options import (
     restarts_option,
 )
 from cputrain.cli.output import path_option, print_file
-from cputrain.launch.command import Switches, become_rank, make_launch, program, request_of_rank, run_launch
+from cputrain.launch.command import BindingOptions, become_rank, make_launch, program, request_of_rank, run_launch
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 
@@ -117,7 +117,7 @@ def launch_command(
     if instance is not None and instances is None:
         raise InputError("--instance selects some of several copies: give their number with --instances")
     env, report = os.environ, partial(click.echo, err=True)
-    if (rank := discover(env)) is not None:
+    if (rank := rank_from_env(env)) is not None:
         _check_options_of_rank(rank)
         request = request_of_rank(options, base, rank)
         become_rank(rank, request, cmd, env, check=not no_verify, keep_env=keep_env, report=report)
@@ -125,7 +125,7 @@ def launch_command(
         cmd,
         options,
         base,
-        Switches(
+        BindingOptions(
             verify=not no_verify, allow_other_layout=allow_other_layout, keep_env=keep_env, plan_on_host=plan_on_host
         ),
         env,

@@ -11,7 +11,7 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
 from cputrain.mpi.hosts.hostfile import read_hostfile
 from cputrain.mpi.launchers.command import identify
-from cputrain.other_launchers import PROGRAMS, command_and_rest, read, split_words, translate, unmarked
+from cputrain.other_launchers import PROGRAMS, command_and_rest, read, restore_text, split_words, translate
 
 
 @click.command("import", context_settings={"allow_interspersed_args": False})
@@ -42,7 +42,7 @@ def import_command(name: str | None, words: tuple[str, ...]) -> None:
         parsed = read(words, name, _launcher_of)
         found = translate(parsed, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
     except InputError as error:
-        raise InputError(unmarked(str(error))) from None
+        raise InputError(restore_text(str(error))) from None
     print_file(f"{found.line} {rest}".rstrip() + "\n")
     if found.without:
         click.echo(f"options of {parsed.program.title} that are not needed or have no counterpart:", err=True)

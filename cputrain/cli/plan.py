@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cputrain.affinity.errors import InputError, as_option, describe, worded
+from cputrain.affinity.errors import InputError, as_option, describe, render
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
@@ -31,11 +31,11 @@ from cputrain.affinity.topology.catalog import (
 )
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.views import plan_differences
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB, plural
 from cputrain.cli.options import PLANNING, SectionedCommand, host_groups_option, planning_options, settings_argument
 from cputrain.cli.output import format_option, formats_option, path_option, print_file, print_json
 from cputrain.cli.words import (
-    WholeSummaries,
+    FullSummaryGroup,
     catalog_group,
     command_or_list,
     complete_machine,
@@ -227,7 +227,7 @@ def machine_table(rows: Iterable[MachineRow]) -> str:
     shown = [head]
     for row, line in zip(rows, lines, strict=True):
         warnings = row.plan.warnings if row.plan else ()
-        notes = [f"warning: {worded(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
+        notes = [f"warning: {render(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
         shown += [line, *(f"  {note}" for note in notes)]
     return "\n".join(shown)
 
@@ -260,7 +260,7 @@ def _span(counts: Iterable[int]) -> str:
     return str(found[0]) if found[0] == found[-1] else f"{found[0]}-{found[-1]}"
 
 
-@click.group("machine", cls=WholeSummaries)
+@click.group("machine", cls=FullSummaryGroup)
 def machine_command() -> None:
     """Save this host's topology, to plan for it elsewhere."""
 
@@ -331,8 +331,8 @@ def show(machine: str, output_format: str) -> None:
     ]
     click.echo(
         f"{found.name}: {found.model} ({', '.join(found.isa)})\n"
-        f"{counted(len(found.packages), 'package')}, {counted(len(found.numa_nodes), 'NUMA node')}, "
-        f"{counted(len(found.cores), 'core')}, {counted(len(found.pus), 'CPU')}\n\n{align_columns(nodes)}\n\n"
+        f"{plural(len(found.packages), 'package')}, {plural(len(found.numa_nodes), 'NUMA node')}, "
+        f"{plural(len(found.cores), 'core')}, {plural(len(found.pus), 'CPU')}\n\n{align_columns(nodes)}\n\n"
         f"plan with: cputrain plan --machine {found.name}"
     )
 

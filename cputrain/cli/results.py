@@ -13,9 +13,9 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.output import amount_option, format_option, number_option, path_option
 from cputrain.files import RECIPE, REPORT
@@ -164,7 +164,7 @@ def predict_command(
     head = {"checkpoint": str(found), "step": classifier.step}
     failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
     if len(failed) == len(images):
-        raise InputError(f"none of {counted(len(images), 'image')} can be read: {causes(failed)}; give other files")
+        raise InputError(f"none of {plural(len(images), 'image')} can be read: {causes(failed)}; give other files")
     if failed:
         raise RunError(f"{len(failed):,} of {len(images):,} images cannot be read: {causes(failed)}")
 
@@ -189,7 +189,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     if worker is None:
         recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
         plan = plan_this_machine(request_of(recipe), env)
-        again = (*own_program("cputrain"), *sys.argv[1:])
+        again = (*isolated_command("cputrain"), *sys.argv[1:])
         exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
     assert worker is not None
     return worker

@@ -13,7 +13,7 @@ import click
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB, plural
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import (
     amount_option,
@@ -25,7 +25,7 @@ from cputrain.cli.output import (
     path_option,
     print_json,
 )
-from cputrain.cli.words import WholeSummaries, complete_machine, complete_recipe, complete_setting
+from cputrain.cli.words import FullSummaryGroup, complete_machine, complete_recipe, complete_setting
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.recipe.loading import load_recipe
@@ -41,7 +41,7 @@ from cputrain.reproduce import (
     tables_text,
 )
 from cputrain.simulate.assumptions import LINKED, link_of, published_runs, runs_on
-from cputrain.simulate.predict import Row, Scenario, check_global_batch, reference_of, rows_of, started_from
+from cputrain.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
 from cputrain.simulate.step import ALGORITHMS, find, unreadable
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
@@ -202,7 +202,7 @@ def _sharing_cores(variant: Variant) -> Variant:
     cores = len(this_machine().allowed_cores)
     if count <= cores:
         return variant
-    click.echo(f"{count} workers share {counted(cores, 'core')}: they train no faster than {counted(cores, 'worker')}")
+    click.echo(f"{count} workers share {plural(cores, 'core')}: they train no faster than {plural(cores, 'worker')}")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 
@@ -261,7 +261,7 @@ def _find_batch(
     return 0
 
 
-@click.group("reproduce", cls=WholeSummaries)
+@click.group("reproduce", cls=FullSummaryGroup)
 def reproduce_command() -> None:
     """Repeat published experiments, scaled to this machine, or compare published tables with the recipes."""
 
@@ -421,7 +421,7 @@ def simulate_command(
         link=link,
         reference=reference_of(found, training, rate, find(records, training), rates)
         if start is None
-        else started_from(start, found, training, link, rates),
+        else parse_start_rate(start, found, training, link, rates),
         algorithm=algorithm,
         measured=rates,
     )
@@ -462,7 +462,7 @@ def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *,
         reference, link = scenario.reference, scenario.link
         click.echo(
             f"{scenario.recipe.name} on {scenario.machine.name}, {link.name} of {link.nominal_gbit:g} Gbit/s; "
-            f"based on {reference.images_per_s:,.4g} images/s on {counted(reference.setup.hosts, 'host')} "
+            f"based on {reference.images_per_s:,.4g} images/s on {plural(reference.setup.hosts, 'host')} "
             f"({reference.source})"
         )
         others = [run.name for run in runs_on(scenario.machine.model, scenario.recipe.precision)]
@@ -532,7 +532,7 @@ def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_f
     if output_format == "json":
         click.echo(candidates_json(scenario, found))
         return
-    click.echo(f"{scenario.recipe.name} on {counted(hosts, 'host')} of {scenario.machine.name}, {scenario.link.name}")
+    click.echo(f"{scenario.recipe.name} on {plural(hosts, 'host')} of {scenario.machine.name}, {scenario.link.name}")
     click.echo(candidates_text(found))
 
 

@@ -12,10 +12,10 @@ from uuid import uuid4
 import click
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank, discover
-from cputrain.affinity.start import own_program
+from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_text
-from cputrain.affinity.wording import MIB, counted, spread
+from cputrain.affinity.wording import MIB, plural, spread
 from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import (
@@ -91,7 +91,7 @@ def train_command(
     if training.engine == "ipex":
         check_ipex()
     env = os.environ
-    rank = discover(env)
+    rank = rank_from_env(env)
     if rank is not None:
         options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)
         return _be_rank(training, rank, env, options, check=not no_verify)
@@ -117,7 +117,7 @@ def train_command(
                 click.echo(f"warning: {warning}")
             click.echo("\n" + plan_to_text(planned.plan))
             return 0
-        for warning in planned.plan.worded(as_recipe_key).warnings if failure is None else ():
+        for warning in planned.plan.render(as_recipe_key).warnings if failure is None else ():
             print_line(f"warning: {warning}")
         of_attempt = {**env, **dict(restart_variables(attempt, restarts, name))}
         return train_here(planned, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
@@ -144,7 +144,7 @@ def _show_sizes(planned: PlannedTraining) -> None:
     threads = spread([worker.intra_op for worker in planned.plan.workers], "thread")
     print_line(
         f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
-        f"{counted(planned.ppn, 'worker')} of {threads} each"
+        f"{plural(planned.ppn, 'worker')} of {threads} each"
     )
     for note in planned.survey.notes:
         print_line(note)
@@ -197,7 +197,7 @@ def eval_command(
     checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
     check_page(page, len(checkpoints))
     env = os.environ
-    rank = discover(env)
+    rank = rank_from_env(env)
     if rank is not None:
         context = bind_rank(training, rank, env, check=not no_verify, shown=not as_json)
         context.startup.phase("importing PyTorch")
@@ -257,7 +257,7 @@ def find_lr_command(
         raise InputError(f"--picture {picture} does not end in .svg: the picture is SVG")
     training = load_training(recipe, settings)
     env = os.environ
-    rank = discover(env)
+    rank = rank_from_env(env)
     if rank is not None:
         context = bind_rank(training, rank, env, check=not no_verify, shown=output_format != "json")
         context.startup.phase("importing PyTorch")
@@ -320,4 +320,4 @@ def demo_command(settings: tuple[str, ...]) -> None:
     training = ("train", RECIPE, *settings, "--overwrite")
     click.echo(f"cputrain {shlex.join(training)}")
     sys.stdout.flush()
-    os.execv(sys.executable, (*own_program("cputrain"), *training))
+    os.execv(sys.executable, (*isolated_command("cputrain"), *training))

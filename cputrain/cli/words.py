@@ -23,7 +23,7 @@ from click.shell_completion import (
 from cputrain.affinity.errors import Wording, as_option
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import join_or
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # others set values by options
 KEYS = {"local_batch": "batch.local"}
@@ -62,7 +62,7 @@ def no_such_command(name: str, known: Iterable[str]) -> str:
     word = name.lower().replace("_", "-")
     meant = tables()["commands"].get(word) or (("import", "launch") if _is_launcher(word) else ())
     near = meant or get_close_matches(word, list(known), n=2, cutoff=0.6)
-    hint = f": did you mean {either([f'cputrain {each}' for each in near])}?" if near else "."
+    hint = f": did you mean {join_or([f'cputrain {each}' for each in near])}?" if near else "."
     return f"No such command {name[:60]!r}{hint} See cputrain --help"
 
 
@@ -70,7 +70,7 @@ def no_such_command_of(group: str, name: str, known: Iterable[str]) -> str:
     """Return the error line for an unknown command of a group such as "cputrain bench"."""
     known = list(known)
     near = get_close_matches(name, known, n=2, cutoff=0.6)
-    hint = f"did you mean {either([f'{group} {each}' for each in near])}?" if near else f"give {either(known)}."
+    hint = f"did you mean {join_or([f'{group} {each}' for each in near])}?" if near else f"give {join_or(known)}."
     return f"No such command {name[:60]!r}: {hint} See {group} --help"
 
 
@@ -87,7 +87,7 @@ def _values_of(param: click.Parameter) -> str:
     known = tables()["arguments"]
     described: str = known.get(param.metavar or "") or known.get(param.name or "", "")
     if not described and isinstance(param.type, click.Choice):
-        return f"give {either(list(param.type.choices))}"
+        return f"give {join_or(list(param.type.choices))}"
     return described
 
 
@@ -109,7 +109,7 @@ def no_such_option(error: click.NoSuchOption) -> str:
     if not near and any(each.name == "settings" for each in shown):
         near = [f"{key}=VALUE" for key in keys[:3]]
     if not hint and near:
-        hint = f"did you mean {either(near)}?"
+        hint = f"did you mean {join_or(near)}?"
     if not hint and (holders := _commands_with(typed, context.command)):
         hint = f"put options after the command, as in {context.command_path} {holders[0]} {typed}."
     if not hint and len(keys) == 1:
@@ -157,7 +157,7 @@ def _of_other_launchers(name: str) -> str:
     return ""
 
 
-class WholeSummaries(click.Group):
+class FullSummaryGroup(click.Group):
     """A group whose help shows each command's whole summary, wrapped, and whose error for an unknown command names its
     commands."""
 
@@ -178,7 +178,7 @@ def catalog_group(names: Callable[[], list[str]]) -> type[click.Group]:
     """Return a group with commands `show` and `search` whose first word may also be a name, which is shown, or another
     text, which is searched; a word similar to a command and followed by another is taken for that command."""
 
-    class CatalogGroup(WholeSummaries):
+    class CatalogGroup(FullSummaryGroup):
         def resolve_command(
             self, ctx: click.Context, args: list[str]
         ) -> tuple[str | None, click.Command | None, list[str]]:

@@ -5,7 +5,7 @@ from .buckets import measure_alpha_beta as measure_alpha_beta
 from .group import CommGroup as CommGroup
 from .group import all_gather as all_gather
 from .group import all_reduce_sum as all_reduce_sum
-from .group import check_same as check_same
+from .group import check_consistency as check_consistency
 from .group import choose_backend as choose_backend
 from .group import convert_lost_peer_errors as convert_lost_peer_errors
 from .group import describe_difference as describe_difference

@@ -33,7 +33,7 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 FACTS = "facts"
 
 
-def check_same(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
+def check_consistency(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
     """Check that versions, settings and data (`facts`, texts by name) equal rank 0's, and wait for every rank's check.
 
     Raises InputError on every rank if any rank differs, with the differences; RunError if the store is another job's.
@@ -129,7 +129,7 @@ def start_group(
     store = connect_store(rank, env)
     token = env.get(TOKEN_VARIABLE, "")
     keys = SignedKeys(store, token)
-    check_same(facts or {}, rank, keys)
+    check_consistency(facts or {}, rank, keys)
     chosen, why = choose_backend(backend, rank, keys)
     with running_on(worker.comm_pus or worker.compute_pus):
         if chosen == dist.Backend.MPI:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import text_of
 from cputrain.data.formats.open import detect
-from cputrain.data.formats.source import Source, Split, Survey
+from cputrain.data.formats.source import DatasetSummary, Source, Split
 from cputrain.recipe.derivation import settings_at
-from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe
+from cputrain.recipe.schema import LINE, SYNTHETIC, USER_SAMPLES, Recipe
 
 if TYPE_CHECKING:  # counting does not need numpy
     from cputrain.data.formats.dataset import Dataset, Images
@@ -19,7 +19,7 @@ SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50
 
 
-def survey_recipe(recipe: Recipe) -> Survey:
+def survey_recipe(recipe: Recipe) -> DatasetSummary:
     """Count a recipe's images without opening them. Raises InputError if the data is missing or invalid."""
     return _source(recipe).count(_fraction(recipe))
 
@@ -35,9 +35,9 @@ def _fraction(recipe: Recipe) -> float | None:
 
 def _source(recipe: Recipe) -> Source:
     data = recipe.data
-    if data.path == OWN_SAMPLES:
+    if data.path == USER_SAMPLES:
         raise InputError(
-            f"data.path={OWN_SAMPLES} is for scripts that pass their own network and samples to cputrain.train: run "
+            f"data.path={USER_SAMPLES} is for scripts that pass their own network and samples to cputrain.train: run "
             "that script"
         )
     if data.path == SYNTHETIC:

@@ -39,9 +39,9 @@ from torch import Tensor
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.ranks.rank import discover
-from cputrain.affinity.wording import counted
-from cputrain.data.formats.dataset import Dataset, Images, OwnSamples, PiecewiseImages, Points, causes, check_labels
+from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.wording import plural
+from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, Points, UserSamples, causes, check_labels
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import BlockReader, images_per_block
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
@@ -200,13 +200,13 @@ def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: P
     return problems
 
 
-def own_batch(samples: OwnSamples, numbers: Sequence[int]) -> Batch:
+def own_batch(samples: UserSamples, numbers: Sequence[int]) -> Batch:
     """Collate these user samples into a batch."""
     inputs, targets = samples.collated(numbers)
     return Batch(images=inputs, labels=targets, weights=torch.ones(len(numbers)), damaged=())
 
 
-def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
+def own_batches(samples: UserSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
     """Yield one batch per share of user samples, in order. A thread on `cpus` collates ahead; its errors are raised
     here."""
     with _loader_threads(1, cpus) as pool:
@@ -349,7 +349,7 @@ class ImageLoader:
         for batch in self.raw_batches(self.epoch):
             images, labels = batch.images, batch.labels
             if batch.damaged:
-                count = counted(len(batch.damaged), "damaged image")
+                count = plural(len(batch.damaged), "damaged image")
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
                     raise RunError(f"{count} in a batch: {causes(batch.damaged)}")
                 logger.warning("%s skipped: %s", count, causes(batch.damaged))
@@ -378,7 +378,7 @@ def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -
     if (rank is None) != (world_size is None):
         raise InputError("rank and world_size belong together: give both, or neither to take the launcher's")
     if rank is None or world_size is None:
-        found = discover(env)
+        found = rank_from_env(env)
         return (found.rank, found.world_size) if found else (0, 1)
     if not 0 <= rank < world_size:
         raise InputError(f"rank={rank} is not between 0 and world_size-1={world_size - 1}")
@@ -404,7 +404,7 @@ def _shuffled(
         steps, used = steps + 1, len(images)
     if steps == 0 or used // steps < world_size:
         raise InputError(
-            f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {global_batch:,} images, but there are "
+            f"batch_size={batch_size} on {plural(world_size, 'rank')} needs {global_batch:,} images, but there are "
             f"{len(images):,}: use a smaller batch_size"
         )
     return ShuffledSampler(

@@ -30,7 +30,7 @@ from PIL import Image, ImageEnhance
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
 from cputrain.data.order import image_rng
-from cputrain.files import stand_in
+from cputrain.files import placeholder_text
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
@@ -229,7 +229,7 @@ def cause_of(data: bytes, error: Exception) -> str:
     form = next((name for name, pattern in NOT_READ.items() if re.match(pattern, start, re.DOTALL)), None)
     if form:
         return f"the file is {form}, which is not supported; convert it to JPEG or PNG"
-    return stand_in(data) or MEMORY.sub("", str(error))
+    return placeholder_text(data) or MEMORY.sub("", str(error))
 
 
 def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import text_of
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
 from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
 from cputrain.data.formats.open import RECORDS, TABLES
@@ -122,7 +122,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 def _shape(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
     if head[:4] != struct.pack(">HBB", 0, UNSIGNED_BYTES, dimensions) or len(head) < 4 + 4 * dimensions:
-        raise InputError(f"{path} is not an idx file of bytes in {counted(dimensions, 'dimension')}")
+        raise InputError(f"{path} is not an idx file of bytes in {plural(dimensions, 'dimension')}")
     shape = struct.unpack_from(f">{dimensions}I", head, 4)
     if math.prod(shape) > MAX_VALUES:
         raise InputError(f"{path} describes {' x '.join(map(str, shape))} values, more than {MAX_VALUES:,}")

@@ -1,5 +1,5 @@
+from .command import BindingOptions as BindingOptions
 from .command import RemainingHosts as RemainingHosts
-from .command import Switches as Switches
 from .command import become_rank as become_rank
 from .command import is_due as is_due
 from .command import is_python as is_python
@@ -22,7 +22,7 @@ from .local import remedy as remedy
 from .local import request_of as request_of
 from .local import run_in_scratch as run_in_scratch
 from .local import train_here as train_here
-from .local import with_remedy as with_remedy
+from .local import with_memory_advice as with_memory_advice
 from .options import LATENCY as LATENCY
 from .options import THIS_MACHINE as THIS_MACHINE
 from .options import THROUGHPUT as THROUGHPUT

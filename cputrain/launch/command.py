@@ -23,9 +23,9 @@ from cputrain.affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_
 from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.ranks.host_names import is_this_host
 from cputrain.affinity.ranks.rank import Rank, port_of
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.files import LOGS, PLAN
 from cputrain.launch.options import (
     PlanningOptions,
@@ -43,7 +43,7 @@ from cputrain.launch.options import (
     with_instances,
     with_pods,
 )
-from cputrain.measurements import TITLES, VARIABLE, kept_seconds
+from cputrain.measurements import TITLES, VARIABLE, cached_seconds
 from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
 from cputrain.mpi.launchers.command import find_launcher
@@ -61,7 +61,7 @@ PYTHON = re.compile(r"python[0-9.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switches:
+class BindingOptions:
     """How the workers of a launch are bound; see the same fields of Job."""
 
     verify: bool
@@ -76,7 +76,7 @@ def command_job(
     command: tuple[str, ...],
     folder: Path,
     env: Mapping[str, str],
-    switches: Switches,
+    switches: BindingOptions,
 ) -> Job:
     """Return the job of a command on the planned hosts.
 
@@ -186,7 +186,7 @@ def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], rep
     if not is_due(job, launcher, env):
         return
     report(f"measuring oneCCL over MPI and libfabric once (set {VARIABLE}=mpi or ofi to skip this)")
-    command = own_program("cputrain.comm.ccl.check")
+    command = isolated_command("cputrain.comm.ccl.check")
     done = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", check=False
     )
@@ -199,7 +199,7 @@ def is_due(job: Job, launcher: Launcher, env: Mapping[str, str]) -> bool:
     here = len(job.hosts) == 1 and is_this_host(job.hosts[0])
     may_use_ccl = Path(job.command[0]).name.startswith(MAY_USE_CCL) and _has_backend(env)
     open_choice = here and launcher.has_pmi and VARIABLE not in env and may_use_ccl
-    return open_choice and len(kept_seconds(env)) < len(TITLES)
+    return open_choice and len(cached_seconds(env)) < len(TITLES)
 
 
 def _has_backend(env: Mapping[str, str]) -> bool:
@@ -221,7 +221,7 @@ def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
 def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
     """Return the command that trains a recipe, given by its file or name. `here` is the recipe itself if this machine
     will train: then the command has absolute paths, and finds recipe and data from any directory."""
-    command = (*own_program("cputrain"), "train")
+    command = (*isolated_command("cputrain"), "train")
     if here is None:
         return (*command, name, *settings)
     from cputrain.recipe.loading import input_settings  # imports pydantic: only with a recipe
@@ -301,7 +301,7 @@ class RemainingHosts:
                 "batch on fewer hosts: start the command again on the other hosts"
             )
         if self.gone:
-            logger.warning("restarting on %s, without %s", counted(len(left), "host"), names)
+            logger.warning("restarting on %s, without %s", plural(len(left), "host"), names)
         return left
 
 
@@ -323,7 +323,7 @@ class Launch:
     command: tuple[str, ...]
     options: PlanningOptions
     base: Request
-    switches: Switches
+    switches: BindingOptions
     env: Mapping[str, str]
     launcher: InstalledLauncher | None
     folder: Path
@@ -345,7 +345,7 @@ def make_launch(
     command: tuple[str, ...],
     options: PlanningOptions,
     base: Request,
-    switches: Switches,
+    switches: BindingOptions,
     env: Mapping[str, str],
     *,
     host_groups: tuple[str, ...],
@@ -411,9 +411,9 @@ def run_launch(
             arguments = training_arguments(job.command)
             if error.shortage is None or arguments is None or job.instances is not None:
                 raise with_missing_module(error) from None
-            from cputrain.launch.local import with_remedy  # imports the recipes: only if one has failed
+            from cputrain.launch.local import with_memory_advice  # imports the recipes: only if one has failed
 
-            raise with_remedy(error, job, arguments) from None
+            raise with_memory_advice(error, job, arguments) from None
 
     return with_restarts(start, restarts)
 
@@ -448,7 +448,7 @@ def request_of_rank(options: PlanningOptions, base: Request, rank: Rank) -> Requ
 
 
 def _warnings(plan: Plan) -> tuple[str, ...]:
-    return tuple(plan.worded(as_option).warnings)
+    return tuple(plan.render(as_option).warnings)
 
 
 def _run(job: Job, launch: Launch, preflight: bool | None, report: Callable[[str], None]) -> int:
@@ -472,4 +472,4 @@ def _check_hosts(job: Job, launch: Launch, launcher: InstalledLauncher, report: 
         more = "".join(f"\n  {error}" for error in findings.errors[1:])
         raise RunError(f"pre-flight: {findings.errors[0]}{more}\n  (use --no-preflight to skip this check)")
     seconds = time.monotonic() - started
-    report(f"pre-flight: {counted(len(job.hosts), 'host')} checked in {seconds:.1f} s")
+    report(f"pre-flight: {plural(len(job.hosts), 'host')} checked in {seconds:.1f} s")

@@ -13,16 +13,16 @@ from cputrain.affinity.kernel.bound_plan import plan_beside
 from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request, largest_batch
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.checkpoints import ScaleRecord
-from cputrain.data.formats.source import Survey
+from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import THIS_HOST
 from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.launchers.programs import Job
-from cputrain.mpi.supervise.processes import JobFailedError, Shortage
+from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory
 from cputrain.mpi.supervise.run import run_local
 from cputrain.native_build import COMPILING
 from cputrain.recipe.derivation import TrainingSizes, derive, images_per_step, largest_local_batch
@@ -37,7 +37,7 @@ class PlannedTraining:
 
     recipe: Recipe
     plan: Plan
-    survey: Survey
+    survey: DatasetSummary
     sizes: TrainingSizes
 
     @property
@@ -94,7 +94,7 @@ def train_here(
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages show the folder as the user wrote it
     given = {"--resume": resume, "--no-verify": not verify, "--quiet": quiet}
     flags = tuple(flag for flag, is_set in given.items() if is_set)
-    command = (*own_program("cputrain"), "train", *named, "--prepared", *flags)
+    command = (*isolated_command("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
             make_folder(recipe, None, overwrite=overwrite)
@@ -130,7 +130,7 @@ def run_in_scratch(plan: Plan, words: tuple[str, ...], env: Mapping[str, str], *
     """Run the cputrain command `words` as each planned worker of this host, with the plan and logs in a temporary
     folder; return the exit status. If a rank fails, the folder is kept for its log, and JobFailedError is raised."""
     scratch = Path(tempfile.mkdtemp(prefix=f"cputrain-{words[0]}-"))
-    command = (*own_program("cputrain"), *words)
+    command = (*isolated_command("cputrain"), *words)
     status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
     shutil.rmtree(scratch)
     return status
@@ -180,7 +180,7 @@ def for_evaluation(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def with_remedy(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> JobFailedError:
+def with_memory_advice(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> JobFailedError:
     """Add a batch that fits to the error of a job that ran out of memory; `arguments` are those of `cputrain train`.
     Errors in the training's recipe, which may be gone by now, do not replace the original one."""
     recipe, *settings = [word for word in arguments if not word.startswith("-")] or [""]
@@ -194,7 +194,7 @@ def with_remedy(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> 
     return error.advised(advice)
 
 
-def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: Shortage, workers: str = "plan.ppn=") -> str:
+def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: OutOfMemory, workers: str = "plan.ppn=") -> str:
     """Advise a local batch that fits by the planner's estimate, with the same global batch; if the current one should
     have fitted, half of it. Also name the command that measures the largest. `ppn` workers ran on each of `nodes`
     hosts; `workers` is the option that sets their number.

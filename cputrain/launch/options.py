@@ -28,7 +28,7 @@ from cputrain.affinity.ranks.host_names import (
 from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
-from cputrain.affinity.wording import counted, either
+from cputrain.affinity.wording import join_or, plural
 from cputrain.mpi.fabric import Fabric, Setting, fabric_between
 from cputrain.mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
 from cputrain.mpi.hosts.hostfile import (
@@ -245,7 +245,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     every, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
     _check_names(every, source, by_name=hostfile is not None)
     if nodes not in (None, len(listed.hosts)):
-        raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
+        raise InputError(f"--nodes {nodes}, but the list contains {plural(len(listed.hosts), 'host')}: remove --nodes")
     return listed
 
 
@@ -289,7 +289,7 @@ def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | st
 
 
 def _slots(host: Host) -> str:
-    return "no number of slots" if host.slots is None else counted(host.slots, "slot")
+    return "no number of slots" if host.slots is None else plural(host.slots, "slot")
 
 
 def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> PlanningOptions:
@@ -301,13 +301,13 @@ def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> 
         hosts = _names(found.hosts)
         if len(options.hosts) not in (1, len(hosts)):
             raise InputError(
-                f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
+                f"--nodes {len(options.hosts)}, but this job has {plural(len(hosts), 'host')}: remove --nodes"
             )
         slurm = found.scheduler.name == "Slurm"  # Slurm's nodes have full names
         _check_names(hosts, found.title, by_name=not slurm, slurm=slurm)
         return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
-        known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
+        known = join_or([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
         raise InputError(f"launch needs host names: give --hosts or --hostfile, or run it in a job of {known}")
     return options
 
@@ -348,10 +348,10 @@ def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
 
 
 def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> str:
-    workers, cores = counted(len(plan.workers), "worker"), counted(len(plan.machine.allowed_cores), "core")
-    on = f"{counted(slots, found.scheduler.slot)} on {fold(hosts)}"
+    workers, cores = plural(len(plan.workers), "worker"), plural(len(plan.machine.allowed_cores), "core")
+    on = f"{plural(slots, found.scheduler.slot)} on {fold(hosts)}"
     start = f"--ppn {slots} starts a worker for each" if 0 < slots <= len(plan.machine.allowed_cores) else ""
-    ask = f"request {counted(len(plan.workers), found.scheduler.slot)} per host"
+    ask = f"request {plural(len(plan.workers), found.scheduler.slot)} per host"
     if found.scheduler.slots_are_cores:
         ask = f"request whole hosts of {cores}, or give the job's CPUs with --cores"
     what_to_do = "; or ".join(filter(None, (start, ask)))

@@ -11,9 +11,9 @@ from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.filesystem import check_execution, check_writable
 from cputrain.affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
 from cputrain.affinity.ranks.rank import MASTER_PORT
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_svg, plan_to_text
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.files import write_atomic
 from cputrain.launch.options import (
     THIS_HOST,
@@ -99,10 +99,10 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
         from cputrain.recipe.loading import dump_recipe, with_absolute_paths
 
         texts["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
-        command = (*own_program("cputrain"), "train", str(HERE / "recipe.yaml"))
+        command = (*isolated_command("cputrain"), "train", str(HERE / "recipe.yaml"))
     job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
-    size = f"{counted(job.world_size, 'rank')} on {counted(len(job.hosts), 'host')}"
+    size = f"{plural(job.world_size, 'rank')} on {plural(len(job.hosts), 'host')}"
     about = f"{size}, as in {PLAN_FILE}; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
     texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
@@ -182,11 +182,11 @@ def cluster_text(cluster: Cluster, *, colored: bool, explained: bool) -> str:
     several, lines = len(cluster.groups) > 1, []
     for group in cluster.groups:
         if several:
-            lines.append(f"{counted(len(group.hosts), 'host')}: {fold(group.hosts)}")
+            lines.append(f"{plural(len(group.hosts), 'host')}: {fold(group.hosts)}")
         shown = plan_to_text(group.plan, colored=colored, explained=explained, wording=as_option)
         lines.append(shown + ("\n" if several else ""))
     if several:
         hosts = sum(len(group.hosts) for group in cluster.groups)
         workers = sum(len(group.hosts) * len(group.plan.workers) for group in cluster.groups)
-        lines.append(f"{counted(hosts, 'host')}, {counted(workers, 'worker')}")
+        lines.append(f"{plural(hosts, 'host')}, {plural(workers, 'worker')}")
     return "\n".join((*lines, *(f"warning: {warning}" for warning in cluster.warnings)))

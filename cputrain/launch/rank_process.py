@@ -16,8 +16,8 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import Observed, observe, verify
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
-from cputrain.affinity.ranks.rank import Rank, discover
-from cputrain.affinity.start import own_program
+from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
 from cputrain.files import LOGS
 from cputrain.launch.local import local_job, request_of
@@ -87,7 +87,7 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, che
             "cputrain train by itself or with cputrain launch --share"
         )
     plan, index = plan_for_rank(request_of(recipe), rank, (), env)
-    command = (*own_program("cputrain"), *sys.argv[1:])
+    command = (*isolated_command("cputrain"), *sys.argv[1:])
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)
 
 
@@ -206,7 +206,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as name, Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         results = Path(name)
         (results / SPEC).write_text(json.dumps(spec), encoding="utf-8")
-        command = (*own_program("cputrain.launch.rank_process"), target, name)
+        command = (*isolated_command("cputrain.launch.rank_process"), target, name)
         try:
             status = run_local(local_job(plan, command, folder), env, nowhere, nowhere)
         except RunError as error:
@@ -242,7 +242,7 @@ def main() -> None:
     """Run one rank."""
     (module, _, name), folder = sys.argv[1].partition(":"), Path(sys.argv[2])
     env = os.environ
-    rank, worker = discover(env), bound_worker(env)
+    rank, worker = rank_from_env(env), bound_worker(env)
     assert rank is not None and worker is not None, "a rank of a task is started by run_on_ranks"
     context = rank_context(rank, worker, env, check=True)
     spec = json.loads((folder / SPEC).read_text(encoding="utf-8"))

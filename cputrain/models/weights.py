@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import EMA, MODEL, SUFFIX, is_checkpoint, read_file, read_manifest, read_tensors
-from cputrain.files import check_fetched
+from cputrain.files import check_downloaded
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TORCHVISION
 
@@ -76,10 +76,10 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
             )
         manifest = read_manifest(path)
         name = EMA if EMA in manifest.files else MODEL
-        check_fetched(path / name)
+        check_downloaded(path / name)
         return (Weights(tensors=read_file(path, manifest, name)[0], key=name, averaged=name == EMA),)
     if path.is_file():
-        check_fetched(path)
+        check_downloaded(path)
     if path.suffix == SUFFIX:
         return (Weights(tensors=read_tensors(path)[0]),)
     if path.name.endswith(INDEX):
@@ -366,7 +366,7 @@ def describe_difference(names: list[str], saved: Shapes, model: Shapes) -> str:
     """Describe the weights `names`, which differ between a file and a model."""
     name = names[0]
     return (
-        f"weights of another model ({counted(len(names), 'key')} different, first {name}, "
+        f"weights of another model ({plural(len(names), 'key')} different, first {name}, "
         f"{saved.get(name, 'absent')} in the file and {model.get(name, 'absent')} in the model)"
     )
 

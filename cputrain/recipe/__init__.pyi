@@ -35,10 +35,10 @@ from .schema import LINE as LINE
 from .schema import NETWORKS as NETWORKS
 from .schema import OPTIMIZERS_WITH as OPTIMIZERS_WITH
 from .schema import OWN_NETWORKS as OWN_NETWORKS
-from .schema import OWN_SAMPLES as OWN_SAMPLES
 from .schema import RESNETS as RESNETS
 from .schema import SYNTHETIC as SYNTHETIC
 from .schema import TORCHVISION as TORCHVISION
+from .schema import USER_SAMPLES as USER_SAMPLES
 from .schema import AugmentSection as AugmentSection
 from .schema import BatchSection as BatchSection
 from .schema import CommSection as CommSection

@@ -13,7 +13,7 @@ from typing import Literal
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.rules import most_per_pass
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 
 
@@ -84,7 +84,7 @@ def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
         return _auto_rate(recipe, global_batch, workers)
     reference = recipe.schedule.reference_batch
     if scaling == "workers":
-        why = f"{rate:g} x {counted(workers, 'worker')} (optim.scale_rate_by=workers)"
+        why = f"{rate:g} x {plural(workers, 'worker')} (optim.scale_rate_by=workers)"
         return PeakRate(rate=rate * workers, why=why)
     if scaling == "batch":
         return _rate_by_batch(recipe, rate, global_batch)
@@ -119,7 +119,7 @@ def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
         rate = rule.scale(base, batch, rule.base_batch)
         why = f"{rule.title}: {rule.formula(base_text, ratio)}"
         if scaling == "workers":
-            rate, why = rate * workers, f"{why} x {counted(workers, 'worker')}"
+            rate, why = rate * workers, f"{why} x {plural(workers, 'worker')}"
     factor = recipe.schedule.auto_rate_factor
     if factor != 1:
         why += f" = {rate:.4g}, x {factor:g} = {factor * rate:g} (schedule.auto_rate_factor={factor:g})"
@@ -192,7 +192,7 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
         )
     if images < workers:
         raise InputError(
-            f"{counted(workers, 'worker')} need at least {counted(workers, 'image')}, but train/ has {images}: set "
+            f"{plural(workers, 'worker')} need at least {plural(workers, 'image')}, but train/ has {images}: set "
             f"plan.ppn to {images} or less"
         )
     global_batch, accumulation_steps = _step(recipe.batch, workers)
@@ -204,8 +204,8 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
         steps, used = steps + 1, epoch_images
         if used // steps < workers * accumulation_steps:
             raise InputError(
-                f"data.last_batch=spread leaves {counted(used // steps, 'image')} per step, too few for "
-                f"{counted(workers, 'worker')} with {counted(accumulation_steps, 'accumulation step')}: set "
+                f"data.last_batch=spread leaves {plural(used // steps, 'image')} per step, too few for "
+                f"{plural(workers, 'worker')} with {plural(accumulation_steps, 'accumulation step')}: set "
                 "data.last_batch=drop"
             )
     return TrainingSizes(
@@ -262,7 +262,7 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
         )
     fitting = max(epoch_images // (workers * batch.accumulation), 1)
     return (
-        f"batch.local={batch.local} on {counted(workers, 'worker')} needs {global_batch:,} images per step, but an "
+        f"batch.local={batch.local} on {plural(workers, 'worker')} needs {global_batch:,} images per step, but an "
         f"epoch has {epoch_images:,}: set batch.local to {fitting} or less"
     )
 
@@ -306,12 +306,12 @@ def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> li
         Reason(
             what="warm-up steps",
             value=f"{sizes.warmup_steps:,}",
-            why=f"{_epochs(recipe.schedule.warmup_epochs)} x {counted(sizes.steps_per_epoch, 'step')}",
+            why=f"{_epochs(recipe.schedule.warmup_epochs)} x {plural(sizes.steps_per_epoch, 'step')}",
         ),
         Reason(
             what="total steps",
             value=f"{sizes.total_steps:,}",
-            why=f"{_epochs(recipe.epochs)} x {counted(sizes.steps_per_epoch, 'step')}",
+            why=f"{_epochs(recipe.epochs)} x {plural(sizes.steps_per_epoch, 'step')}",
         ),
         Reason(
             what="peak rate",
@@ -335,7 +335,7 @@ def _global_batch(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int)
         return Reason(
             what="global batch",
             value=f"{batch.local * ppn * batch.accumulation} x {nodes} = {sizes.global_batch:,}",
-            why=f"{batch.local} {unit} x {counted(ppn, 'worker')}{accumulated} per host, {counted(nodes, 'host')}",
+            why=f"{batch.local} {unit} x {plural(ppn, 'worker')}{accumulated} per host, {plural(nodes, 'host')}",
         )
     fewest, most = sizes.global_batch // workers, ceil(sizes.global_batch / workers)
     each = f"{fewest}" if fewest == most else f"{fewest} or {most}"

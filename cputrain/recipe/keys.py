@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from cputrain.affinity.filesystem import read_yaml
-from cputrain.affinity.wording import either, first_sentence
+from cputrain.affinity.wording import first_sentence, join_or
 from cputrain.recipe import schema
 from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
 
@@ -239,7 +239,7 @@ def _suggestion(keys: Keys, value: Any) -> str:
     """Return the keys that an unknown key may mean, or all keys of its section."""
     similar = similar_keys(keys, value)
     if similar:
-        return f"did you mean {either([repr(key) for key in similar])}?"
+        return f"did you mean {join_or([repr(key) for key in similar])}?"
     return f"known keys: {', '.join(fields_of(keys[:-1]))}"
 
 
@@ -341,7 +341,7 @@ def describe_type(annotation: Any) -> str:
     if section_of(annotation) is not None:
         return "list of sections"
     if origin is Literal:
-        return either(arguments)
+        return join_or(arguments)
     if origin is Annotated:
         limits = " and ".join(filter(None, map(_limits, arguments[1:])))
         return f"{describe_type(arguments[0])}, {limits}" if limits else describe_type(arguments[0])
@@ -351,7 +351,7 @@ def describe_type(annotation: Any) -> str:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         item = describe_type(arguments[0])
         return f"list of {count}{item.replace('number', 'numbers', 1) if item.startswith('number') else 'values'}"
-    return either([describe_type(each) for each in arguments])
+    return join_or([describe_type(each) for each in arguments])
 
 
 def _limits(metadata: Any) -> str:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import shipped
-from cputrain.affinity.wording import either, first_sentence
+from cputrain.affinity.wording import first_sentence, join_or
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe
 
@@ -241,7 +241,7 @@ def nearest_recipes(name: str) -> str:
     listed = "cputrain recipes lists all of them"
     if not near:
         return listed
-    return f"did you mean {either(near)}? {listed}"
+    return f"did you mean {join_or(near)}? {listed}"
 
 
 def recipe_names() -> list[str]:

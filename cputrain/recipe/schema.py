@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import join_or
 
 MOST = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -82,7 +82,7 @@ class PhaseSection(Section):
     """Power of the polynomial decay after restart_rate. 1 is a linear decay; without restart_rate it has no effect."""
 
 
-SYNTHETIC, LINE, OWN_SAMPLES = "synthetic", "line", "own"
+SYNTHETIC, LINE, USER_SAMPLES = "synthetic", "line", "own"
 
 
 class AugmentSection(Section):
@@ -183,17 +183,17 @@ class DataSection(Section):
     @property
     def generated(self) -> bool:
         """Whether the data is generated from the seed or passed by a script, rather than read from data.path."""
-        return self.path in (SYNTHETIC, LINE, OWN_SAMPLES)
+        return self.path in (SYNTHETIC, LINE, USER_SAMPLES)
 
     @property
     def kind(self) -> str:
         """The kind of data, as named in outputs and events."""
-        return {SYNTHETIC: "synthetic data", LINE: "points", OWN_SAMPLES: "samples"}.get(self.path or "", "images")
+        return {SYNTHETIC: "synthetic data", LINE: "points", USER_SAMPLES: "samples"}.get(self.path or "", "images")
 
     @property
     def unit(self) -> str:
         """The word for samples in outputs."""
-        return {LINE: "points", OWN_SAMPLES: "samples"}.get(self.path or "", "images")
+        return {LINE: "points", USER_SAMPLES: "samples"}.get(self.path or "", "images")
 
     @property
     def short_side(self) -> int:
@@ -369,7 +369,7 @@ class OptimSection(Section):
         for option, optimizers in OPTIMIZERS_WITH.items():
             if self.name not in optimizers and getattr(self, option) != fields[option].default:
                 raise misfit(
-                    f"optim.{option} is an option of {either(optimizers)}, not of {self.name}: remove it",
+                    f"optim.{option} is an option of {join_or(optimizers)}, not of {self.name}: remove it",
                     f"optim.{option}",
                     "optim.name",
                 )

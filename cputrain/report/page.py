@@ -21,7 +21,7 @@ from cputrain import __version__
 from cputrain.affinity.terminal import printable_lines, shown
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.views import plan_to_svg
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.files import REPORT, write_text
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
@@ -132,7 +132,7 @@ def report_html(run: Run) -> str:
     charts = (*curves, *use.get("charts", ()))
     drawn = {line.table: tables[line.table] for chart in charts for line in chart.lines}
     steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
-    thinned = f"{counted(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
+    thinned = f"{plural(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
     status = run.status() if run.trained else ""
     changed = differences(Recipe(), run.recipe) if run.recipe else {}
     times = rank_times(run)
@@ -177,7 +177,7 @@ def _epochs(run: Run) -> dict[str, Any]:
         Column(f"{unit_of(run.start)}/s", itemgetter("images_per_s"), ",.1f"),
     )
     table = Rows(columns, shown)
-    of = f"{len(shown)} of {len(last):,} epochs" if len(shown) < len(last) else counted(len(last), "epoch")
+    of = f"{len(shown)} of {len(last):,} epochs" if len(shown) < len(last) else plural(len(last), "epoch")
     return {"epochs": table.cells, "epochs_of": of}
 
 
@@ -199,7 +199,7 @@ def _bindings(run: Run) -> dict[str, Any]:
         "misplaced": misplaced,
         "bound": f"Not bound as planned: rank {ranks}"
         if misplaced
-        else f"The kernel reports {counted(len(bindings), 'rank')} bound as planned.",
+        else f"The kernel reports {plural(len(bindings), 'rank')} bound as planned.",
     }
 
 
@@ -302,7 +302,7 @@ def confusion_text(predicted: Predicted, classes: tuple[str, ...]) -> str:
     hardest = sorted(known, key=lambda each: each.top1 or 0.0)[:NAMED]
     lines = "Hardest: " + ", ".join(f"{each.name} {each.top1:.2f} %" for each in hardest)
     pairs = confused_classes(predicted, classes)[:NAMED]
-    confused = ", ".join(f"{each.label} as {each.predicted} ({counted(each.images, 'time')})" for each in pairs)
+    confused = ", ".join(f"{each.label} as {each.predicted} ({plural(each.images, 'time')})" for each in pairs)
     return lines + (f". Most confused: {confused}" if pairs else "")
 
 

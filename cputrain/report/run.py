@@ -16,7 +16,7 @@ import numpy as np
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
-from cputrain.affinity.wording import GIB, counted, first_named
+from cputrain.affinity.wording import GIB, first_named, plural
 from cputrain.files import ENVIRONMENT, PLAN, RECIPE
 from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_records, total
 from cputrain.mpi.usage import FOLDER as USAGE
@@ -238,7 +238,7 @@ def read_run(folder: Path) -> Run:
     problems: list[str] = []
     log, usage, text = read_log(folder), read_usage(folder), _text(folder / RECIPE)
     if log.damaged:
-        problems.append(f"{counted(log.damaged, 'damaged line')} of {FILE} omitted")
+        problems.append(f"{plural(log.damaged, 'damaged line')} of {FILE} omitted")
     events = log.events
     since = {id(event): at for event, at in zip(log.written, elapsed(log.written), strict=True)}
     by_name: dict[str, tuple[list[dict[str, Any]], list[float]]] = {}
@@ -350,7 +350,7 @@ def status_text(run: Run, status: str) -> str:
     seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
     resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
     return {
-        DONE: f"all {counted(last, 'step')} done",
+        DONE: f"all {plural(last, 'step')} done",
         STOPPED: f"stopped after {at}; continue with {resume}",
         RUNNING: f"running, at {at}{seen}",
         INTERRUPTED: f"interrupted after {at}{seen}; continue with {resume}",
@@ -385,7 +385,7 @@ def figures(run: Run) -> NamedValues:
         rows.append((f"{unit_of(run.start)}/s", f"{median(speeds):,.1f}"))
     if run.start.get("workers"):
         hosts = len({binding["host"] for binding in run.start["bindings"]})
-        rows.append(("workers", f"{run.start['workers']:,} on {counted(hosts, 'host')}"))
+        rows.append(("workers", f"{run.start['workers']:,} on {plural(hosts, 'host')}"))
     if run.start.get("global_batch"):
         rows.append(("global batch", f"{run.start['global_batch']:,}"))
     return rows
@@ -425,14 +425,14 @@ def _cpu(plan: Any) -> str:
     cores, packages = len(machine.cores), len(machine.packages)
     memory = sum(node.memory_bytes or 0 for node in machine.numa_nodes) / GIB
     size = f", {memory:.0f} GiB" if memory else ""
-    return f"{machine.model}: {counted(packages, 'package')}, {counted(cores, 'core')}{size}"
+    return f"{machine.model}: {plural(packages, 'package')}, {plural(cores, 'core')}{size}"
 
 
 def _data(run: Run) -> str:
     kind, count, classes = (run.start.get(key) for key in ("data", "train_images", "classes"))
     parts: Iterable[str] = (
         f"{count:,} training {unit_of(run.start)}" if count else "",
-        f"of {counted(classes, 'class').replace('classs', 'classes')}" if classes and kind != "points" else "",
+        f"of {plural(classes, 'class').replace('classs', 'classes')}" if classes and kind != "points" else "",
         f"({kind})" if kind and kind not in ("images", "points", "samples") else "",
     )
     return " ".join(filter(None, parts))
@@ -490,7 +490,7 @@ def faults_of(run: Run) -> tuple[str, ...]:
             lines.append(f"{how} after step {done:,}, started again {pause} later ({date(event['time'])})")
         if event["event"] == "step":
             if event["step"] <= done and lines:
-                lines[-1] += f"; {counted(done - event['step'] + 1, 'step')} repeated"
+                lines[-1] += f"; {plural(done - event['step'] + 1, 'step')} repeated"
             done = event["step"]
         last, ended = event, event["event"] == "end"
     return tuple(lines)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.machine import format_list
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.report.charts import column, thin
 from cputrain.report.run import date, duration, unit_of
 from cputrain.runs.events import read_event, seconds_between
@@ -236,7 +236,7 @@ def screen(name: str, state: WatchState, *, width: int, damaged: int = 0, now: f
         lines = (Text(f"step {each.get('step', 0):,}: {plain(each['what'])}") for each in state.warnings)
         parts.append(Panel(Group(*lines), title="last warnings", title_align="left", border_style="yellow"))
     if damaged:
-        parts.append(Text(f"{counted(damaged, 'damaged line')} of the log omitted", style="yellow"))
+        parts.append(Text(f"{plural(damaged, 'damaged line')} of the log omitted", style="yellow"))
     return Group(*parts)
 
 
@@ -328,7 +328,7 @@ def _heat(state: WatchState, width: int) -> RenderableType:
         waits = (f"{100 * last[key][rank] / whole:.0f} %" for key in ("comm_wait_s", "data_wait_s"))
         table.add_row(str(rank), cells, f"{computing[-1][rank]:.3g}", *waits)
     total = len(last["seconds"])
-    title = counted(total, "rank") + (f", the {MOST_RANKS} slowest" if total > MOST_RANKS else "")
+    title = plural(total, "rank") + (f", the {MOST_RANKS} slowest" if total > MOST_RANKS else "")
     return Panel(table, title=title, title_align="left")
 
 
@@ -343,5 +343,5 @@ def _bindings(state: WatchState) -> RenderableType:
         table.add_row(*(Text(plain(text)) for text in (str(each["rank"]), each["host"], cpus, each["memory_policy"])))
     rest = len(bindings) - MOST_BINDINGS
     more = f", {rest} more" if rest > 0 else ""
-    title = "binding: " + (f"{counted(len(moved), 'rank')} not as planned" if moved else "as planned") + more
+    title = "binding: " + (f"{plural(len(moved), 'rank')} not as planned" if moved else "as planned") + more
     return Panel(table, title=title, title_align="left", border_style="red" if moved else "none")

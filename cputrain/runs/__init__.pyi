@@ -7,13 +7,13 @@ from .events import SilentEvents as SilentEvents
 from .events import TimeSpent as TimeSpent
 from .events import check_log_formats as check_log_formats
 from .events import elapsed as elapsed
-from .events import moment as moment
 from .events import open_events as open_events
 from .events import read_event as read_event
 from .events import read_events as read_events
 from .events import read_log as read_log
 from .events import seconds_between as seconds_between
 from .events import time_spent as time_spent
+from .events import timestamps as timestamps
 from .folder import LOCK as LOCK
 from .folder import changes_training as changes_training
 from .folder import check_folder as check_folder

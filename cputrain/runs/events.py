@@ -163,7 +163,7 @@ class TimeSpent:
     starts: int
 
 
-def moment() -> dict[str, float]:
+def timestamps() -> dict[str, float]:
     """Return the current time as event fields: Unix seconds, and this host's monotonic clock in seconds, which measures
     differences within one start."""
     return {"time": round(time.time(), 3), "monotonic_s": round(time.monotonic(), 3)}
@@ -198,7 +198,7 @@ class Events:
         """Append {"event": event, "time": Unix seconds, "monotonic_s": seconds, ...} and return it; NaN and infinity
         become null, as JSON has neither."""
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-        written = {"event": event, **moment(), **known}
+        written = {"event": event, **timestamps(), **known}
         line = f"{json.dumps(written)}\n".encode()
         write_whole(self._file, line, self._path)
         return written

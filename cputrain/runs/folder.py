@@ -15,7 +15,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import plan_to_json
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
     BEST,
     MANIFEST,
@@ -37,7 +37,7 @@ from cputrain.recipe.loading import (
     recipe_of,
     with_absolute_paths,
 )
-from cputrain.recipe.schema import OWN_SAMPLES, BatchSection, Recipe
+from cputrain.recipe.schema import USER_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
 from cputrain.variables import is_restarted, job_in
@@ -246,7 +246,7 @@ def reason_not_to_resume(
         return None
     if (now.train_images, now.classes) != (before.train_images, before.classes):
         restore = "restore data.train_images" if new.data.generated else "set data.path to the same images"
-        same_data = "use the same data" if new.data.path == OWN_SAMPLES else restore
+        same_data = "use the same data" if new.data.path == USER_SAMPLES else restore
         return (
             f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, but the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
@@ -254,14 +254,14 @@ def reason_not_to_resume(
         )
     if now.global_batch != before.global_batch:
         return (
-            f"--resume: the global batch is {now.global_batch:,} with {counted(now.workers, 'worker')}, but "
-            f"{before.global_batch:,} in the run in {folder} ({counted(before.workers, 'worker')}): set "
+            f"--resume: the global batch is {now.global_batch:,} with {plural(now.workers, 'worker')}, but "
+            f"{before.global_batch:,} in the run in {folder} ({plural(before.workers, 'worker')}): set "
             f"batch.global={before.global_batch}"
         )
     if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
         return (
-            f"--resume: {counted(now.workers, 'worker')} instead of {before.workers} would change the learning rate of "
-            f"the run in {folder}, as optim.scale_rate_by=workers: start {counted(before.workers, 'worker')} again"
+            f"--resume: {plural(now.workers, 'worker')} instead of {before.workers} would change the learning rate of "
+            f"the run in {folder}, as optim.scale_rate_by=workers: start {plural(before.workers, 'worker')} again"
         )
     return None
 
@@ -405,7 +405,7 @@ def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
     changed = differences(old, recipe)
     changes = [describe_differences(changed)] if changed else []
     if before and before.workers != now.workers:
-        changes.insert(0, f"{counted(now.workers, 'worker')} instead of {before.workers}")
+        changes.insert(0, f"{plural(now.workers, 'worker')} instead of {before.workers}")
     return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
 
 

@@ -22,13 +22,13 @@ from .predict import check_global_batch as check_global_batch
 from .predict import checkpoints_saved as checkpoints_saved
 from .predict import core_flops_of as core_flops_of
 from .predict import model_of as model_of
+from .predict import parse_start_rate as parse_start_rate
 from .predict import published_reference as published_reference
 from .predict import reference_of as reference_of
 from .predict import rows_of as rows_of
 from .predict import run_recipe as run_recipe
 from .predict import scenario_setup as scenario_setup
 from .predict import speed_at as speed_at
-from .predict import started_from as started_from
 from .step import ALGORITHMS as ALGORITHMS
 from .step import BYTES as BYTES
 from .step import DEFAULT_BUCKETS as DEFAULT_BUCKETS

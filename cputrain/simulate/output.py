@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
-from cputrain.affinity.wording import MIB, counted
+from cputrain.affinity.wording import MIB, plural
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
@@ -245,5 +245,5 @@ def _line(row: Row, epochs: int) -> str:
     time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {rough_duration(row.time_to_train_s)}"
     return (
         f"predicted: {row.images_per_s:,.0f} images/s ({row.low:,.0f} to {row.high:,.0f}), "
-        f"{100 * row.efficiency:.0f} % of {counted(row.nodes, 'single host')}{time} (cputrain simulate)"
+        f"{100 * row.efficiency:.0f} % of {plural(row.nodes, 'single host')}{time} (cputrain simulate)"
     )

@@ -13,7 +13,7 @@ from cputrain.affinity.planner.request import MEMORY, PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import either, first_named
+from cputrain.affinity.wording import first_named, join_or
 from cputrain.launch.local import request_of
 from cputrain.models.sizes import state_copies
 from cputrain.recipe.derivation import TrainingSizes, derive
@@ -282,7 +282,7 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
 RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
 
 
-def started_from(
+def parse_start_rate(
     text: str, machine: Machine, recipe: Recipe, link: Link, rates: Measured = NOTHING_MEASURED
 ) -> Reference:
     """Parse --from to a reference: the name of a published run of the machine's processor in the recipe's precision, or
@@ -522,7 +522,7 @@ def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
             raise InputError(f"batch.global={batch} does not divide among {workers} workers per host; set plan.ppn")
         raise InputError(
             f"batch.global={batch} does not divide among {count} hosts of {workers} workers; the nearest numbers of "
-            f"hosts are {either([str(n) for n in near])}"
+            f"hosts are {join_or([str(n) for n in near])}"
         )
 
 

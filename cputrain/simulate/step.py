@@ -25,7 +25,7 @@ from cputrain.affinity.planner.request import is_phi
 from cputrain.affinity.planner.rules import core_rates
 from cputrain.affinity.topology.catalog import processor_facts
 from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import MIB, either
+from cputrain.affinity.wording import MIB, join_or
 from cputrain.measurements import MEASURED_BYTES, bucket_bytes, fit_alpha_beta, new_record
 from cputrain.models.sizes import COPIES, LayerSize, layer_sizes, workload_of
 from cputrain.mpi.fabric import FABRICS
@@ -66,7 +66,7 @@ def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
     """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
     sizes = layer_sizes(recipe, classes)
     if sizes is None:
-        known = either(OWN_NETWORKS)
+        known = join_or(OWN_NETWORKS)
         raise InputError(
             f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
             "another classifier of torchvision"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.files import RECIPE, REPORT, write_text
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe
@@ -205,7 +205,7 @@ def _html(
         title=title,
         data=charts_data(charts, _tables(runs), (), rows_per_run(len(runs))),
         charts=charts,
-        count=counted(len(runs), "run"),
+        count=plural(len(runs), "run"),
         links=[_link(run.folder / REPORT, out) for run in runs],
         problems=[f"{name}: {problem}" for run, name in zip(runs, names, strict=True) for problem in run.problems],
         shared=_shared_settings(runs),

@@ -16,7 +16,7 @@ from typing import Any
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.planner.request import Workload, footprint, largest_batch
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import GIB, plural
 from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.rank_process import RankContext, StartOptions, run_on_ranks
@@ -243,7 +243,7 @@ def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     if workload is not None and peak is not None and share is not None and peak > share:
         raise DoesNotFitError(
             f"{workload.name} with {planned.recipe.batch.local} images per step needs {peak / GIB:.2f} GiB; "
-            f"--memory leaves {share / GIB:.2f} GiB to each of {counted(planned.ppn, 'worker')}",
+            f"--memory leaves {share / GIB:.2f} GiB to each of {plural(planned.ppn, 'worker')}",
             largest=largest_batch(workload, share),
         )
 
@@ -270,4 +270,4 @@ def _room(planned: PlannedTraining, limit: int | None) -> str:
         limits.append(f"{machine.memory_limit_bytes / GIB:.1f} GiB in this control group")
     workload = plan.request.workload
     known = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
-    return f"{counted(planned.ppn, 'worker')}, {', '.join(limits)}{known}"
+    return f"{plural(planned.ppn, 'worker')}, {', '.join(limits)}{known}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.files import write_text
 from cputrain.rows import Column, Rows, figure_svg, subplots
 from cputrain.runs.events import DIVERGENCE_FACTOR
@@ -408,7 +408,7 @@ def _accuracy_line(axes: "Axes", row: WorkerComparison, results: Sequence[RunRes
     result = next((r for r in results if r.run == row.run), None)
     if result is None or not result.top1s:
         return
-    label = f"{counted(row.workers, 'worker')} {row.training}".strip()
+    label = f"{plural(row.workers, 'worker')} {row.training}".strip()
     (line,) = axes.plot(result.epochs, result.top1s, linestyle=dashes, marker=".", label=label)
     if row.stable_epoch is not None:
         top1 = result.top1s[result.epochs.index(row.stable_epoch)]

@@ -28,9 +28,9 @@ from .saving import Loaded as Loaded
 from .saving import Position as Position
 from .saving import Saver as Saver
 from .saving import check_savable as check_savable
-from .saving import find_newest as find_newest
 from .saving import load as load
 from .saving import load_eval_model as load_eval_model
+from .saving import load_newest as load_newest
 from .saving import rename_damaged as rename_damaged
 from .saving import restore as restore
 from .saving import take_snapshot as take_snapshot
@@ -40,7 +40,7 @@ from .session import SessionData as SessionData
 from .session import check_sample as check_sample
 from .session import endless_batches as endless_batches
 from .session import evaluation_batches as evaluation_batches
-from .session import facts_of as facts_of
+from .session import job_settings as job_settings
 from .session import measured_engine as measured_engine
 from .session import misplaced_comm_threads as misplaced_comm_threads
 from .session import start_session as start_session
@@ -51,11 +51,11 @@ from .signals import Preemption as Preemption
 from .step import Accuracy as Accuracy
 from .step import EpochMetrics as EpochMetrics
 from .step import Mix as Mix
-from .step import OwnTask as OwnTask
 from .step import StepResult as StepResult
 from .step import StepSettings as StepSettings
 from .step import TrainResult as TrainResult
 from .step import TrainState as TrainState
+from .step import UserTask as UserTask
 from .step import Watcher as Watcher
 from .step import count_correct as count_correct
 from .step import in_top as in_top
@@ -70,8 +70,8 @@ from .watchers import CoreUsage as CoreUsage
 from .watchers import DamageCheck as DamageCheck
 from .watchers import DivergenceCheck as DivergenceCheck
 from .watchers import NonFiniteHandler as NonFiniteHandler
-from .watchers import Pace as Pace
 from .watchers import ReplicaCheck as ReplicaCheck
+from .watchers import StepStats as StepStats
 from .watchers import StragglerWatch as StragglerWatch
 from .watchers import bit_sum as bit_sum
 from .watchers import describe_difference as describe_difference

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.models.batchnorm_relu import Kernels, checked, load
 from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms, has_amx, use_products
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd
@@ -115,7 +115,7 @@ def winograd_kernels(requested: str, engine: Engine, precision: str, env: Mappin
 def shape_key(shape: ConvolutionShape, images: int) -> str:
     """Return the key of a convolution's measured speedup."""
     sizes = f"{shape.inputs} to {shape.outputs} channels, {shape.height} x {shape.width}, padding {shape.padding}"
-    return f"{sizes}, {counted(images, 'image')}"
+    return f"{sizes}, {plural(images, 'image')}"
 
 
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:

@@ -27,18 +27,18 @@ from cputrain.affinity.kernel.bound_plan import (
     plan_for_rank,
     plan_in_memory,
 )
-from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES, redraws
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import remove_partial
 from cputrain.comm.buckets import AllReduceHook
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
-from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
+from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
-from cputrain.measurements import keep_bf16_gain
+from cputrain.measurements import save_bf16_gain
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.supervise.run import free_port
 from cputrain.mpi.supervise.signals import end_by
@@ -46,7 +46,7 @@ from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
 from cputrain.optim import build_optimizer
 from cputrain.recipe.loading import load_recipe, recipe_of
-from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe
+from cputrain.recipe.schema import USER_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
 from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
@@ -61,10 +61,10 @@ from cputrain.training.log import (
     summary_lines,
 )
 from cputrain.training.loop import TrainingLoop
-from cputrain.training.saving import Loaded, Position, check_savable, find_newest, rename_damaged, restore
+from cputrain.training.saving import Loaded, Position, check_savable, load_newest, rename_damaged, restore
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
-from cputrain.training.step import Loss, OwnTask, TrainResult, TrainState, make_train_state, sum_of
+from cputrain.training.step import Loss, TrainResult, TrainState, UserTask, make_train_state, sum_of
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -76,7 +76,7 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     folder = recipe.folder / CHECKPOINTS
     if session.is_main_rank:
         remove_partial(folder)
-    found = find_newest(folder, rank) if options.resume else None
+    found = load_newest(folder, rank) if options.resume else None
     state, notes = build_state(session, found)
     check_savable(state.network)
     position = found.position if found else Position()
@@ -133,7 +133,7 @@ def build_state(
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
     if winograd is not None:
-        notes.append(f"convolutions by Winograd's algorithm: {counted(len(winograd), 'layer')}")
+        notes.append(f"convolutions by Winograd's algorithm: {plural(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)
     measured = None
@@ -160,7 +160,7 @@ def _rebuild_buckets(state: TrainState, session: Session) -> None:
 
 
 def train_rank(
-    context: RankContext, recipe: Recipe, options: StartOptions, own: OwnTask | None = None
+    context: RankContext, recipe: Recipe, options: StartOptions, own: UserTask | None = None
 ) -> TrainResult | None:
     """Train as one rank. Return the result, or None if the run in the recipe's folder is already finished. With `own`,
     a user's network and data, a finished run is restored instead, because the caller expects trained weights."""
@@ -204,7 +204,7 @@ def _run_training(session: Session, options: StartOptions) -> TrainResult:
     write_text(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1))
     speedups = bf16_speedups() if recipe.precision == "float32" and has_bf16() else []
     if speedups:
-        keep_bf16_gain(speedups, session.context.env)
+        save_bf16_gain(speedups, session.context.env)
     startup.phase("building the network and the optimizer")
     with open_events(recipe) as events:
         training = start_training(session, events, options)
@@ -354,7 +354,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
     training = _own_recipe(recipe, settings)
-    own = OwnTask(
+    own = UserTask(
         network=network,
         loss=loss,
         dataset=_own_dataset(train_data, val_data, test_data, classes, collate),
@@ -368,15 +368,15 @@ def train(
 def _own_dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:
     return Dataset(
         classes=tuple(map(str, classes or ())),
-        train=OwnSamples(train, collate, "training"),
-        val=OwnSamples(val, collate, "validation"),
-        test=None if test is None else OwnSamples(test, collate, "test"),
+        train=UserSamples(train, collate, "training"),
+        val=UserSamples(val, collate, "validation"),
+        test=None if test is None else UserSamples(test, collate, "test"),
     )
 
 
-def _train_own(training: Recipe, own: OwnTask, env: MutableMapping[str, str], options: StartOptions) -> TrainResult:
+def _train_own(training: Recipe, own: UserTask, env: MutableMapping[str, str], options: StartOptions) -> TrainResult:
     """Train as this process's rank, or as the only process if it was not launched as a rank."""
-    rank = discover(env)
+    rank = rank_from_env(env)
     if rank is None:
         rank = ALONE
         env["MASTER_PORT"] = str(free_port())
@@ -411,14 +411,14 @@ def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -
         key = setting.partition("=")[0]
         if key.startswith(REPLACED_KEYS) and key not in KEPT_KEYS:
             raise InputError(f"setting {key} has no effect with your own network, loss and data: remove it")
-    settings = (*settings, f"data.path={OWN_SAMPLES}")
+    settings = (*settings, f"data.path={USER_SAMPLES}")
     recipe = load_recipe(base, settings) if base else recipe_of({}, Path("settings"), settings=settings)
     data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in KEPT_KEYS}
     without_images = {"crop": None, "train_crop": None}
     return recipe.model_copy(
         update={
             "model": ModelSection(),
-            "data": DataSection().model_copy(update={"path": OWN_SAMPLES, **data}),
+            "data": DataSection().model_copy(update={"path": USER_SAMPLES, **data}),
             "phases": tuple(phase.model_copy(update=without_images) for phase in recipe.phases),
             "loss": "cross_entropy",
             "label_smoothing": 0.0,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import read_manifest
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
-from cputrain.data.formats.source import Survey
+from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.loader import GRAY, Batch
 from cputrain.data.order import Indices
 from cputrain.data.pixels import center_crop
@@ -129,7 +129,7 @@ class EvalResult:
     predicted: Predicted | None
 
 
-def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: Survey) -> None:
+def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: DatasetSummary) -> None:
     """Raise InputError if a path is not a checkpoint, or is one of another network than the recipe's."""
     network = build_model(recipe.model, len(found.classes), recipe.data.crop, found.features)
     for path in paths:
@@ -245,7 +245,7 @@ def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> st
     if one.predicted is not None and len(one.predicted.label):
         lines.append(confusion_text(one.predicted, classes))
     if one.damaged:
-        lines.insert(0, f"warning: {counted(len(one.damaged), 'damaged image')} skipped: {causes(one.damaged)}")
+        lines.insert(0, f"warning: {plural(len(one.damaged), 'damaged image')} skipped: {causes(one.damaged)}")
     return "\n".join(lines)
 
 

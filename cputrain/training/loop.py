@@ -9,12 +9,12 @@ from statistics import median
 
 import torch.distributed as dist
 
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_gather, all_reduce_sum
 from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
 from cputrain.recipe.derivation import lr_at, rate_warning, settings_at
-from cputrain.runs.events import moment
+from cputrain.runs.events import timestamps
 from cputrain.training.engine import bf16_speedups
 from cputrain.training.evaluation import evaluate
 from cputrain.training.log import TrainingLog
@@ -110,7 +110,7 @@ class TrainingLoop:
             accuracy = None
         elif accuracy is None:  # resumed after the last step
             accuracy = self._evaluate()
-        ended = moment()
+        ended = timestamps()
         test = None
         if accuracy is not None and self.session.data.dataset.test is not None:
             test = self._evaluate("test")  # once, with the last weights, so that nothing is selected by test images
@@ -250,7 +250,7 @@ class TrainingLoop:
 
     def _warn_of_damaged(self, names: list[str] | tuple[str, ...]) -> None:
         if of_all_ranks := sorted(name for of_rank in all_gather(names) for name in of_rank):
-            line = f"{counted(len(of_all_ranks), 'damaged image')} skipped: {causes(of_all_ranks)}"
+            line = f"{plural(len(of_all_ranks), 'damaged image')} skipped: {causes(of_all_ranks)}"
             self.log.warn(self.step, "damaged images", line=line, images=of_all_ranks)
 
 

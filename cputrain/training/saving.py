@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
     DTYPES,
     EMA,
@@ -40,12 +40,12 @@ from cputrain.checkpoints import (
     manifest_text,
     name_of,
     partial_name,
-    put_in_place,
+    publish_checkpoint,
+    quarantine,
     rank_file,
     read_file,
     read_manifest,
     remove_old,
-    set_aside,
     set_best,
     write_manifest,
     write_tensors,
@@ -57,7 +57,7 @@ from cputrain.files import CHECKPOINTS, write_atomic
 from cputrain.models.sizes import state_copies
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
-from cputrain.recipe.schema import OWN_SAMPLES
+from cputrain.recipe.schema import USER_SAMPLES
 from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
 from cputrain.training.step import EpochMetrics, TrainState, mean_statistics
@@ -291,11 +291,11 @@ def rename_damaged(loaded: Loaded, warn: Callable[[int, str], None], step: int, 
     ranks must call this."""
     for name, problem in loaded.damaged.items():
         if rank == 0:
-            set_aside(loaded.path.with_name(name))
+            quarantine(loaded.path.with_name(name))
         warn(step, f"{problem}; renamed to {name}.damaged, using {loaded.path.name}")
 
 
-def find_newest(folder: Path, rank: int) -> Loaded | None:
+def load_newest(folder: Path, rank: int) -> Loaded | None:
     """Load the newest checkpoint that every rank can read, or return None if there are no checkpoints. All ranks must
     call this.
 
@@ -314,7 +314,7 @@ def find_newest(folder: Path, rank: int) -> Loaded | None:
             return replace(loaded, damaged=damaged)
         damaged[name] = problems[0]
     if damaged:
-        count, newest = counted(len(damaged), "checkpoint"), next(iter(damaged.values()))
+        count, newest = plural(len(damaged), "checkpoint"), next(iter(damaged.values()))
         raise InputError(
             f"none of the {count} in {folder} can be used, the newest because {newest}: restore one from a copy, or "
             "start again with --overwrite"
@@ -504,7 +504,7 @@ class CheckpointWriter:
                 raise RunError(f"{partial / rank_file(rank)}, written by rank {rank}, is not visible on rank 0's host")
         self._manifest = manifest.model_copy(update={"files": sums})
         write_manifest(partial, self._manifest)
-        put_in_place(partial, self.folder / name_of(step))
+        publish_checkpoint(partial, self.folder / name_of(step))
         remove_old(self.folder, self.keep)
 
     def _await(self, rank: int, number: int) -> FileRecord:
@@ -639,7 +639,7 @@ class Saver:
         session = self.session
         recipe, data = session.recipe, session.data
         network = NetworkRecord(
-            model={} if recipe.data.path == OWN_SAMPLES else recipe.model.model_dump(mode="json", by_alias=True),
+            model={} if recipe.data.path == USER_SAMPLES else recipe.model.model_dump(mode="json", by_alias=True),
             classes=tuple(data.dataset.classes),
             features=data.features,
             crop=recipe.data.crop,

@@ -33,17 +33,17 @@ from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import read_machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.checkpoints import ScaleRecord
 from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.dataset import (
     Dataset,
     Images,
-    OwnSamples,
     PiecewiseImages,
     Points,
     SyntheticImages,
+    UserSamples,
     check_labels,
     is_too_damaged,
     refusal,
@@ -71,7 +71,7 @@ from cputrain.training.engine import (
     shape_key,
     winograd_kernels,
 )
-from cputrain.training.step import OwnTask, Task, recipe_task
+from cputrain.training.step import Task, UserTask, recipe_task
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Session:
 
 
 def start_session(
-    context: RankContext, recipe: Recipe, *, own: OwnTask | None = None, splits: tuple[str, ...] = SPLITS
+    context: RankContext, recipe: Recipe, *, own: UserTask | None = None, splits: tuple[str, ...] = SPLITS
 ) -> Session:
     """Start the planned threads, open the data and join the process group. `own` replaces the recipe's network and data
     by a user's; `splits` are the splits whose images will be read.
@@ -172,8 +172,8 @@ def start_session(
     )
     data = _session_data(recipe, dataset, sizes, env)
     task = own.task(recipe) if own else recipe_task(recipe, len(dataset.classes), data.features, data.normalize)
-    phase(f"connecting {counted(rank.world_size, 'rank')}")
-    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, facts_of(recipe, dataset))
+    phase(f"connecting {plural(rank.world_size, 'rank')}")
+    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, job_settings(recipe, dataset))
     if context.check and group.backend == ccl.BACKEND:
         refuse(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
     local_batches = _local_batches(recipe, worker, sizes)
@@ -233,7 +233,7 @@ def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tup
 PLACES = ("data.path", "data.stage_dir", "output")  # paths may differ between hosts; the data is compared
 
 
-def facts_of(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
+def job_settings(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
     """Return everything that must be the same on all ranks: versions, settings, sizes and checksums, by name."""
     settings = flat(recipe.model_dump(mode="json", by_alias=True))
     facts = {"cputrain": __version__, "torch": torch.__version__.partition("+")[0]}
@@ -249,7 +249,7 @@ def facts_of(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
 
 
 def _session_data(recipe: Recipe, dataset: Dataset, sizes: TrainingSizes, env: Mapping[str, str]) -> SessionData:
-    encoded = not isinstance(dataset.train, Points | OwnSamples)
+    encoded = not isinstance(dataset.train, Points | UserSamples)
     decode, decoder = (
         choose_decoder(recipe.data.decoder, env) if encoded else (decode_by_pillow, f"none: {recipe.data.kind}")
     )
@@ -277,7 +277,7 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
     if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(
             f"{images} images a step, split in proportion to {batches}, leave a rank without images in some of "
-            f"{counted(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
+            f"{plural(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches
 
@@ -359,7 +359,7 @@ def _winograd_gains(
 ) -> dict[str, float]:
     """Return the speedup of each shape by `shape_key`: cached on rank 0's host, or measured now on this rank."""
     precision, env = session.recipe.precision, session.context.env
-    name = f"{precision}, {counted(torch.get_num_threads(), 'thread')}"
+    name = f"{precision}, {plural(torch.get_num_threads(), 'thread')}"
     known: dict[str, float] = {}
     if session.is_main_rank:
         machine = read_machine(Path("/"))
@@ -434,7 +434,7 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     steps = begin, begin + stop - first
     if isinstance(session.data.dataset.train, Points):
         return point_batches(session.data.dataset.train, sampler.batches(epoch, *steps))
-    if isinstance(session.data.dataset.train, OwnSamples):
+    if isinstance(session.data.dataset.train, UserSamples):
         session.data.dataset.train.set_epoch(epoch)
         shares = sampler.batches(epoch, *steps)
         return own_batches(session.data.dataset.train, shares, cpus=session.context.loader_pus)
@@ -479,7 +479,7 @@ def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
     images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
     if isinstance(images, Points):
         return point_batches(images, sampler.batches())
-    if isinstance(images, OwnSamples):
+    if isinstance(images, UserSamples):
         return own_batches(images, sampler.batches(), cpus=session.context.loader_pus)
     data = session.recipe.data
     transform = Transform(image_size=data.crop, short_side=data.short_side, crop="center")

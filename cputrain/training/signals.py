@@ -27,7 +27,7 @@ BLOCKED = (PREEMPTION_SIGNAL, signal.SIGTERM)
 
 
 @contextmanager
-def signals_held(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
+def signals_blocked(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
     """Block the preemption signal, and SIGTERM in a rank whose run was not `prepared` by a launcher. In a process that
     is not a rank, SIGTERM ends it with a message. On exit the mask is restored unless a signal is pending: then the
     process must exit."""
@@ -45,10 +45,10 @@ def signals_held(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
 
 
 def _is_rank(env: Mapping[str, str]) -> bool:
-    from cputrain.affinity.ranks.rank import discover  # imported late for the start-up time of other commands
+    from cputrain.affinity.ranks.rank import rank_from_env  # imported late for the start-up time of other commands
 
     try:
-        return discover(env) is not None
+        return rank_from_env(env) is not None
     except InputError:  # reported later by the command
         return False
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import MIB
 from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
-from cputrain.data.formats.dataset import Dataset, OwnSamples
+from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
 from cputrain.measurements import bucket_bytes
 from cputrain.models.networks import build_model
@@ -130,7 +130,7 @@ def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnTask:
+class UserTask:
     """A user's network, loss and samples; `classifies` is True if targets are class indices."""
 
     network: nn.Module
@@ -141,7 +141,7 @@ class OwnTask:
     def task(self, recipe: Recipe) -> Task:
         """Return the task in a recipe's precision."""
         samples = self.dataset.train
-        assert isinstance(samples, OwnSamples)
+        assert isinstance(samples, UserSamples)
 
         def inputs(batch: Batch) -> Any:
             return _in_double(batch.images) if DTYPES[recipe.precision] == torch.float64 else batch.images

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
@@ -31,7 +31,7 @@ from cputrain.files import CHECKPOINTS
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.training.log import TrainingLog
-from cputrain.training.saving import Position, find_newest, rename_damaged, restore
+from cputrain.training.saving import Position, load_newest, rename_damaged, restore
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
 
 MODULUS = 1 << 64
@@ -170,7 +170,7 @@ def describe_difference(differing: Sequence[int], hosts: Sequence[str], step: in
     """Return the error message about ranks whose replicas differ."""
     named = first_named([f"{rank} on {hosts[rank]}" for rank in differing])
     since = f"after step {step:,} (equal after step {same_after:,})"
-    others = counted(len(hosts) - len(differing), "other rank")
+    others = plural(len(hosts) - len(differing), "other rank")
     if len(differing) == len(hosts):
         test = "test memory and processors of their hosts, then continue with --resume"
         return f"ranks {named} have different weights {since}: {test}"
@@ -285,7 +285,7 @@ FAULTS_PER_S = 50.0  # difference
 CLOCK, READING = 0.93, 1.15  # ratio
 
 
-class Pace(NamedTuple):
+class StepStats(NamedTuple):
     """Speed of a rank's last steps. `step_s` is the median time of a step without waiting for other ranks,
     `data_wait_s` the median wait for images in it, `total_s` the sum over the steps; `read_s` is the time to read the
     rank's weights, 0 if unknown. For `steal` to `faults_per_s` see CoreUse.
@@ -338,7 +338,7 @@ class StragglerWatch(Watcher):
             self._compare(step)
 
     def _compare(self, step: int) -> None:
-        paces = [Pace(*row) for row in every_rank(self._pace()).tolist()]
+        paces = [StepStats(*row) for row in every_rank(self._pace()).tolist()]
         shortest_s = min(pace.total_s for pace in paces)
         self._due = max(EVERY_STEPS, ceil(len(self._steps) * LEAST_S / max(shortest_s, 1e-3)))  # the same on all ranks
         if shortest_s < LEAST_S:
@@ -354,8 +354,8 @@ class StragglerWatch(Watcher):
             self.warn(step, what, rank=one.rank, host=host, factor=factor, cause=cause)
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
-    def _pace(self) -> Pace:
-        return Pace(
+    def _pace(self) -> StepStats:
+        return StepStats(
             step_s=median(step_s for step_s, _ in self._steps),
             data_wait_s=median(wait_s for _, wait_s in self._steps),
             total_s=sum(step_s for step_s, _ in self._steps),
@@ -373,7 +373,7 @@ def every_rank(values: Sequence[float]) -> Tensor:
     return rows
 
 
-def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
+def find_stragglers(paces: Sequence[StepStats]) -> list[Straggler]:
     """Return the ranks whose steps take over 15 % longer than the median rank's (of two ranks, the faster one's)."""
     typical = sorted(paces, key=lambda pace: pace.step_s)[(len(paces) - 1) // 2]
     found = []
@@ -400,7 +400,7 @@ def to_report(
     ]
 
 
-def likely_cause(pace: Pace, typical: Pace) -> tuple[str, str]:
+def likely_cause(pace: StepStats, typical: StepStats) -> tuple[str, str]:
     """Return the likely cause why a rank is slower than a typical one, as a keyword and as a text for the warning."""
     lost_s = pace.step_s - typical.step_s
     if pace.data_wait_s - typical.data_wait_s > lost_s / 2:
@@ -531,7 +531,7 @@ class NonFiniteHandler(Watcher):
         self.wait()
         dist.barrier()  # rank 0 has completed the last checkpoint
         folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
-        found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
+        found = load_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
         if found and rollbacks.get(found.path.name, 0) < MAX_ROLLBACKS:
             rename_damaged(found, self.warn, step, self.rank)
             restore(found, self.state, self.recipe.optim.name)

@@ -14,7 +14,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.host_names import find_host, host_key
 from cputrain.affinity.ranks.rank import tasks_per_node
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
 
 Hosts = tuple[Host, ...]
@@ -81,7 +81,7 @@ class Allocation:
     def title(self) -> str:
         """Title such as "Slurm job 17 of 2 components, 3 hosts"."""
         many = f" of {len(self.components)} components" if len(self.components) > 1 else ""
-        known = f", {counted(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
+        known = f", {plural(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
         return f"{self.scheduler.name} job {self.job}{many}{known}"
 
     @property
@@ -144,7 +144,7 @@ def _slurm_component(env: Env, suffix: str) -> Hosts:
     counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
     if len(counts) != len(names):
         raise InputError(
-            f"{tasks_name}={tasks!r} has {counted(len(counts), 'host')}, {source}={env[source]!r} has "
+            f"{tasks_name}={tasks!r} has {plural(len(counts), 'host')}, {source}={env[source]!r} has "
             f"{len(names):,}: unset {tasks_name}, or name the hosts with --hosts"
         )
     return tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
@@ -225,8 +225,8 @@ def _are_same(some: Hosts, others: Hosts, *, slots: bool) -> bool:
 
 def _in_words(hosts: Hosts) -> str:
     """Return text such as "85 slots on 3 hosts (a, b, c)"."""
-    slots = counted(sum(host.slots or 0 for host in hosts), "slot")
-    return f"{slots} on {counted(len(hosts), 'host')} ({first_named([host.name for host in hosts])})"
+    slots = plural(sum(host.slots or 0 for host in hosts), "slot")
+    return f"{slots} on {plural(len(hosts), 'host')} ({first_named([host.name for host in hosts])})"
 
 
 def _lines(path: str, variable: str) -> list[list[str]]:
@@ -273,7 +273,7 @@ def _flux(env: Env) -> JobHosts | None:
     names = [name for piece in listed for name in expand(piece, f"flux {' '.join(words)}")]
     if not names or len(names) != len(cores):
         raise InputError(
-            f"flux {' '.join(words)} prints {counted(len(names), 'host')} for {counted(len(cores), 'rank')}: name the "
+            f"flux {' '.join(words)} prints {plural(len(names), 'host')} for {plural(len(cores), 'rank')}: name the "
             "hosts with --hosts"
         )
     each = zip(names, (str(cores[rank]) for rank in sorted(cores)), strict=True)

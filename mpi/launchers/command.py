@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import either
+from cputrain.affinity.wording import join_or
 from cputrain.mpi.hosts.hostfile import Host, format_hosts
 from cputrain.mpi.launchers.programs import (
     LAUNCHERS,
@@ -114,14 +114,14 @@ def identify(
                 as_root=os.geteuid() == 0,
                 variables=needed[launcher.name],
             )
-    known = either([launcher.title for launcher in candidates])
+    known = join_or([launcher.title for launcher in candidates])
     raise InputError(f"{program} is an unknown launcher: put {known} first on PATH")
 
 
 def _any_program(launchers: Mapping[str, Launcher]) -> str:
     """Return the programs that "auto" looks for, both in every job and in a scheduler's job only."""
     found = [one for one in launchers.values() if one.version is not None or one.job_variable is not None]
-    return either(list(dict.fromkeys(name for one in found for name in one.programs)))
+    return join_or(list(dict.fromkeys(name for one in found for name in one.programs)))
 
 
 HOSTS = "hosts"

@@ -24,7 +24,7 @@ from cputrain.affinity.ranks.rank import (
     rendezvous,
 )
 from cputrain.affinity.ranks.rank import OPEN_MPI as OPEN_MPI_VARIABLES
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.machine import format_list, format_mask
 from cputrain.mpi.hosts.groups import HostGroup
 from cputrain.mpi.hosts.hostfile import Host, hosts_with_slots
@@ -122,7 +122,7 @@ def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
     plan = ("--plan", str(job.plan_path))
     if job.plan_on_host:
         plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
-    return (*own_program("cputrain.affinity.bind"), *plan, *flags, "--", *job.command)
+    return (*isolated_command("cputrain.affinity.bind"), *plan, *flags, "--", *job.command)
 
 
 def rank_variables(job: Job) -> Variables:

@@ -5,9 +5,9 @@ from .monitor import WITHOUT_STACK_S as WITHOUT_STACK_S
 from .monitor import Activity as Activity
 from .monitor import ActivityMeter as ActivityMeter
 from .monitor import Monitor as Monitor
+from .monitor import RankState as RankState
 from .monitor import Stall as Stall
 from .monitor import StallWatch as StallWatch
-from .monitor import Standing as Standing
 from .monitor import awaited_ranks as awaited_ranks
 from .monitor import describe_failure as describe_failure
 from .monitor import describe_stopped as describe_stopped
@@ -15,8 +15,8 @@ from .monitor import stopped_rank as stopped_rank
 from .monitor import tree as tree
 from .processes import JobFailedError as JobFailedError
 from .processes import KillCounter as KillCounter
+from .processes import OutOfMemory as OutOfMemory
 from .processes import RankExit as RankExit
-from .processes import Shortage as Shortage
 from .processes import descendants as descendants
 from .processes import describe_exit as describe_exit
 from .processes import end_descendants as end_descendants

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
 from cputrain.mpi.supervise.ranks import RankSupervisor
 from cputrain.mpi.supervise.signals import (
@@ -56,7 +56,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     try:
-        rank = discover(env)
+        rank = rank_from_env(env)
         if rank is None:
             raise InputError("this agent was not started by a launcher: start it with cputrain launch")
         connection, orders = _join(options.report_to, env.get(TOKEN_VARIABLE, ""), rank)

@@ -16,13 +16,13 @@ from typing import Any
 from cputrain.affinity.filesystem import read_stat
 from cputrain.affinity.ranks.host_names import host_labels, is_loopback
 from cputrain.affinity.ranks.rank import LOOPBACK
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     STATUSES,
     JobFailedError,
+    OutOfMemory,
     RankExit,
-    Shortage,
     describe_exit,
     first_cause,
     signal_name,
@@ -154,7 +154,7 @@ Stacks = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankState:
     """A rank's state: what it is doing, or was doing when it exited."""
 
     rank: int
@@ -177,14 +177,14 @@ class Standing:
 class Stall:
     """The ranks that others have waited for, and the state of all ranks at that time."""
 
-    awaited: tuple[Standing, ...]
-    standings: tuple[Standing, ...]
+    awaited: tuple[RankState, ...]
+    rank_states: tuple[RankState, ...]
 
 
-def stopped_rank(standings: Sequence[Standing]) -> Standing | None:
+def stopped_rank(rank_states: Sequence[RankState]) -> RankState | None:
     """Return the rank that has been stopped for too long while another one may run, if any. If all ranks are stopped,
     the job was suspended as a whole and continues later."""
-    running = [one for one in standings if one.exit is None]
+    running = [one for one in rank_states if one.exit is None]
     stopped = [one for one in running if one.activity.stopped_s > 0]
     if len(stopped) == len(running):
         return None
@@ -192,32 +192,32 @@ def stopped_rank(standings: Sequence[Standing]) -> Standing | None:
     return first if first is not None and first.activity.stopped_s >= STOPPED_S else None
 
 
-def describe_stopped(one: Standing) -> str:
+def describe_stopped(one: RankState) -> str:
     """Describe a stopped rank in one line."""
     return f"{one.place} has been stopped for {one.activity.stopped_s:.0f} s: find the sender of its SIGSTOP"
 
 
-def awaited_ranks(standings: Sequence[Standing], waiting_s: float = WAITING_S) -> tuple[Standing, ...]:
+def awaited_ranks(rank_states: Sequence[RankState], waiting_s: float = WAITING_S) -> tuple[RankState, ...]:
     """Return the ranks that all others have waited for this long, unless they outnumber the others.
 
     They compute all the time, or are stopped, while the others are idle; or they have exited with status 0, and all
     others are idle. Computing may be right, so this deserves a message but does not end the job.
     """
-    here = [one for one in standings if not one.finished]
+    here = [one for one in rank_states if not one.finished]
     idle = [one for one in here if one.activity.idle_s >= waiting_s]
     rest = [one for one in here if one.activity.idle_s < waiting_s]
     if rest and any(one.exit or max(one.activity.busy_s, one.activity.stopped_s) < waiting_s for one in rest):
         return ()
-    awaited = rest or [one for one in standings if one.finished]
+    awaited = rest or [one for one in rank_states if one.finished]
     return tuple(awaited) if len(awaited) <= len(idle) else ()
 
 
-def finished_before(cause: RankExit, standings: Sequence[Standing]) -> tuple[Standing, ...]:
+def finished_before(cause: RankExit, rank_states: Sequence[RankState]) -> tuple[RankState, ...]:
     """Return the ranks that exited with status 0 just before another one failed, unless they outnumber the others."""
     finished = [
-        one for one in standings if one.exit and one.finished and 0.0 <= cause.time - one.exit.time <= AFTERWARDS_S
+        one for one in rank_states if one.exit and one.finished and 0.0 <= cause.time - one.exit.time <= AFTERWARDS_S
     ]
-    return tuple(finished) if cause.by_itself and len(finished) <= sum(not one.finished for one in standings) else ()
+    return tuple(finished) if cause.by_itself and len(finished) <= sum(not one.finished for one in rank_states) else ()
 
 
 def inspectable_ranks(stall: Stall) -> tuple[int, ...]:
@@ -248,7 +248,7 @@ def is_starting(stall: Stall, stacks: Stacks, running_s: float, starting: Sequen
 
 def _stalled(stall: Stall) -> str:
     awaited = stall.awaited
-    idle = [one for one in stall.standings if one not in awaited and not one.finished]
+    idle = [one for one in stall.rank_states if one not in awaited and not one.finished]
     one_awaited = len(awaited) == 1
     doing = "computes" if one_awaited else "compute"
     if awaited[0].finished:
@@ -265,10 +265,10 @@ def _place(lines: Sequence[str]) -> str | None:
     return next((line for line in lines if not OF_PYTHON.search(line)), None)
 
 
-def describe_failure(cause: RankExit, standings: Sequence[Standing], stall: Stall | None, stacks: Stacks) -> str:
+def describe_failure(cause: RankExit, rank_states: Sequence[RankState], stall: Stall | None, stacks: Stacks) -> str:
     """Describe a failed job in one line, followed by the last lines of output. If the failed rank had waited for a rank
     that is stopped, or there was a `stall` just before, that comes first. `stacks` are the stacks of its ranks."""
-    stopped = [one for one in standings if one.exit is None and one.activity.stopped_s]
+    stopped = [one for one in rank_states if one.exit is None and one.activity.stopped_s]
     if stopped and cause.by_itself:
         return f"{describe_stopped(stopped[0])}\nthen {describe_exit(cause)}"
     if stall is not None and cause.by_itself and cause.rank not in [one.rank for one in stall.awaited]:
@@ -278,9 +278,9 @@ def describe_failure(cause: RankExit, standings: Sequence[Standing], stall: Stal
             if lines
         )
         return f"{_stalled(stall)}{listed}\nthen {describe_exit(cause)}"
-    if finished := finished_before(cause, standings):
+    if finished := finished_before(cause, rank_states):
         names = first_named([one.place for one in finished])
-        others = counted(sum(not one.finished for one in standings), "other")
+        others = plural(sum(not one.finished for one in rank_states), "other")
         return f"{names} exited with status 0 while {others} still ran; then {describe_exit(cause)}"
     return describe_exit(cause)
 
@@ -299,17 +299,17 @@ class StallWatch:
         self._ask_at = 0.0
         self._pause_s = ASK_AGAIN_S
 
-    def take(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> str | None:
+    def take(self, rank_states: tuple[RankState, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> str | None:
         """Take a reading of all ranks; return the line about a stall if it is to be reported now."""
         self._begun = now if self._begun is None else self._begun
-        awaited = awaited_ranks(standings)
+        awaited = awaited_ranks(rank_states)
         if not awaited:
             self._reported = ()
             return None
-        stall, ranks = Stall(awaited=awaited, standings=standings), tuple(one.rank for one in awaited)
+        stall, ranks = Stall(awaited=awaited, rank_states=rank_states), tuple(one.rank for one in awaited)
         self._last = now, stall
         running_s = now - self._begun
-        if ranks == self._reported or not awaited_ranks(standings, self._waiting_s):
+        if ranks == self._reported or not awaited_ranks(rank_states, self._waiting_s):
             return None
         if now < self._ask_at and running_s < STARTING_S:
             return None
@@ -320,11 +320,11 @@ class StallWatch:
         self._reported, self._waiting_s = ranks, 2 * self._waiting_s
         return describe_stall(stall, stacks)
 
-    def check(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> None:
+    def check(self, rank_states: tuple[RankState, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> None:
         """Log which rank keeps the others waiting. Raises JobFailedError if one is stopped."""
-        if stopped := stopped_rank(standings):
+        if stopped := stopped_rank(rank_states):
             raise JobFailedError(describe_stopped(stopped))
-        if message := self.take(standings, now, stacks_of):
+        if message := self.take(rank_states, now, stacks_of):
             logger.warning("cputrain: %s", message)
 
     def before(self, now: float) -> Stall | None:
@@ -452,10 +452,10 @@ class Monitor:
         ends = not signaled or all(one.signal or one.exit is not None for one in self.ranks.values())
         return [] if ends else signaled
 
-    def standings(self) -> tuple[Standing, ...]:
+    def rank_states(self) -> tuple[RankState, ...]:
         """Return what the ranks are doing, or were doing when they exited."""
         return tuple(
-            Standing(rank=one.rank, host=one.host, activity=one.activity, exit=one.exit) for one in self.ranks.values()
+            RankState(rank=one.rank, host=one.host, activity=one.activity, exit=one.exit) for one in self.ranks.values()
         )
 
     def cause(self, stall: Stall | None = None, stacks: Stacks = MappingProxyType({})) -> str:
@@ -467,7 +467,7 @@ class Monitor:
             stopped = f"the agent of rank {alone.rank} on {alone.host} was stopped by {signal_name(alone.signal)}"
             return f"{stopped}, while other ranks kept running{end}"
         if exits := [status.exit for status in self.failed() if status.exit is not None]:
-            return describe_failure(first_cause(exits), self.standings(), stall, stacks)
+            return describe_failure(first_cause(exits), self.rank_states(), stall, stacks)
         lost = self._server.lost
         first = min(self.failed(), key=lambda one: (one.rank not in lost, one.heartbeat, one.rank))
         rank = f"rank {first.rank} on {first.host}"
@@ -508,7 +508,7 @@ def _labels(hosts: tuple[str, ...]) -> dict[str, str]:
 
 def _exit(rank: int, host: str, message: Exit, now: float) -> RankExit:
     used = message.shortage
-    shortage = Shortage(used_bytes=used[0], limit_bytes=used[1], whole=used[2]) if used else None
+    shortage = OutOfMemory(used_bytes=used[0], limit_bytes=used[1], whole=used[2]) if used else None
     tail = message.tail[-LAST_LINES:]
     return RankExit(
         rank=rank, host=host, status=message.status, time=now, log=message.log, tail=tail, shortage=shortage

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import PROC, catches, read_stat, write_with
+from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_with
 from cputrain.affinity.terminal import printable
-from cputrain.affinity.topology.kernel_files import own_folders, read_limits
+from cputrain.affinity.topology.kernel_files import cgroup_folders, read_limits
 from cputrain.affinity.wording import GIB
 from cputrain.mpi.launchers.programs import Files, LaunchCommand
 from cputrain.mpi.supervise import guard
@@ -33,7 +33,7 @@ COUNTER = "oom_kill "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
+class OutOfMemory:
     """A process was killed because memory ran out: its peak use (0 if unknown) and the limit, in bytes.
 
     `whole` is what the limit applies to.
@@ -57,7 +57,7 @@ class KillCounter:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        names = [folder / name for folder in own_folders(root) for name in COUNTERS]
+        names = [folder / name for folder in cgroup_folders(root) for name in COUNTERS]
         files = [path for path in names if read_count(path) is not None]
         self._files = files or [root / "proc/vmstat"]
         self._before = self._last = self._counts()
@@ -66,7 +66,7 @@ class KillCounter:
         """Read the counters. Kills before the previous reading no longer count as recent."""
         self._before, self._last = self._last, self._counts()
 
-    def shortage(self, used_bytes: int) -> Shortage | None:
+    def shortage(self, used_bytes: int) -> OutOfMemory | None:
         """Return the shortage if memory ran out around the kill just seen; the process used at most this many bytes."""
         if all(now <= before for now, before in zip(self._counts(), self._before, strict=True)):
             return None
@@ -74,8 +74,8 @@ class KillCounter:
         with suppress(InputError):  # an unexpected format of a control group's file
             limit = read_limits(self._root).memory_bytes
         if limit is not None:
-            return Shortage(used_bytes=used_bytes, limit_bytes=limit, whole="control group")
-        return Shortage(used_bytes=used_bytes, limit_bytes=_host_bytes(self._root), whole="host")
+            return OutOfMemory(used_bytes=used_bytes, limit_bytes=limit, whole="control group")
+        return OutOfMemory(used_bytes=used_bytes, limit_bytes=_host_bytes(self._root), whole="host")
 
     def _counts(self) -> list[int]:
         return [read_count(path) or 0 for path in self._files]
@@ -112,7 +112,7 @@ class RankExit:
     time: float
     log: str
     tail: tuple[str, ...]
-    shortage: Shortage | None = None
+    shortage: OutOfMemory | None = None
 
     @property
     def by_itself(self) -> bool:
@@ -128,7 +128,7 @@ class JobFailedError(RunError):
         self,
         message: str,
         *,
-        shortage: Shortage | None = None,
+        shortage: OutOfMemory | None = None,
         hosts: tuple[str, ...] = (),
         tail: tuple[str, ...] = (),
     ) -> None:
@@ -186,7 +186,7 @@ def stack_file() -> int:
 
 def read_stack(pids: Iterable[int], file: int) -> tuple[str, ...]:
     """Return the Python stack of the first process that can dump it, innermost frame first; empty if none can."""
-    pid = next((pid for pid in pids if catches(pid, STACK_SIGNAL)), None)
+    pid = next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None)
     if pid is None:
         return ()
     before = os.fstat(file).st_size

@@ -23,15 +23,15 @@ from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import outlives
+from cputrain.affinity.filesystem import survives_signal
 from cputrain.affinity.terminal import SafeOutput, clip, discard, printed_text, safe_output
-from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, Stacks, Standing, tree
+from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, RankState, Stacks, tree
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     KillCounter,
+    OutOfMemory,
     RankExit,
     RankGroup,
-    Shortage,
     read_stack,
     stack_file,
 )
@@ -239,7 +239,7 @@ class RankProcess:
     meter: ActivityMeter
     streams: list[Stream] = field(default_factory=list)
     exited_at: float | None = None
-    shortage: Shortage | None = None
+    shortage: OutOfMemory | None = None
 
     @property
     def failed(self) -> bool:
@@ -252,10 +252,10 @@ class RankProcess:
             stream.flush()
         return self._exit(last_lines(Path(self.log.name)))
 
-    def standing(self) -> Standing:
+    def standing(self) -> RankState:
         """Return what the rank is doing, or was doing when it exited."""
         exited = None if self.exited_at is None else self._exit(())
-        return Standing(rank=self.rank, host=socket.gethostname(), activity=self.meter.activity, exit=exited)
+        return RankState(rank=self.rank, host=socket.gethostname(), activity=self.meter.activity, exit=exited)
 
     def _exit(self, tail: tuple[str, ...]) -> RankExit:
         assert self.exited_at is not None
@@ -372,7 +372,7 @@ class RankSupervisor:
         self._kills.read()
         return True
 
-    def standings(self) -> tuple[Standing, ...]:
+    def rank_states(self) -> tuple[RankState, ...]:
         """Return what the ranks are doing, or were doing when they exited."""
         return tuple(rank.standing() for rank in self.ranks)
 
@@ -389,7 +389,7 @@ class RankSupervisor:
     def _send_preemptions(self, until: float) -> None:
         waiting = [rank for rank in self.ranks if rank.exited_at is None and rank.rank not in self._preempted]
         for rank in waiting:
-            if outlives(rank.process.pid, PREEMPTION_SIGNAL) or time.monotonic() > until:
+            if survives_signal(rank.process.pid, PREEMPTION_SIGNAL) or time.monotonic() > until:
                 self._preempted.add(rank.rank)
                 rank.process.send_signal(PREEMPTION_SIGNAL)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TextIO
 
 from cputrain.affinity.ranks.rank import LOOPBACK
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, redraws, status_of_signal
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.mpi.hosts.groups import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
@@ -105,7 +105,7 @@ def run_local(
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
-            supervisor.say(_stop_notice(counted(len(supervisor.ranks), "worker"), number, grace_s))
+            supervisor.say(_stop_notice(plural(len(supervisor.ranks), "worker"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             supervisor.stop(grace_s, lambda: signals.again)
@@ -152,7 +152,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     while not _failed(supervisor, stop):
         if stop.unreported:  # reported here, as the signal handler may interrupt another message
             stop.unreported = False
-            name, workers = signal_name(stop.number), counted(len(supervisor.ranks), "worker")
+            name, workers = signal_name(stop.number), plural(len(supervisor.ranks), "worker")
             supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
         if supervisor.all_exited:
             return 0
@@ -161,7 +161,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
         was_read = supervisor.poll(LOCAL_POLL_S)
         signals.check()  # before failures are judged: a scheduler signals launcher and ranks at the same time
         if was_read and together:
-            stalls.check(supervisor.standings(), supervisor.clock.now(), partial(_stacks, supervisor))
+            stalls.check(supervisor.rank_states(), supervisor.clock.now(), partial(_stacks, supervisor))
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(LOCAL_POLL_S)
@@ -170,14 +170,14 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):
         supervisor.drain()
         return _rejected(job, failed[0].exit())
-    standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
+    rank_states, stall = supervisor.rank_states(), stalls.before(supervisor.clock.now())
     stacks = _stacks(supervisor, stall)
     supervisor.stop(grace_s, lambda: signals.again)
     supervisor.drain()
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
     cause = first_cause(rank.exit() for rank in failed)
-    raise _failure(cause, describe_failure(cause, standings, stall, stacks))
+    raise _failure(cause, describe_failure(cause, rank_states, stall, stacks))
 
 
 def _rejected(job: Job, first: RankExit) -> int:
@@ -213,7 +213,7 @@ def remote_command(
     with `live` progress bars are redrawn, for a terminal."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
-    agent = (*own_program("cputrain.mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
+    agent = (*isolated_command("cputrain.mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
@@ -243,7 +243,7 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
             return _watch_remote(job, installed, process, monitor, signals)
         except InterruptedBySignalError as stop:
             number, grace_s = stop.args[0], SAVE_S
-            logger.warning("%s", _stop_notice(counted(job.world_size, "rank"), number, grace_s))
+            logger.warning("%s", _stop_notice(plural(job.world_size, "rank"), number, grace_s))
             return status_of_signal(int(number))
         finally:
             if process is not None and process.poll() is None:  # end the ranks through their agents
@@ -301,7 +301,7 @@ def _watch_remote(
             raise JobFailedError(text, hosts=hosts)
         if now - checked_at >= STALL_CHECK_S:
             checked_at = now
-            stalls.check(monitor.standings(), now, partial(_stacks, monitor))
+            stalls.check(monitor.rank_states(), now, partial(_stacks, monitor))
 
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:

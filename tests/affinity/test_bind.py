@@ -212,7 +212,7 @@ def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
         "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; "
         "from cputrain.affinity.kernel.bound_plan import plan_for_rank; "
         "from cputrain.affinity.planner.plan import Request; "
-        "from cputrain.affinity.ranks.rank import discover; rank = discover(os.environ); "
+        "from cputrain.affinity.ranks.rank import rank_from_env; rank = rank_from_env(os.environ); "
         "plan, index = plan_for_rank(Request(), rank, (), os.environ); "
         "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.errors import as_option, worded
+from cputrain.affinity.errors import as_option, render
 from cputrain.affinity.kernel import Neighbor, contention_warnings, find_neighbors, planned_worker_of, variables_of
 from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_to_json, request_to_json
 from cputrain.affinity.topology import this_machine
@@ -120,8 +120,8 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     assert contention_warnings(plan, ()) == contention_warnings(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
     neighbors = tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20))  # hyper-threads of the plan's cores
     (warning,) = contention_warnings(plan, neighbors)
-    assert worded(warning, as_option).endswith(" of another plan: --share avoids them")
-    assert worded(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
+    assert render(warning, as_option).endswith(" of another plan: --share avoids them")
+    assert render(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
     named = ", ".join(f"{pid} (CPUs 8-9)" for pid in range(10, 15))
     assert f"{named} and 5 more of another plan" in warning
 

@@ -8,8 +8,8 @@ from cputrain.affinity.ranks import (
     MAX_RANKS,
     START_IDS,
     Rank,
-    discover,
     local_rank_of,
+    rank_from_env,
     rendezvous,
     tasks_per_node,
 )
@@ -44,9 +44,9 @@ ENVIRONMENTS = {
 @pytest.mark.parametrize("launcher", ENVIRONMENTS)
 def test_every_launcher_is_understood(launcher: str) -> None:
     expected = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention=launcher)
-    assert discover(ENVIRONMENTS[launcher]) == expected
+    assert rank_from_env(ENVIRONMENTS[launcher]) == expected
     if launcher != "srun":  # a launcher inside a Slurm job decides, not the batch script's variables
-        assert discover({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
+        assert rank_from_env({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
 
 
 def test_every_record_has_a_case_here_and_its_place_among_the_ids() -> None:
@@ -55,14 +55,14 @@ def test_every_record_has_a_case_here_and_its_place_among_the_ids() -> None:
 
 
 def test_no_launcher_is_no_rank() -> None:
-    assert discover({}) is None
-    assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script, not a task
+    assert rank_from_env({}) is None
+    assert rank_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script, not a task
     shell = {**ENVIRONMENTS["srun"], "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert discover(shell) is None  # srun --pty bash
+    assert rank_from_env(shell) is None  # srun --pty bash
 
 
 def test_srun_with_pmi2_is_srun() -> None:
-    rank = discover({**ENVIRONMENTS["srun"], "PMI_RANK": "3", "PMI_SIZE": "4"})
+    rank = rank_from_env({**ENVIRONMENTS["srun"], "PMI_RANK": "3", "PMI_SIZE": "4"})
     assert rank is not None and rank.convention == "srun"
 
 
@@ -79,7 +79,7 @@ def test_srun_with_pmi2_is_srun() -> None:
 )
 def test_contradictions_are_refused(env: dict[str, str]) -> None:
     with pytest.raises(InputError):
-        discover(env)
+        rank_from_env(env)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=20))
@@ -97,13 +97,13 @@ def test_tasks_per_node_unfolds(counts: list[int]) -> None:
 @pytest.mark.parametrize("tasks", ["2(y3)", "2(x99999999)"])
 def test_damaged_tasks_per_node_are_named_by_their_variable(tasks: str) -> None:
     with pytest.raises(InputError, match=r"^SLURM_STEP_TASKS_PER_NODE='2.*[:;] set it to the tasks per host"):
-        discover({**ENVIRONMENTS["srun"], "SLURM_STEP_TASKS_PER_NODE": tasks})
+        rank_from_env({**ENVIRONMENTS["srun"], "SLURM_STEP_TASKS_PER_NODE": tasks})
 
 
 def test_rendezvous_is_read_back() -> None:
     rank = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="env")
     env = rendezvous(rank, "n1", 29500)
-    assert discover(env) == rank
+    assert rank_from_env(env) == rank
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "29500")
 
 
@@ -122,7 +122,7 @@ NAMES = [
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_environment_is_a_rank_or_refused(env: dict[str, str]) -> None:
     try:
-        rank = discover(env)
+        rank = rank_from_env(env)
     except InputError:
         return
     assert rank is None or 0 <= rank.rank < rank.world_size

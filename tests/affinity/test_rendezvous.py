@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks import LOOPBACK, MASTER_PORT, Rank, discover, meeting_place, with_rank
+from cputrain.affinity.ranks import LOOPBACK, MASTER_PORT, Rank, rank_from_env, rendezvous_address, with_rank
 
 SPREAD = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[003,1-2]-ib,m1"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2,n3"}
@@ -18,11 +18,11 @@ def rank(number: int, *, size: int = 4, on_host: int = 4) -> Rank:
 
 def test_what_is_set_is_kept() -> None:
     env = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "ib0", "CCL_WORKER_COUNT": "2"}
-    assert meeting_place(rank(0), env) == ("n1", 1234)
+    assert rendezvous_address(rank(0), env) == ("n1", 1234)
     assert env.items() <= with_rank(rank(0), env).items()
     for wrong in ("http", "0", "65536", ""):
         with pytest.raises(InputError, match=f"MASTER_PORT={wrong} is not a TCP port"):
-            meeting_place(rank(0), {"MASTER_PORT": wrong})
+            rendezvous_address(rank(0), {"MASTER_PORT": wrong})
 
 
 def test_ranks_of_one_job_find_one_port_and_other_jobs_another() -> None:
@@ -32,23 +32,23 @@ def test_ranks_of_one_job_find_one_port_and_other_jobs_another() -> None:
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"},
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"},
     ]
-    places = [{meeting_place(rank(i), job) for i in range(1, 4)} for job in jobs]
+    places = [{rendezvous_address(rank(i), job) for i in range(1, 4)} for job in jobs]
     assert all(len(place) == 1 for place in places)
     assert len(set.union(*places)) == len(jobs)
     assert all(address == LOOPBACK and 20_000 <= port < 30_000 for address, port in set.union(*places))
-    assert meeting_place(rank(1), {}) == (LOOPBACK, MASTER_PORT)
+    assert rendezvous_address(rank(1), {}) == (LOOPBACK, MASTER_PORT)
 
 
 def test_the_first_host_of_a_list_with_several_ranges() -> None:
     for nodes, first in (("rack[0-1]_blade[03-4],m1", "rack0_blade03"), ("n[1][2]", "n12"), ("a.b.,n[1-2]", "a.b.")):
-        assert meeting_place(rank(1, on_host=2), {"SLURM_JOB_NODELIST": nodes})[0] == first
+        assert rendezvous_address(rank(1, on_host=2), {"SLURM_JOB_NODELIST": nodes})[0] == first
 
 
 def test_slurm_s_first_host_is_rank_0_s() -> None:
-    assert meeting_place(rank(3, on_host=2), SPREAD)[0] == "n003-ib"
-    assert meeting_place(rank(3, on_host=2), {**SPREAD, **STEP})[0] == "n2"
+    assert rendezvous_address(rank(3, on_host=2), SPREAD)[0] == "n003-ib"
+    assert rendezvous_address(rank(3, on_host=2), {**SPREAD, **STEP})[0] == "n2"
     with pytest.raises(InputError, match=r"host of rank 0 is unknown: set MASTER_ADDR .* cputrain launch --hosts"):
-        meeting_place(rank(3, on_host=2), {})
+        rendezvous_address(rank(3, on_host=2), {})
 
 
 @pytest.mark.parametrize("listed", ["n[1-", "n]1", "n[a],m", "n[]", ",n1"])
@@ -56,24 +56,24 @@ def test_slurm_s_first_host_is_rank_0_s() -> None:
 def test_a_damaged_list_of_slurm_is_named_with_its_variable(variable: str, listed: str) -> None:
     env = {**SPREAD, "SLURM_STEP_ID": "0", variable: listed}
     with pytest.raises(InputError, match=rf"^{variable}='.* does not begin with a host: set MASTER_ADDR to the name"):
-        meeting_place(rank(3, on_host=2), env)
+        rendezvous_address(rank(3, on_host=2), env)
 
 
 def test_rank_0_refuses_where_the_ranks_cannot_meet() -> None:
     with pytest.raises(InputError, match=rf"rank 0 runs on {socket.gethostname()}, not on 192.0.2.9"):
-        meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "192.0.2.9"})
+        rendezvous_address(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "192.0.2.9"})
     with pytest.raises(InputError, match=r"nowhere\.invalid, the first host of SLURM_JOB_NODELIST, has no address"):
-        meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "nowhere.invalid"})
+        rendezvous_address(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "nowhere.invalid"})
     job = {"PMIX_NAMESPACE": "taken"}
-    _, port = meeting_place(rank(1), job)
+    _, port = rendezvous_address(rank(1), job)
     for listens in (LOOPBACK, "0.0.0.0"):
         with socket.create_server((listens, port)):
             for env in (job, {**job, "MASTER_ADDR": socket.gethostname()}):
                 with pytest.raises(RunError, match=f"port {port} of .* is in use: set MASTER_PORT"):
-                    meeting_place(rank(0), env)
+                    rendezvous_address(rank(0), env)
     with socket.create_server((LOOPBACK, port)):
-        assert meeting_place(rank(1), job) == (LOOPBACK, port)  # rank 0 itself may listen there already
-    assert meeting_place(rank(0), job) == (LOOPBACK, port)
+        assert rendezvous_address(rank(1), job) == (LOOPBACK, port)  # rank 0 itself may listen there already
+    assert rendezvous_address(rank(0), job) == (LOOPBACK, port)
 
 
 def test_a_rank_has_the_same_numbers_by_every_name() -> None:
@@ -85,7 +85,7 @@ def test_a_rank_has_the_same_numbers_by_every_name() -> None:
     ):
         assert [env[name] for name in names] == ["3", "4", "1", "2"]
     assert [env[name] for name in ("SLURM_NODEID", "NODE_RANK", "GROUP_RANK")] == ["1"] * 3
-    found = discover(env)
+    found = rank_from_env(env)
     assert found is not None and (found.rank, found.local_world_size) == (3, 2)
 
 

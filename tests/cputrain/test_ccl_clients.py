@@ -27,7 +27,7 @@ NEEDED = {
     "deepspeed_3": ("deepspeed",),
 }
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-STAND_INS = str(ROOT / "compat/stand_ins")
+PLACEHOLDERS = str(ROOT / "compat/stand_ins")
 
 
 @pytest.mark.long
@@ -125,14 +125,14 @@ def test_the_names_of_intel_s_bindings_stand_in_and_never_before_an_original(tmp
         processes = []
         for module in ("oneccl_bindings_for_pytorch", "torch_ccl"):
             argv, port = (sys.executable, "-c", STAND_IN.format(module=module)), str(free_port())
-            processes.append(stack.enter_context(command(*argv, **ALONE, MASTER_PORT=port, PYTHONPATH=STAND_INS)))
+            processes.append(stack.enter_context(command(*argv, **ALONE, MASTER_PORT=port, PYTHONPATH=PLACEHOLDERS)))
         for process in processes:
             end = ended(process, 240)
             assert [line["said"] for line in lines_of(end.out)] == [[1.0, "2.8.0", "1"]], end.err
     # What a .pth file adds comes after what is installed.
     original = tmp_path / "oneccl_bindings_for_pytorch.py"
     original.write_text("name = 'original'")
-    (tmp_path / "cputrain_stand_ins.pth").write_text(STAND_INS)
+    (tmp_path / "cputrain_stand_ins.pth").write_text(PLACEHOLDERS)
     code = f"import site; site.addsitedir({str(tmp_path)!r}); import oneccl_bindings_for_pytorch as m; print(m.name)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert found.stdout.strip() == "original"

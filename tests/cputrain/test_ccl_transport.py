@@ -17,7 +17,7 @@ from cputrain.comm import SignedKeys
 from cputrain.comm.ccl import check
 from cputrain.comm.ccl.environment import Transport, agree, choose_transport
 from cputrain.launch import is_due
-from cputrain.measurements import keep, kept_seconds, transport_records
+from cputrain.measurements import cached_seconds, keep, transport_records
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise import free_port
@@ -76,12 +76,12 @@ def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path)}
-    assert kept_seconds(env) == {}
+    assert cached_seconds(env) == {}
     keep_seconds(env, FASTER_LIBFABRIC)
     whole = this_machine()
     part = replace(narrowed(whole, frozenset(whole.pus[:1]), None), cpu_quota=0.5, memory_limit_bytes=1 << 30)
     monkeypatch.setattr(measurements, "this_machine", lambda: part)
-    assert kept_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
+    assert cached_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
 
 
 def agreed(own: list[Transport], is_set: list[bool]) -> list[str]:
@@ -115,7 +115,7 @@ def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path) -
     assert "oneCCL 2021.13" in printed.stdout
     for title in ("MPI", "libfabric"):
         assert f"25,600 KiB over 2 ranks and {title}" in printed.stdout, printed.stdout
-    seconds = kept_seconds(cache)
+    seconds = cached_seconds(cache)
     assert set(seconds) == {"mpi", "ofi"} and all(1e-4 < each < 10 for each in seconds.values())
 
 
@@ -156,7 +156,7 @@ def test_a_launch_measures_before_the_first_job_that_can_choose(tmp_path: Path) 
     code = "import os; print('transport', os.environ.get('CCL_ATL_TRANSPORT'))"
     first = cputrain(*launch, "python", "-c", code, **intel, **cache)
     assert first.returncode == 0 and "transport None" in first.stdout, first.stderr
-    assert "measured: 25 MiB all-reduce" in first.stderr and set(kept_seconds(cache)) == {"mpi", "ofi"}
+    assert "measured: 25 MiB all-reduce" in first.stderr and set(cached_seconds(cache)) == {"mpi", "ofi"}
 
 
 def test_the_check_tells_wrong_input_from_a_failure(

@@ -36,9 +36,9 @@ from cputrain.training import (
     StepSettings,
     check_savable,
     choose_engine,
-    find_newest,
     load,
     load_eval_model,
+    load_newest,
     prepare_model,
     restore,
 )
@@ -168,7 +168,7 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
         written(tmp_path, state, Position(step=step), keep=3)
     for step, file in ((3, MANIFEST), (2, "model.safetensors")):
         (tmp_path / name_of(step) / file).write_bytes(b"junk")
-    found = find_newest(tmp_path, 0)
+    found = load_newest(tmp_path, 0)
     assert (
         found is not None
         and found.path.name == "step-0000001"
@@ -178,8 +178,8 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"none of the 3 checkpoints in .*, the newest because .*checkpoint.json is damaged"
     ):
-        find_newest(tmp_path, 0)
-    assert find_newest(tmp_path / "none", 0) is None
+        load_newest(tmp_path, 0)
+    assert load_newest(tmp_path / "none", 0) is None
 
 
 def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ def contents(dataset: Dataset) -> list[list[bytes]]:
 
 
 def test_a_folder_of_classes_is_split_alike_wherever_it_is_read(classes: Path, tmp_path: Path) -> None:
-    dataset, counted = open_dataset(str(classes)), survey(str(classes))
-    assert dataset.classes == counted.classes == ("class0", "class1", "class2")
-    assert (len(dataset.train), len(dataset.val)) == (counted.train, counted.val) == (48, 12)
+    dataset, summary = open_dataset(str(classes)), survey(str(classes))
+    assert dataset.classes == summary.classes == ("class0", "class1", "class2")
+    assert (len(dataset.train), len(dataset.val)) == (summary.train, summary.val) == (48, 12)
     assert Counter(dataset.val.labels.tolist()) == {0: 4, 1: 4, 2: 4}, "in proportion to the classes"
     assert not set(names(dataset.train)) & set(names(dataset.val))
-    assert "12 images drawn" in dataset.notes[0] and dataset.notes == counted.notes
+    assert "12 images drawn" in dataset.notes[0] and dataset.notes == summary.notes
     moved = shutil.copytree(classes, tmp_path / "elsewhere/train")  # files are listed in another order there
     assert names(open_dataset(str(moved.parent)).val) == names(dataset.val), "train/CLASS/* alone is the same"
     loader = ImageLoader.open(classes, split="val", batch_size=12, image_size=8, decoder="pillow")
@@ -52,9 +52,9 @@ def test_prepare_and_a_training_draw_the_same_images(
 
 def test_a_fraction_keeps_a_folder_s_own_validation_images_for_the_test(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=20)
-    dataset, counted = (read(str(folder), val_fraction=0.25) for read in (open_dataset, survey))
+    dataset, summary = (read(str(folder), val_fraction=0.25) for read in (open_dataset, survey))
     sizes = [len(images) for images in dataset.splits.values()]
-    assert sizes == [counted.train, counted.val, counted.test] == [45, 15, 15] and not dataset.notes
+    assert sizes == [summary.train, summary.val, summary.test] == [45, 15, 15] and not dataset.notes
     shutil.copytree(folder / "val", folder / "test")
     for read in (open_dataset, survey):
         with pytest.raises(InputError, match=r"has its own validation and test images: remove data\.val_fraction"):

@@ -19,7 +19,7 @@ from cputrain.affinity.topology import find_machine, this_machine
 from cputrain.cli.recipes import precision_lines
 from cputrain.comm import SignedKeys, choose_backend
 from cputrain.launch import request_of
-from cputrain.measurements import keep_bf16_gain, new_record, rate_record
+from cputrain.measurements import new_record, rate_record, save_bf16_gain
 from cputrain.recipe import load_recipe
 from cputrain.training import check_pair, engine, measured_engine
 from tests.support.commands import here, refused
@@ -85,7 +85,7 @@ def test_plan_names_bf16_where_the_processor_has_it_and_by_how_much_once_that_is
 
 def test_what_a_training_measures_at_its_start_is_what_plan_says_from_then_on(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    keep_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(cache)})
+    save_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(cache)})
     recipe = ("imagefolder", "data.path=synthetic")
     kept = here("plan", *recipe, cwd=tmp_path, CPUTRAIN_CACHE=str(cache))
     has_bf16 = any("bf16" in flag for flag in this_machine().isa)
@@ -97,7 +97,7 @@ def test_what_a_training_measures_at_its_start_is_what_plan_says_from_then_on(tm
 
 def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    keep_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(tmp_path / "cache")})
+    save_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(tmp_path / "cache")})
     assert (tmp_path / "cache").read_text() == "a file"
 
 

@@ -29,10 +29,10 @@ UNREADABLE = {"BUFR", "EPS", "FITS", "GRIB", "HDF5", "IPTC", "MPEG", "PALM", "PD
 
 def counts(folder: Path) -> tuple[int, int]:
     """Training and validation images, which counting and opening find alike."""
-    counted, dataset = survey(str(folder)), open_dataset(str(folder))
-    assert (counted.train, counted.val) == (len(dataset.train), len(dataset.val))
-    assert (counted.classes, counted.notes) == (dataset.classes, dataset.notes)
-    return counted.train, counted.val
+    summary, dataset = survey(str(folder)), open_dataset(str(folder))
+    assert (summary.train, summary.val) == (len(dataset.train), len(dataset.val))
+    assert (summary.classes, summary.notes) == (dataset.classes, dataset.notes)
+    return summary.train, summary.val
 
 
 def test_what_other_systems_leave_in_folders_is_no_image(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.mpi.launchers import bound_command, find_launcher, newest_version
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
@@ -126,8 +126,7 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     assert used == set(this_machine().allowed_pus)
     expected = (place / "imagefolder.err").read_text()
     assert (
-        f"planned on {socket.gethostname()} for 1 host: {counted(len(events[0]['bindings']), 'worker')} per "
-        in expected
+        f"planned on {socket.gethostname()} for 1 host: {plural(len(events[0]['bindings']), 'worker')} per " in expected
     )
     assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
     assert not list(disk.iterdir())  # taken away again
@@ -232,7 +231,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
-        "import os, json; from cputrain.affinity.ranks.rank import discover; r = discover(os.environ); "
+        "import os, json; from cputrain.affinity.ranks.rank import rank_from_env; r = rank_from_env(os.environ); "
         "printed = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(printed).encode() + b'\\n')"
     )

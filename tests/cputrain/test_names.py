@@ -121,10 +121,13 @@ def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) ->
     for number, (train, val) in enumerate(((COMPOSED, APART), (APART, COMPOSED))):
         root = write_images(tmp_path / str(number), classes=2, train=4, val=3)
         named(root, train0=train, val0=val, train1=b"dog", val1=b"dog")
-        counted, opened = survey(str(root)), open_dataset(str(root))
-        assert counted.classes == opened.classes == (train.decode(), "dog") and (counted.val, len(opened.val)) == (6, 6)
-        (note,) = counted.notes
-        assert counted.notes == opened.notes and "another Unicode form" in note
+        summary, opened = survey(str(root)), open_dataset(str(root))
+        assert summary.classes == opened.classes == (train.decode(), "dog") and (summary.val, len(opened.val)) == (
+            6,
+            6,
+        )
+        (note,) = summary.notes
+        assert summary.notes == opened.notes and "another Unicode form" in note
         assert f"{val.decode()!a} for {train.decode()!a}; the class is the same" in note
         assert os.fsencode(opened.val.name(0)).split(b"/")[-2] == val
 

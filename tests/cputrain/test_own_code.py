@@ -104,12 +104,12 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
 
 def own_task(loss: Any, batch: Any) -> Any:
     from cputrain.data import own_batch
-    from cputrain.data.formats import Dataset, OwnSamples
+    from cputrain.data.formats import Dataset, UserSamples
     from cputrain.recipe import Recipe
-    from cputrain.training import OwnTask
+    from cputrain.training import UserTask
 
-    samples = OwnSamples(batch, torch.utils.data.default_collate, "train")
-    own = OwnTask(
+    samples = UserSamples(batch, torch.utils.data.default_collate, "train")
+    own = UserTask(
         network=nn.Linear(2, 1), loss=loss, dataset=Dataset(classes=(), train=samples, val=samples), classifies=False
     )
     return own.task(Recipe(precision="float64")), own_batch(samples, [0, 2])

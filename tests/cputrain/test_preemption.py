@@ -31,10 +31,10 @@ if "ignore" in sys.argv:
 
 EARLY = """
 import os, sys
-from cputrain.training.signals import signals_held
+from cputrain.training.signals import signals_blocked
 
 prepared = "prepared" in sys.argv
-with signals_held(os.environ, prepared=prepared):
+with signals_blocked(os.environ, prepared=prepared):
     print("held", flush=True)
     sys.stdin.readline()
     from torch._C._distributed_c10d import HashStore

@@ -15,10 +15,10 @@ from cputrain.affinity.errors import RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
-from cputrain.launch import RemainingHosts, remedy, training_arguments, with_missing_module, with_remedy
+from cputrain.launch import RemainingHosts, remedy, training_arguments, with_memory_advice, with_missing_module
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import JobFailedError, Shortage
+from cputrain.mpi.supervise import JobFailedError, OutOfMemory
 from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events, with_same_global_batch
 from tests.support.commands import cputrain, mpi_path
@@ -162,7 +162,7 @@ def test_a_training_without_memory_is_told_a_batch_that_fits() -> None:
     recipe = load_recipe("imagefolder", ("data.path=x", "model.name=resnet18", "data.crop=224", "batch.local=32"))
 
     def told(limit_bytes: int, nodes: int = 1) -> str:
-        shortage = Shortage(used_bytes=0, limit_bytes=limit_bytes, whole="control group")
+        shortage = OutOfMemory(used_bytes=0, limit_bytes=limit_bytes, whole="control group")
         return remedy(recipe, ppn=1, nodes=nodes, shortage=shortage)
 
     found = re.match(r"set batch.local=(\d+) batch.global=32, which keeps the global batch: cputrain sweep", told(GIB))
@@ -173,7 +173,7 @@ def test_a_training_without_memory_is_told_a_batch_that_fits() -> None:
 
 
 def test_what_became_of_the_recipe_never_takes_the_place_of_the_failure(tmp_path: Path) -> None:
-    shortage = Shortage(used_bytes=0, limit_bytes=12 * GIB, whole="control group")
+    shortage = OutOfMemory(used_bytes=0, limit_bytes=12 * GIB, whole="control group")
     failure = JobFailedError("rank 1 on n1 was ended by SIGKILL", shortage=shortage, hosts=("n1",))
     group = HostGroup(hosts=("n1",), plan=plan_machine(build_machine(1, 1, 4, 1), Request(ppn=2), Runtime()))
 
@@ -181,7 +181,7 @@ def test_what_became_of_the_recipe_never_takes_the_place_of_the_failure(tmp_path
         command = ("python", "-m", "cputrain", "train", *arguments)
         assert training_arguments(command) == arguments
         job = Job(groups=(group,), command=command, plan_path=tmp_path, log_dir=tmp_path)
-        return str(with_remedy(failure, job, arguments))
+        return str(with_memory_advice(failure, job, arguments))
 
     assert told(str(tmp_path / "gone.yaml"), "--resume") == told() == str(failure)
     assert told("imagefolder", "--overwrite", "batch.local=64").startswith(f"{failure}\nset batch.local=")

@@ -65,7 +65,7 @@ def events(run: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
     return [(step, *(last[step][field] for field in fields)) for step in sorted(last)]
 
 
-def check_same(whole: Path, parts: Path) -> None:
+def check_consistency(whole: Path, parts: Path) -> None:
     assert read_events(parts)[-1]["status"] == "done" and read_events(parts)[-1]["starts"] == 2, parts
     steps = events(whole, "step", "loss", "rate")
     assert events(parts, "step", "loss", "rate") == steps and len(steps) == 4, parts
@@ -115,7 +115,7 @@ def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: 
     assert result.returncode == 0, result.stderr + result.stdout
     assert result.stdout.count("stopped by a signal") == len(names)
     for name in names:
-        check_same(place / name / "whole", place / name / "parts")
+        check_consistency(place / name / "whole", place / name / "parts")
         starts = [event for event in read_events(place / name / "parts") if event["event"] == "start"]
         assert [start["backend"] for start in starts] == [backend] * 2
 
@@ -125,7 +125,7 @@ def test_layers_by_winograd_are_those_of_the_first_start(place: Path) -> None:
     whole, first, second = thrice("imagefolder", 2, SMALL_RESNET)
     result = trained(place, PPN, whole, first, second)
     assert result.returncode == 0, result.stderr + result.stdout
-    check_same(place / "imagefolder/whole", place / "imagefolder/parts")
+    check_consistency(place / "imagefolder/whole", place / "imagefolder/parts")
     layers = read_manifest(newest(place / "imagefolder/parts")).training.winograd
     network = build_model(ModelSection(name="resnet18"), 3, 64)
     assert layers and set(layers) <= {name for name, layer in network.named_modules() if covers(layer)}
@@ -140,7 +140,7 @@ def test_three_ranks_resume_with_the_same_buckets(place: Path) -> None:
     further = "batch.local=4 comm.bucket_mib=0.05 plan.oversubscribe=true"
     result = trained(place, 3, *thrice("mnist-workers", 2, further))
     assert result.returncode == 0, result.stderr + result.stdout
-    check_same(place / "mnist-workers/whole", place / "mnist-workers/parts")
+    check_consistency(place / "mnist-workers/whole", place / "mnist-workers/parts")
 
 
 def test_a_training_resumed_by_one_worker_is_that_of_two_but_for_rounding(place: Path) -> None:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Rank
-from cputrain.comm import SignedKeys, check_same, describe_difference
+from cputrain.comm import SignedKeys, check_consistency, describe_difference
 from cputrain.data import open_recipe_data
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
-from cputrain.training import facts_of
+from cputrain.training import job_settings
 from tests.support.commands import here
 from tests.support.images import write_images
 from tests.support.trainings import PPN
@@ -30,7 +30,7 @@ def refusals(*facts: dict[str, str]) -> list[str]:
 
     def refusal(rank: Rank) -> str:
         try:
-            check_same(facts[rank.rank], rank, keys)
+            check_consistency(facts[rank.rank], rank, keys)
         except InputError as error:
             return str(error)
         return ""
@@ -71,7 +71,7 @@ def images(tmp_path: Path) -> Path:
 
 def facts(path: Path, *settings: str) -> dict[str, str]:
     recipe = load_recipe("imagefolder", (f"data.path={path}", *settings))
-    return facts_of(recipe, open_recipe_data(recipe))
+    return job_settings(recipe, open_recipe_data(recipe))
 
 
 def differing(a: dict[str, str], b: dict[str, str]) -> set[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import mpi_path
 
 BIN = Path(sys.executable).parent
-START = own_program("x")[2]
+START = isolated_command("x")[2]
 STANDARD = ("calendar", "platform", "random", "statistics", "token", "tempfile", "shlex", "queue", "selectors")
 NEEDED = ("click", "numpy", "psutil", "pydantic", "yaml", "rich", "sitecustomize", "usercustomize")
 SHOWS_ITS_PLACE = """
@@ -162,7 +162,7 @@ def test_packages_that_only_pythonpath_or_the_user_s_folder_has_are_found(folder
 
 
 def test_our_own_processes_ignore_another_python_s_home(folder: Path) -> None:
-    assert "core" in run_well(folder, *own_program("cputrain.affinity"), "plan", PYTHONHOME="/nowhere")
+    assert "core" in run_well(folder, *isolated_command("cputrain.affinity"), "plan", PYTHONHOME="/nowhere")
 
 
 @pytest.mark.parametrize("minor", [10, 12, 13])

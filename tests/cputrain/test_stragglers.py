@@ -13,16 +13,16 @@ from cputrain.training import (
     EVERY_STEPS,
     CoreUsage,
     EpochMetrics,
-    Pace,
     StepResult,
     StepSettings,
+    StepStats,
     StragglerWatch,
     find_stragglers,
     to_report,
     watchers,
 )
 
-TYPICAL = Pace(
+TYPICAL = StepStats(
     step_s=0.4,
     data_wait_s=0.01,
     total_s=20.0,
@@ -35,7 +35,7 @@ TYPICAL = Pace(
 )
 
 
-def slow(**fields: float) -> Pace:
+def slow(**fields: float) -> StepStats:
     return TYPICAL._replace(**{"step_s": 0.5, **fields})
 
 
@@ -52,7 +52,7 @@ def slow(**fields: float) -> Pace:
         (slow(), "unknown"),
     ],
 )
-def test_the_cause_is_what_distinguishes_a_slow_rank_from_the_median_one(pace: Pace, kind: str) -> None:
+def test_the_cause_is_what_distinguishes_a_slow_rank_from_the_median_one(pace: StepStats, kind: str) -> None:
     found = find_stragglers([TYPICAL, TYPICAL, pace, TYPICAL])
     assert [(one.rank, one.kind) for one in found] == [(2, kind)]
     assert found[0].factor == pytest.approx(1.25)
@@ -66,7 +66,7 @@ def test_of_two_ranks_the_slower_one_is_named_and_a_slow_half_of_four() -> None:
 
 
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others: list[Pace] = [TYPICAL]
+    others: list[StepStats] = [TYPICAL]
     monkeypatch.setattr(watchers, "every_rank", lambda own: torch.tensor([own, *others], dtype=torch.float64))
     named: list[tuple[int, int]] = []
 
@@ -87,7 +87,7 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
         layer_ratios=(),
     )
 
-    def window(first: int, other: Pace, step_s: float = 0.4) -> None:
+    def window(first: int, other: StepStats, step_s: float = 0.4) -> None:
         others[:] = [other]
         for step in range(first, first + EVERY_STEPS):
             watch.after_step(step + 1, settings, result, step_s + 1.0)

@@ -202,7 +202,7 @@ def test_a_peak_that_does_not_last_is_no_stable_maximum() -> None:
     assert stable_maximum([50.0, 90.0, 60.0]) is None and stable_maximum([]) is None
 
 
-def counted(workers: int, batch: int, top1s: tuple[float, ...], images_per_s: float) -> RunResult:
+def plural(workers: int, batch: int, top1s: tuple[float, ...], images_per_s: float) -> RunResult:
     settings = (("plan.ppn", str(workers)), ("batch.local", str(batch)))
     setup = replace(result(1.0).setup, workers=workers, local_batch=batch, global_batch=workers * batch)
     variant = Variant(settings=settings)
@@ -214,10 +214,10 @@ def counted(workers: int, batch: int, top1s: tuple[float, ...], images_per_s: fl
 
 def test_worker_counts_are_compared_with_the_smallest_of_the_same_training() -> None:
     results = [
-        counted(1, 50, (80.0, 90.0, 90.2), 100.0),
-        counted(2, 50, (70.0, 80.0, 90.0), 180.0),
-        counted(4, 50, (70.0, 91.0, 80.0), 300.0),
-        counted(2, 500, (60.0, 70.0, 80.0), 400.0),
+        plural(1, 50, (80.0, 90.0, 90.2), 100.0),
+        plural(2, 50, (70.0, 80.0, 90.0), 180.0),
+        plural(4, 50, (70.0, 91.0, 80.0), 300.0),
+        plural(2, 500, (60.0, 70.0, 80.0), 400.0),
     ]
     rows = compare(results)
     assert [(row.workers, row.stable_epoch, row.stable_s) for row in rows] == [

@@ -42,9 +42,9 @@ def hub(tmp_path: Path) -> Path:
 
 
 def test_files_from_the_hub_are_read_with_their_classes_and_splits(hub: Path) -> None:
-    dataset, counted = open_dataset(str(hub)), survey(str(hub))
-    assert dataset.classes == counted.classes == tuple(NAMES)
-    assert (counted.train, counted.val, counted.test) == (40, 9, 0), "test images without labels are left out"
+    dataset, summary = open_dataset(str(hub)), survey(str(hub))
+    assert dataset.classes == summary.classes == tuple(NAMES)
+    assert (summary.train, summary.val, summary.test) == (40, 9, 0), "test images without labels are left out"
     assert dataset.train.labels.tolist() == [i % 3 for i in range(40)]
     assert [dataset.train.read(i) for i in (0, 5, 6, 19, 20, 39)] == [png(i) for i in (0, 5, 6, 19, 20, 39)]
     assert dataset.train.name(27).endswith("train-00001-of-00002.parquet:7")

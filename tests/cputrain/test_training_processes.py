@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.topology import this_machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.ccl_jobs import ran
@@ -162,7 +162,7 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
     result = cputrain("train", "imagefolder", *SMALL, *settings, cwd=place)
     assert result.returncode == 0, result.stderr
-    assert f"warning: oversubscribed: {ppn} workers share {counted(cores, 'core')}" in result.stdout
+    assert f"warning: oversubscribed: {ppn} workers share {plural(cores, 'core')}" in result.stdout
     plan = json.loads((place / "run/plan.json").read_text())
     assert plan["oversubscribed"] and any("oversubscribed" in text for text in plan["warnings"])
     start = read_events(place / "run")[0]

@@ -8,7 +8,7 @@ import pytest
 
 from cputrain.affinity.planner import machine_name, plan_machine
 from cputrain.affinity.topology import Machine, find_machine, this_machine
-from cputrain.data.formats import Survey
+from cputrain.data.formats import DatasetSummary
 from cputrain.launch import PlannedTraining, request_of
 from cputrain.measurements import keep
 from cputrain.recipe import derive, load_recipe
@@ -37,7 +37,7 @@ def planned(machine: Machine, *settings: str) -> PlannedTraining:
     """A training on any machine."""
     recipe = load_recipe("imagefolder", (*SMALL, *settings))
     plan = plan_machine(machine, request_of(recipe, images=1000))
-    survey = Survey(classes=("a", "b"), train=1000, val=0)
+    survey = DatasetSummary(classes=("a", "b"), train=1000, val=0)
     sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=1000)
     return PlannedTraining(recipe=recipe, plan=plan, survey=survey, sizes=sizes)
 

@@ -110,8 +110,8 @@ from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
-from cputrain.affinity.ranks.rank import discover
-rank = discover(os.environ)
+from cputrain.affinity.ranks.rank import rank_from_env
+rank = rank_from_env(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0, os.environ)
 all_gather(1)
 if rank.rank == int(os.environ["LOST"]):

@@ -24,7 +24,7 @@ from cputrain.affinity.planner import (
     read_json,
     read_plan,
 )
-from cputrain.affinity.ranks import discover
+from cputrain.affinity.ranks import rank_from_env
 from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
@@ -263,7 +263,7 @@ VARIABLES = (
 def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
     # As an environment holds them: bytes without zeros.
     env = {name: os.fsdecode(value.replace("\0", "").encode(errors="replace")) for name, value in env.items()}
-    read(lambda: discover(env))
+    read(lambda: rank_from_env(env))
     read(lambda: allocation(env))
 
 

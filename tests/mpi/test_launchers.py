@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.start import own_program
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
 from tests.support.commands import cputrain, here, mpi_path
@@ -233,7 +233,7 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
 
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
     output = here("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
-    own = " ".join(own_program("cputrain.mpi.supervise.agent"))
+    own = " ".join(isolated_command("cputrain.mpi.supervise.agent"))
     assert f"{own} --report-to ADDRESS:PORT --into " in output
     assert "CPUTRAIN_JOB_TOKEN=TOKEN " in output and "launch.sh CMD" in output
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import KillCounter, RankExit, Shortage, describe_exit
+from cputrain.mpi.supervise import KillCounter, OutOfMemory, RankExit, describe_exit
 from tests.support.control_group import inside, memory_group
 
 GIB = 1 << 30
@@ -64,7 +64,7 @@ def test_kills_of_others_do_not_count_where_the_control_group_does(tmp_path: Pat
 
 
 def test_an_exit_says_what_was_short() -> None:
-    shortage = Shortage(used_bytes=3 * GIB, limit_bytes=4 * GIB, whole="control group")
+    shortage = OutOfMemory(used_bytes=3 * GIB, limit_bytes=4 * GIB, whole="control group")
     fields = {"rank": 1, "host": "h1", "time": 0.0, "log": "l", "tail": (), "shortage": shortage}
     told = "out of memory: 3.0 GiB of the 4.0 GiB of its control group; log l; it printed nothing"
     assert describe_exit(RankExit(status=-signal.SIGKILL, **fields)) == f"rank 1 on h1 was ended by SIGKILL, {told}"

@@ -71,8 +71,8 @@ def test_silence_is_a_failure(monitor: Monitor) -> None:
 def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor) -> None:
     with agents(monitor, 2) as connections:
         connections[1].send(Heartbeat(stopped_s=11.0))
-        poll_until(monitor, lambda: stopped_rank(monitor.standings()))
-        found = stopped_rank(monitor.standings())
+        poll_until(monitor, lambda: stopped_rank(monitor.rank_states()))
+        found = stopped_rank(monitor.rank_states())
         assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.ranks import LAUNCHER_VARIABLES, LauncherVariables, Rank, discover
+from cputrain.affinity.ranks import LAUNCHER_VARIABLES, LauncherVariables, Rank, rank_from_env
 from cputrain.affinity.topology import format_list
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import (
@@ -111,9 +111,9 @@ def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
 
 def test_its_ranks_know_themselves_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     env = dict(zip(VARIABLES.rank_names, ("3", "4", "1", "2"), strict=True))
-    assert discover(env) is None
+    assert rank_from_env(env) is None
     monkeypatch.setattr("cputrain.affinity.ranks.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
-    assert discover(env) == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="example")
+    assert rank_from_env(env) == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="example")
 
 
 def test_the_variables_of_every_launcher_are_known_to_ranks() -> None:

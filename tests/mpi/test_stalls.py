@@ -22,10 +22,10 @@ from cputrain.mpi.supervise import (
     Activity,
     ActivityMeter,
     RankExit,
+    RankState,
     RunningClock,
     Stall,
     StallWatch,
-    Standing,
     awaited_ranks,
     describe_failure,
     frames,
@@ -45,11 +45,11 @@ def exited(rank: int, status: int, at: float = 0.0) -> RankExit:
     return RankExit(rank=rank, host="h1", status=status, time=at, log="l", tail=())
 
 
-def standings(*doing: Activity | RankExit) -> tuple[Standing, ...]:
+def rank_states(*doing: Activity | RankExit) -> tuple[RankState, ...]:
     return tuple(
-        Standing(rank=rank, host="h1", exit=one)
+        RankState(rank=rank, host="h1", exit=one)
         if isinstance(one, RankExit)
-        else Standing(rank=rank, host="h1", activity=one)
+        else RankState(rank=rank, host="h1", activity=one)
         for rank, one in enumerate(doing)
     )
 
@@ -71,21 +71,21 @@ def standings(*doing: Activity | RankExit) -> tuple[Standing, ...]:
     ],
 )
 def test_the_few_that_the_others_wait_for_are_named(doing: tuple[Activity | RankExit, ...], awaited: tuple) -> None:
-    assert tuple(one.rank for one in awaited_ranks(standings(*doing))) == awaited
+    assert tuple(one.rank for one in awaited_ranks(rank_states(*doing))) == awaited
 
 
 def test_a_stopped_rank_is_named_unless_the_whole_job_is_suspended() -> None:
-    found = stopped_rank(standings(IDLE, STOPPED, BUSY))
+    found = stopped_rank(rank_states(IDLE, STOPPED, BUSY))
     assert found is not None and found.rank == 1
-    assert stopped_rank(standings(STOPPED, STOPPED)) is None
-    assert stopped_rank(standings(STOPPED, STOPPED, exited(2, 0))) is None
-    assert stopped_rank(standings(IDLE, Activity(stopped_s=7.0))) is None
+    assert stopped_rank(rank_states(STOPPED, STOPPED)) is None
+    assert stopped_rank(rank_states(STOPPED, STOPPED, exited(2, 0))) is None
+    assert stopped_rank(rank_states(IDLE, Activity(stopped_s=7.0))) is None
 
 
 def test_a_failure_names_the_rank_that_was_waited_for() -> None:
-    now, gave_up = standings(exited(0, 1, 30.0), BUSY), exited(0, 1, 30.0)
-    before = standings(IDLE, BUSY)
-    stall = Stall(awaited=before[1:], standings=before)
+    now, gave_up = rank_states(exited(0, 1, 30.0), BUSY), exited(0, 1, 30.0)
+    before = rank_states(IDLE, BUSY)
+    stall = Stall(awaited=before[1:], rank_states=before)
     told = describe_failure(gave_up, now, stall, {1: ("train.py:3 in forever",)})
     assert told.splitlines() == [
         "rank 0 has waited 9 s for rank 1 on h1, which computes",
@@ -94,38 +94,40 @@ def test_a_failure_names_the_rank_that_was_waited_for() -> None:
         "then rank 0 on h1 exited with status 1; log l; it printed nothing",
     ]
     aborted = exited(0, -6, 30.0)  # as gloo's threads do when a timeout passes while the process exits
-    told = describe_failure(aborted, standings(aborted, BUSY), stall, {1: ("train.py:3 in forever",)})
+    told = describe_failure(aborted, rank_states(aborted, BUSY), stall, {1: ("train.py:3 in forever",)})
     assert (
         told.startswith("rank 0 has waited 9 s for rank 1 on h1") and "\nthen rank 0 on h1 was ended by SIGABRT" in told
     )
     own = exited(1, 1, 30.0)
-    assert describe_failure(own, standings(IDLE, own), stall, {}).startswith("rank 1 on h1 exited with status 1")
-    found = describe_failure(gave_up, standings(gave_up, STOPPED), None, {})
+    assert describe_failure(own, rank_states(IDLE, own), stall, {}).startswith("rank 1 on h1 exited with status 1")
+    found = describe_failure(gave_up, rank_states(gave_up, STOPPED), None, {})
     assert found.startswith("rank 1 on h1 has been stopped for 11 s: find the sender of its SIGSTOP\nthen rank 0 on h1")
     killed = exited(0, -9, 30.0)
-    assert describe_failure(killed, standings(killed, BUSY), stall, {}).startswith("rank 0 on h1 was ended by SIGKILL")
+    assert describe_failure(killed, rank_states(killed, BUSY), stall, {}).startswith(
+        "rank 0 on h1 was ended by SIGKILL"
+    )
 
 
 def test_a_failure_names_the_rank_that_had_just_left() -> None:
     failed = exited(0, 1, 30.0)
-    told = describe_failure(failed, standings(failed, exited(1, 0, 29.0)), None, {})
+    told = describe_failure(failed, rank_states(failed, exited(1, 0, 29.0)), None, {})
     assert told.startswith("rank 1 on h1 exited with status 0 while 1 other still ran; then rank 0 on h1 exited with ")
     for others in ((exited(1, 0, 5.0),), (exited(1, 0, 29.0), exited(2, 0, 29.0))):  # long ago; nearly all of them
-        assert describe_failure(failed, standings(failed, *others), None, {}).startswith("rank 0 on h1 exited with")
+        assert describe_failure(failed, rank_states(failed, *others), None, {}).startswith("rank 0 on h1 exited with")
 
 
 def test_a_stall_is_said_once_and_the_next_one_later() -> None:
-    watch, stalled = StallWatch(), standings(IDLE, BUSY)
+    watch, stalled = StallWatch(), rank_states(IDLE, BUSY)
     stack = ("/usr/lib/python3.11/selectors.py:415 in select", "/a/lib/python3.11/site-packages/b.py:7 in c")
     assert watch.take(stalled, 1.0, lambda stall: {1: stack}) == (
         "rank 0 has waited 9 s for rank 1 on h1, which computes "
         "(rank 1 is at /a/lib/python3.11/site-packages/b.py:7 in c)"
     )
     assert watch.take(stalled, 3.0, lambda stall: {1: stack}) is None
-    assert watch.take(standings(WORKING, BUSY), 5.0, lambda stall: {1: stack}) is None
-    assert watch.before(12.0) == Stall(awaited=stalled[1:], standings=stalled) and watch.before(20.0) is None
+    assert watch.take(rank_states(WORKING, BUSY), 5.0, lambda stall: {1: stack}) is None
+    assert watch.before(12.0) == Stall(awaited=stalled[1:], rank_states=stalled) and watch.before(20.0) is None
     assert watch.take(stalled, 30.0, lambda stall: {1: stack}) is None, "it has to last twice as long"
-    longer = standings(Activity(idle_s=2 * WAITING_S), Activity(busy_s=2 * WAITING_S))
+    longer = rank_states(Activity(idle_s=2 * WAITING_S), Activity(busy_s=2 * WAITING_S))
     assert watch.take(longer, 38.0, lambda stall: {1: stack}) is not None
 
 
@@ -136,19 +138,19 @@ COMPILES = ("/usr/lib/python3.11/subprocess.py:550 in run", "/a/kernels/build.py
 @pytest.mark.parametrize("stack", [IMPORTS, COMPILES], ids=["imports", "compiles"])
 def test_a_slow_start_is_no_stall_for_some_minutes(stack: tuple[str, ...]) -> None:
     starting = ("/kernels/build.py:",)
-    watch, stalled, loop = StallWatch(starting), standings(IDLE, BUSY), ("/a/train.py:3 in forever",)
+    watch, stalled, loop = StallWatch(starting), rank_states(IDLE, BUSY), ("/a/train.py:3 in forever",)
     assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
     assert watch.take(stalled, 3.0, lambda stall: {1: loop}) is not None, "the start is over"
     watch = StallWatch(starting)
     assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
     assert watch.take(stalled, STARTING_S, lambda stall: {1: stack}) is None
     assert watch.take(stalled, STARTING_S + 1.0, lambda stall: {1: stack}) is not None
-    assert StallWatch().take(standings(IDLE, exited(1, 0)), 1.0, lambda stall: {}) is not None, "it has left"
+    assert StallWatch().take(rank_states(IDLE, exited(1, 0)), 1.0, lambda stall: {}) is not None, "it has left"
 
 
 def said_and_asked(stack: tuple[str, ...]) -> tuple[int, int]:
     """The second in which a stall is told that lasts from a job's first one, and how often stacks were asked for."""
-    watch, stalled, asked = StallWatch(), standings(IDLE, BUSY), []
+    watch, stalled, asked = StallWatch(), rank_states(IDLE, BUSY), []
 
     def stacks(stall: Stall) -> dict[int, tuple[str, ...]]:
         asked.append(stall)

@@ -17,9 +17,9 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks import discover, rendezvous
+from cputrain.affinity.ranks import rank_from_env, rendezvous
 
-rank = discover(os.environ)
+rank = rank_from_env(os.environ)
 assert rank is not None
 os.environ.update(rendezvous(rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])))
 torch.set_num_threads(1)

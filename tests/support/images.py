@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from cputrain.data.formats import Survey, detect
+from cputrain.data.formats import DatasetSummary, detect
 
 
 def encoded(image: Image.Image | NDArray[np.uint8], form: str = "PNG", **options: object) -> bytes:
@@ -38,7 +38,7 @@ def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
     return root
 
 
-def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> Survey:
+def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> DatasetSummary:
     """Count the images of a data folder, as seen by a recipe with these keys."""
     return detect(path, label_column).count(val_fraction)
 

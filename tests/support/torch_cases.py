@@ -15,9 +15,9 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
-from cputrain.affinity.ranks import discover, rendezvous
+from cputrain.affinity.ranks import rank_from_env, rendezvous
 
-rank = discover(os.environ)
+rank = rank_from_env(os.environ)
 assert rank is not None
 os.environ.update(rendezvous(rank, "127.0.0.1", int(os.environ["MASTER_PORT"])))
 

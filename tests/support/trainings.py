@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.ranks import discover
+from cputrain.affinity.ranks import rank_from_env
 from cputrain.affinity.topology import this_machine
 from cputrain.launch import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise import free_port
@@ -58,7 +58,7 @@ def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -
 def main(trainings: list[dict[str, Any]]) -> None:
     from cputrain.training import train_rank
 
-    rank = discover(os.environ)
+    rank = rank_from_env(os.environ)
     assert rank is not None
     for training in trainings:
         flags = [setting for setting in training["settings"] if setting.startswith("--")]

@@ -37,7 +37,7 @@ from cputrain.comm.watchdog import (
     key_of,
     place_of_this_process,
 )
-from cputrain.measurements import VARIABLE, kept_seconds
+from cputrain.measurements import VARIABLE, cached_seconds
 from cputrain.mpi.fabric import Setting
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
 
@@ -67,7 +67,7 @@ def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
     """
 
     def own() -> Transport:
-        return _transport or choose_transport(_env, rank, lambda: kept_seconds(_env))
+        return _transport or choose_transport(_env, rank, lambda: cached_seconds(_env))
 
     return agree(rank, keys, own, is_set=_transport is not None or VARIABLE in _env)
 

@@ -20,8 +20,8 @@ import torch.distributed.nn.functional
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.records import Record
-from cputrain.affinity.ranks.rank import ENV, LOOPBACK, PREFIXES, Rank, discover, rendezvous, with_rank
-from cputrain.affinity.start import own_program
+from cputrain.affinity.ranks.rank import ENV, LOOPBACK, PREFIXES, Rank, rank_from_env, rendezvous, with_rank
+from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import BACKEND
@@ -30,7 +30,7 @@ from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, compariso
 from cputrain.mpi.supervise.run import free_port
 
 RANK = "rank"
-PROGRAM = (*own_program("cputrain.comm.ccl.check"), RANK)
+PROGRAM = (*isolated_command("cputrain.comm.ccl.check"), RANK)
 SIZES = (1 << 10, 1 << 20, BUCKET_BYTES)
 ROUNDS = 9
 MPIRUN = "bin/mpiexec.hydra"
@@ -134,7 +134,7 @@ def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...
 def be_rank(env: MutableMapping[str, str]) -> int:
     """Verify and time all-reduces on one core, as one of two ranks; rank 0 prints the seconds of each round by bytes,
     as a JSON object."""
-    rank = discover(env)
+    rank = rank_from_env(env)
     if rank is None:
         raise InputError("this command is one rank of two: run cputrain doctor ccl")
     env.update(with_rank(rank, env))  # torch reads the rank variables there

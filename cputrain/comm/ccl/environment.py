@@ -33,10 +33,10 @@ from cputrain.affinity.ranks.rank import (
     LOOPBACK_INTERFACE,
     PMI_CONNECTIONS,
     Rank,
-    discover,
     interface_to,
+    rank_from_env,
 )
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.measurements import LIBFABRIC, MPI, TITLES, VARIABLE, comparison
 from cputrain.mpi.fabric import Setting
@@ -320,8 +320,8 @@ def _check_workers(rank: Rank, env: Mapping[str, str]) -> None:
     needed = rank.local_world_size * int(count)
     if affinity != AUTO and listed != needed:
         raise InputError(
-            f"CCL_WORKER_AFFINITY={affinity[:60]} lists {counted(listed, 'CPU')}, but CCL_WORKER_COUNT={count} for "
-            f"{counted(rank.local_world_size, 'rank')} on this host needs {needed}: list one CPU per thread, or unset "
+            f"CCL_WORKER_AFFINITY={affinity[:60]} lists {plural(listed, 'CPU')}, but CCL_WORKER_COUNT={count} for "
+            f"{plural(rank.local_world_size, 'rank')} on this host needs {needed}: list one CPU per thread, or unset "
             "both"
         )
 
@@ -337,7 +337,7 @@ def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mappin
     a rank does not join in time, or the store is gone.
     """
     with suppress(InputError):
-        found = discover(env)
+        found = rank_from_env(env)
         if found is not None and (not whole or (found.rank, found.world_size) == (rank, size)):
             return found
     hosts = _hosts(rank, size, PrefixStore("place", store), timeout)

@@ -4,10 +4,10 @@ from .dataset import Collate as Collate
 from .dataset import Dataset as Dataset
 from .dataset import ImageFiles as ImageFiles
 from .dataset import Images as Images
-from .dataset import OwnSamples as OwnSamples
 from .dataset import PiecewiseImages as PiecewiseImages
 from .dataset import Points as Points
 from .dataset import SyntheticImages as SyntheticImages
+from .dataset import UserSamples as UserSamples
 from .dataset import allowed_damage as allowed_damage
 from .dataset import causes as causes
 from .dataset import check_labels as check_labels
@@ -45,9 +45,9 @@ from .source import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from .source import MANIFEST as MANIFEST
 from .source import SPLITS as SPLITS
 from .source import VERSION as VERSION
+from .source import DatasetSummary as DatasetSummary
 from .source import Source as Source
 from .source import Split as Split
-from .source import Survey as Survey
 from .source import apportioned as apportioned
 from .source import is_hidden as is_hidden
 from .source import is_image as is_image

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.data.order import Indices, epoch_order
 
 NUMBERS = re.compile(r"[\d,]+")  # sizes and offsets differ between files with the same cause
@@ -36,7 +36,7 @@ def causes(damaged: Sequence[str]) -> str:
         f"{group[0][1]} ({group[0][0]})" if len(group) == 1 else f"{group[0][1]} ({len(group):,}, first {group[0][0]})"
         for group in groups[:CAUSES]
     ]
-    more = f", {counted(len(groups) - CAUSES, 'other cause')}" if len(groups) > CAUSES else ""
+    more = f", {plural(len(groups) - CAUSES, 'other cause')}" if len(groups) > CAUSES else ""
     return f"{', '.join(texts)}{more}"
 
 
@@ -53,7 +53,7 @@ def is_too_damaged(damaged: float, images: int, share: float) -> bool:
 def refusal(split: str, damaged: Sequence[str], read: int, images: int, share: float) -> InputError:
     """Return the error for a split of `images` images, of which `read` were read; `damaged` names the damaged ones."""
     return InputError(
-        f"{split} split has {counted(len(damaged), 'damaged image')} among {read:,} of {images:,}: {causes(damaged)}; "
+        f"{split} split has {plural(len(damaged), 'damaged image')} among {read:,} of {images:,}: {causes(damaged)}; "
         f"data.max_damaged={share:g} allows {allowed_damage(images, share):,}; repair or remove them, or raise it"
     )
 
@@ -293,7 +293,7 @@ class Unencoded:
         """Return the sample's number, for messages."""
 
 
-class OwnSamples(Unencoded):
+class UserSamples(Unencoded):
     """Split of a user's data set; `collate` makes batches of its samples."""
 
     def __init__(self, samples: Any, collate: Collate, split: str) -> None:

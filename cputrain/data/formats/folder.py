@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form, text_of
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.data.formats.source import (
     NAMES,
     SPLIT_OF,
@@ -320,7 +320,7 @@ def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> list[str]:
         differing = [(own, name) for own, name in forms if own != name]
         if differing:
             (own, name), *more = differing
-            others = f" (and {counted(len(more), 'more name')})" if more else ""
+            others = f" (and {plural(len(more), 'more name')})" if more else ""
             return [f"{split}/ has {name}{others} in another Unicode form, {own!a} for {name!a}; the class is the same"]
     return []
 
@@ -412,13 +412,13 @@ def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
     """Yield notes about the files of a split that are ignored."""
     if listing.others:
         yield (
-            f"{folder}: ignored {counted(listing.others.total(), 'file')} of other formats "
+            f"{folder}: ignored {plural(listing.others.total(), 'file')} of other formats "
             f"({_by_suffix(listing.others)}); convert images among them to JPEG or PNG"
         )
     with _entries(folder) as entries:
         outside = sum(is_image(entry.name) for entry in entries) if folders_in(folder) else 0
     if outside and not any(path.rpartition("/")[0] == str(folder) for path in listing.paths):
-        yield f"{folder}: ignored {counted(outside, 'image')} outside the class folders"
+        yield f"{folder}: ignored {plural(outside, 'image')} outside the class folders"
 
 
 def _by_suffix(others: Counter[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted, either, first_named
+from cputrain.affinity.wording import first_named, join_or, plural
 from cputrain.data.formats.folder import folders_in, has_image, has_train_folder, read_folder
 from cputrain.data.formats.source import (
     MANIFEST,
@@ -109,7 +109,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
         row = [int(text) for text in texts]
         if 0 < (absent := max(row) - min(row) + 1 - len(row)) < len(row):  # else the numbers count something else
             lines.append(
-                f"{folder}: {counted(absent, 'number')} missing in {counted(len(row), 'file')} {prefix}*{suffix} from "
+                f"{folder}: {plural(absent, 'number')} missing in {plural(len(row), 'file')} {prefix}*{suffix} from "
                 f"{min(row)} to {max(row)}; is the download complete?"
             )
     for (_, prefix, total), present in numbers.items():
@@ -119,7 +119,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
             name = next(iter(present.values()))
             width = len(SHARD.match(name)[2])  # type: ignore[index]  # it has matched before
             lines.append(
-                f"{absent:,} of {counted(int(total), 'file')} of the {split} split missing, first "
+                f"{absent:,} of {plural(int(total), 'file')} of the {split} split missing, first "
                 f"{prefix}-{number:0{width}}-of-{total}: is the download complete?"
             )
     return lines
@@ -193,7 +193,7 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
     below = _folders_below(root)
     for each in FORMATS:
         if folders := [str(path) for path in below if each.find(path)]:
-            raise InputError(f"{root} has {each.title} only in folders below it: give {either(folders)}")
+            raise InputError(f"{root} has {each.title} only in folders below it: give {join_or(folders)}")
     return read_folder(root)
 
 

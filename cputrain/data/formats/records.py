@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted, first_named
+from cputrain.affinity.wording import first_named, plural
 from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
 from cputrain.data.formats.source import (
@@ -38,7 +38,7 @@ from cputrain.data.formats.source import (
     labeled_source,
     read_lines,
 )
-from cputrain.files import check_fetched
+from cputrain.files import check_downloaded
 
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
@@ -89,7 +89,7 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     for split, paths in files.items():
         filled = [path for path in paths if path.stat().st_size]
         if empty := len(paths) - len(filled):
-            notes.append(f"{root}: ignored {counted(empty, 'empty file')} of the {split} split")
+            notes.append(f"{root}: ignored {plural(empty, 'empty file')} of the {split} split")
         found[split], own_names = _record_rows(paths[0], filled)
         if split == "train":
             names = names or own_names
@@ -203,7 +203,7 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int | None, str]]:
                         f"{path} is compressed, which does not allow random access: unpack each file with "
                         f"{tool} <{path.name} >OUT/{path.name}"
                     )
-                check_fetched(path)
+                check_downloaded(path)
                 raise InputError(f"{path} is not a TFRecord file, or it is damaged at byte {at:,}")
             start = at + HEAD
             at = start + length + TAIL
@@ -337,7 +337,7 @@ def members(archive: Path, start: int) -> Iterator[Member]:
                     "tar -xzf if it has class folders"
                 )
             if not start:
-                check_fetched(archive)
+                check_downloaded(archive)
             file.seek(start)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:

@@ -29,7 +29,7 @@ from cputrain.affinity.wording import MIB
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
 from cputrain.data.formats.source import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length
-from cputrain.files import check_fetched
+from cputrain.files import check_downloaded
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Shards(PiecewiseImages):
         self._copied: dict[int, BinaryIO] = {}
         for path, size in zip(self.paths, counts["bytes"], strict=True):
             if path.stat().st_size != size:
-                check_fetched(path)
+                check_downloaded(path)
                 raise InputError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}: prepare again")
         self._sizes: list[int] = counts["bytes"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted
-from cputrain.files import check_fetched, write_text
+from cputrain.affinity.wording import plural
+from cputrain.files import check_downloaded, write_text
 
 if TYPE_CHECKING:  # counting does not need numpy
     from cputrain.data.formats.dataset import Dataset, Images
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
-        check_fetched(path)
+        check_downloaded(path)
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {str(error)[:200]}; prepare again") from None
@@ -173,7 +173,7 @@ def advice_for(name: str) -> str | None:
 
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a list of names, which may come from another system. Raises InputError."""
-    check_fetched(path)
+    check_downloaded(path)
     return path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
 
 
@@ -221,7 +221,7 @@ Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class DatasetSummary:
     """Classes and image counts of a data folder or of generated data; `test` is 0 without a test split.
 
     `kind` is the recipe's data.kind, `notes` are lines to show to the user.
@@ -292,7 +292,7 @@ class Source:
     kind: str = "images"
     prepared: bool = False
 
-    def count(self, val_fraction: float | None = None) -> Survey:
+    def count(self, val_fraction: float | None = None) -> DatasetSummary:
         """Count the images of each split as `open` would. Raises InputError if they cannot be split in this way."""
         drawn, notes = self._drawn(val_fraction, None)
         counts = {split: each.images for split, each in self.splits.items()}
@@ -300,7 +300,7 @@ class Source:
             numbers = {split: sum(of_classes) for split, of_classes in drawn.items()}
             counts = self._with_drawn({TRAIN: counts[TRAIN] - sum(numbers.values()), **numbers}, counts)
         train, val, test = (counts.get(split, 0) for split in (TRAIN, VAL, TEST))
-        return Survey(classes=self.classes, train=train, val=val, test=test, kind=self.kind, notes=notes)
+        return DatasetSummary(classes=self.classes, train=train, val=val, test=test, kind=self.kind, notes=notes)
 
     def open(
         self, val_fraction: float | None = None, test_fraction: float | None = None, seed: int = SPLIT_SEED
@@ -341,7 +341,7 @@ class Source:
         drawn = counts_to_draw(self.classes, [sizes[label] for label in range(len(self.classes))], fractions)
         if VAL not in self.splits:
             notes += (
-                f"{self.place} has no validation images: using {counted(sum(drawn[VAL]), 'image')} drawn from its "
+                f"{self.place} has no validation images: using {plural(sum(drawn[VAL]), 'image')} drawn from its "
                 f"classes in proportion, a fraction of {share:g}",
             )
         return drawn, notes
@@ -371,7 +371,7 @@ def labeled_source(
                 "a class of the training files"
             )
         if without := len(each.labels) - len(labeled):
-            all_notes.append(f"{root}: ignored {counted(without, 'image')} of the {split} split without a label")
+            all_notes.append(f"{root}: ignored {plural(without, 'image')} of the {split} split without a label")
         if labeled:
             splits[split] = opened(each.images(labeled, [numbers[each.labels[row]] for row in labeled]))
     return Source(place=str(root), classes=tuple(classes.values()), splits=splits, notes=tuple(all_notes))
@@ -389,7 +389,7 @@ def counts_to_draw(
         if sum(counts) >= size:
             requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
             raise InputError(
-                f"class {name} has {counted(size, 'image')}, too few to split off {requested} of them for validation: "
+                f"class {name} has {plural(size, 'image')}, too few to split off {requested} of them for validation: "
                 "add images to it, or give a folder that has validation images in val/CLASS/"
             )
     return drawn

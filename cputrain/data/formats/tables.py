@@ -24,7 +24,7 @@ from cputrain.affinity.terminal import one_form
 from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
 from cputrain.data.formats.source import UNLABELED, Rows, Source, labeled_source
-from cputrain.files import check_fetched
+from cputrain.files import check_downloaded
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 PATH_NAMES = (*IMAGE_NAMES, "path", "image_path", "img_path", "file", "filename", "file_name", "filepath", "file_path")
@@ -294,7 +294,7 @@ class _Table:
 
 def _open(path: Path) -> _Table:
     with _readable(path):
-        check_fetched(path)
+        check_downloaded(path)
         return _open_parquet(path) if path.suffix.lower().startswith(".parquet") else _open_arrow(path)
 
 
