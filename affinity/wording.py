@@ -28,7 +28,7 @@ UNITS = {"GiB": GIB, "GB": 1e9, "ms": 1e-3}
 
 
 class Text(str):
-    """Text that keeps the numbers formatted into it, by name, in base units (bytes, seconds): see `formatted`."""
+    """A string that also stores the numbers formatted into it, by name, in base units (bytes, seconds)."""
 
     __slots__ = ("numbers",)
     numbers: Mapping[str, Number]

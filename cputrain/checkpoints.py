@@ -82,7 +82,7 @@ def _name_of_replaced(path: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint that has been renamed; of a link delete only the link.
+    """Delete a checkpoint that has been renamed; if it is a symbolic link, delete only the link.
 
     Files that the file system refuses to delete are left for the next start: a file on NFS that another process still
     reads must not end a training.

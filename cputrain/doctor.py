@@ -192,7 +192,7 @@ def governor(root: Path) -> Check:
     names = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     preferences = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/energy_performance_preference")}
     if not names:
-        return ok("clock governor", "not visible here: a virtual machine, or the firmware decides")
+        return ok("clock governor", "not visible here: this is a virtual machine, or the firmware sets the clock")
     found = ", ".join(sorted(names)) + (f" ({', '.join(sorted(preferences))})" if preferences else "")
     if names <= {"performance", "schedutil"} or preferences == {"performance"}:
         return ok("clock governor", found)
@@ -502,7 +502,7 @@ def oneccl_check(found: Mapping[str, Any], cache: Check) -> Check:
         why = f"{found['version']} is not compiled, and there is no usable cache"
         return warning("oneCCL", f"gloo communicates: {why}", cache.remedy)
     compiled = "compiled" if found["compiled"] else "not compiled yet: run cputrain doctor ccl"
-    return ok("oneCCL", f"{found['version']}, {compiled}: {found['library']}")
+    return ok("oneCCL", f"{found['version']} ({found['library']}), {compiled}")
 
 
 def launcher_check(found: Mapping[str, Any]) -> Check:
@@ -560,7 +560,7 @@ def installed(package: str) -> str:
 
 
 def required(package: str, *, by: str) -> str:
-    """Return a package with the versions that another package requires."""
+    """Return what a package requires of another, such as 'torch>=2.8', or its bare name if it requires nothing."""
     try:
         listed = metadata.requires(by) or []
     except metadata.PackageNotFoundError:

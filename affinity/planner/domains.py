@@ -322,7 +322,7 @@ def _explain_layout(cores: Cores, layout: Layout) -> str:
     elif len(cores) <= SMALL_HOST_CORES:
         which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
         why = (
-            f"one for {which}, as with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
+            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, one thread per worker trains fastest "
             "(measured on two cores: 1.2-1.35x over one worker of two threads)"
         )
     elif count == len(groups) == 1:

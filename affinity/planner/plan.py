@@ -95,7 +95,7 @@ def batch_reasons(
     if not batches:
         return []
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
-    why = "typical; set by neither a recipe nor {local_batch}" if default else SET
+    why = "the default, as neither a recipe nor {local_batch} sets it" if default else SET
     if request.global_batch is not None:
         why = formatted(
             "equal parts of the global batch of {global_batch} images on {workers:worker}, in as few backward passes "

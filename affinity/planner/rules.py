@@ -261,7 +261,7 @@ def comm_cores(
     if nodes == 1:
         return 0, "on one host an all-reduce over loopback costs a few percent of a step, less than a core would"
     if not _to_spare(domain):
-        return 0, formatted("a domain of {cores:core} is too small to spare one", cores=len(domain.cores))
+        return 0, formatted("a worker of {cores:core} has none to spare", cores=len(domain.cores))
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
     wire_s = 2 * workload.gradient_bytes / bytes_per_s  # a ring sends every byte twice (Patarasuk and Yuan 2009)
     step_s = local_batch / (domain.capacity * rates.gflops / workload.gflop)
@@ -282,7 +282,7 @@ def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[
     """Return the number of loader cores, enough to decode the images for the compute cores, and the reason."""
     cores = len(domain.cores)
     if not _to_spare(domain):
-        why = "a domain of {cores:core} is too small to spare one; decoding shares the compute cores"
+        why = "a worker of {cores:core} has none to spare; images are decoded on the compute cores"
         return 0, formatted(why, cores=cores)
     rate = domain.capacity * rates.gflops / workload.gflop
     return min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain)), formatted(

@@ -34,11 +34,11 @@ SECTIONS = {
     "Train and evaluate": {
         "train": "train a recipe",
         "sweep": "train a recipe with several settings and compare the results",
-        "find-lr": "suggest a learning rate for a recipe with a range test",
+        "find-lr": "run a range test and suggest a recipe's learning rate",
         "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
         "predict": "classify images with a trained network",
         "export": "write a network as safetensors, state dict, TorchScript or ONNX",
-        "weights": "download torchvision's pretrained weights of a network",
+        "weights": "download torchvision's pretrained weights for a network",
         "reproduce": "repeat published experiments, scaled to this machine",
         "demo": "train ResNet-50 on handwritten digits, in minutes on two cores",
     },
@@ -125,7 +125,7 @@ class _Commands(click.Group):
         for title, commands in SECTIONS.items():
             lines = [title, *(f"  {name:{width}}  {text}" for name, text in commands.items())]
             formatter.write("".join(f"{line}\n" for line in lines))
-        formatter.write("Each command has --help. -V, --version prints the version.\n")
+        formatter.write("Each command has --help. -V or --version prints the version.\n")
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

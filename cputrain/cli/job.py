@@ -133,7 +133,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--account", metavar="NAME", help="charge this account"),
     click.option("--qos", metavar="NAME", help="request this quality of service"),
     click.option("--constraint", metavar="FEATURES", help="require these features of the hosts"),
-    number_option("--ncpus", most=1 << 16, help="request N CPUs per host if --machine is not given, as in pbsnodes -a"),
+    number_option("--ncpus", most=1 << 16, help="request N CPUs per host (see pbsnodes -a) if --machine is not given"),
     click.option("--mail", metavar="ADDRESS", help="send mail to this address when the job ends or fails"),
     click.option(
         "--output",
@@ -410,7 +410,7 @@ KUBERNETES_EXAMPLES = (
     "--image", required=True, metavar="IMAGE", help="run this container image, which contains python and cputrain"
 )
 @number_option("--cpus", most=MOST_CPUS, required=True, help="request N whole CPUs for each pod")
-@click.option("--memory", required=True, metavar="SIZE", help="request this memory for each pod, as in 64Gi")
+@click.option("--memory", required=True, metavar="SIZE", help="request this much memory for each pod, such as 64Gi")
 @click.option(
     "--volume",
     "volumes",

@@ -167,11 +167,13 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         shell_complete=complete_machine,
         default="this",
         metavar="MACHINE",
-        help="plan for this machine: this (the default), a catalog name, an lstopo FILE.xml, a folder or tarball with "
-        "/sys and /proc, or 'pack:2 core:24 pu:2'",
+        help="plan for this machine: 'this' host (the default), a catalog name, an lstopo FILE.xml, a folder or tarball "
+        "with /sys and /proc, or 'pack:2 core:24 pu:2'",
     ),
     click.option("--hosts", cls=PlanningOption, metavar="LIST", help="run on these hosts: n1,n2 or n[001-128,130]"),
-    path_option("--hostfile", cls=PlanningOption, metavar="FILE", help="read host names from FILE (any launcher's)"),
+    path_option(
+        "--hostfile", cls=PlanningOption, metavar="FILE", help="read hosts from FILE (in any launcher's format)"
+    ),
     number_option("--nodes", cls=PlanningOption, help="plan for N hosts whose names are not known yet"),
     click.option("-n", "-np", "--np", "ranks", cls=PlanningOption, type=WordOrNumber("auto", least=1), hidden=True),
     *map(_click_option, OPTIONS),

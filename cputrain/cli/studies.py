@@ -103,7 +103,10 @@ from cputrain.sweep.trainings import (
     "--time", "limit", metavar="HH:MM:SS", help="save and stop each training after this time, startup included"
 )
 @click.option(
-    "--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead of a sweep"
+    "--find-batch",
+    "find",
+    is_flag=True,
+    help="search for the largest local batch that fits into memory, instead of a sweep",
 )
 @amount_option(
     "--memory",

@@ -73,7 +73,7 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
 
 
 def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = None) -> Plan:
-    """Return this machine's plan for a recipe, with its number of training images if known."""
+    """Return this machine's plan for a recipe; `images` is the number of training images, if known."""
     return plan_beside(request_of(recipe, images=images), env, share=recipe.plan.share)
 
 

@@ -182,7 +182,7 @@ class Stall:
 
 
 def stopped_rank(rank_states: Sequence[RankState]) -> RankState | None:
-    """Return the rank that has been stopped for too long while another one may run, if any. If all ranks are stopped,
+    """Return a rank that has been stopped (SIGSTOP) for too long while another one runs, or None. If all are stopped,
     the job was suspended as a whole and continues later."""
     running = [one for one in rank_states if one.exit is None]
     stopped = [one for one in running if one.activity.stopped_s > 0]

@@ -117,7 +117,7 @@ def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:
     plan = plan_to_dict(this_plan())
-    assert "none of LOCAL_RANK" in bind(plan, tmp_path).stderr
+    assert "no local rank: LOCAL_RANK" in bind(plan, tmp_path).stderr
     assert bind(plan, tmp_path, "--local-rank", "99").returncode == 2
     missing = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "/nowhere", "--local-rank", "0", "--", "true"]
     assert subprocess.run(missing, capture_output=True).returncode == 2

@@ -57,7 +57,7 @@ HEAD = """# Real machines
 
 `/sys` and `/proc` trees of real hosts (and emulated ones, named fake), from hwloc's own tests and from machines that
 LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2` and by hwloc 2.9.0. Counts are packages /
-cores / PUs / NUMA nodes that the process may use; after "of", those of the whole host where they differ.
+cores / PUs / NUMA nodes that the process may use; after "of", the counts of the whole host if they differ.
 
 | tree | hwloc | cputrain | verdict |
 |---|---|---|---|"""

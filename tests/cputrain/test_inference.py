@@ -240,7 +240,7 @@ def test_export_needs_a_name_or_a_format(
         ("network.resize", 10**11, "network.resize: Input should be less than or equal to 4096"),
         ("network.std", [0, 0, 0], "network.std.0: Input should be greater than 0"),
         ("network.mean", [1e999, 0, 0], "network.mean.0: Input should be a finite number"),
-        ("network.model.freeze_to", "\x1b[31mred", "freeze_to is wrong: it has '\\x1b', a control character"),
+        ("network.model.freeze_to", "\x1b[31mred", "freeze_to is wrong: it has '\\x1b', which is a control character"),
     ],
 )
 def test_somebody_else_s_checkpoint_is_refused_in_a_line(

@@ -135,7 +135,7 @@ def test_a_pod_that_starts_again_knows_it_by_the_run_s_folder(tmp_path: Path) ->
         ((*RECIPE, *POD, "--ppn", "5"), "--ppn 5 needs 5 CPUs, but a pod has --cpus 4"),
         ((*RECIPE, *POD, "--hosts", "a,b"), "Kubernetes chooses the hosts"),
         ((*RECIPE, *POD, "--bind", "launcher"), "--bind launcher does not apply to pods"),
-        ((*RECIPE, *POD, "--local-batch", "7"), "--local-batch with a recipe: set batch.local=7"),
+        ((*RECIPE, *POD, "--local-batch", "7"), "--local-batch cannot be combined with a recipe: set batch.local=7"),
         ((*RECIPE, *POD, "--launcher", "mpich"), "--launcher mpich needs an MPIJob: remove it"),
         ((*RECIPE, *POD, "--kind", "mpijob", "--launcher", "srun"), "cannot start an MPIJob: give intelmpi"),
         ((*RECIPE, *POD, "--volume", "runs"), "give CLAIM:PATH"),

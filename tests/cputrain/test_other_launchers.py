@@ -335,7 +335,7 @@ def test_the_page_of_options_has_every_remark() -> None:
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        ("./x", "calls no known launcher: give a command line of ipexrun, torchrun"),
+        ("./x", "calls no known launcher; pass a command line of ipexrun, torchrun"),
         (
             "python x.py --lr 1",
             "no known launcher: cputrain launch x.py --lr 1 starts it once per planned",
@@ -352,14 +352,14 @@ def test_the_page_of_options_has_every_remark() -> None:
         ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
         ("mpirun -np", "-np needs a value"),
         ("mpirun -np 2 --map-by node --frobnicate ./a", "mpirun of Open MPI has no option --frobnicate"),
-        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here; import only that command line"),
+        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here: import that command line alone"),
         ("mpirun -n 2 env A=b python3 -u -m torch.distributed.run x.py", "starts torchrun here"),
         ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: shell variables are not expanded here"),
         ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: shell variables are not expanded here"),
         ("torchrun --frobnicate=$A x.py", "torchrun has no option --frobnicate"),
         ("nohup mpirun -n 2 ./a > log &", "import what follows nohup, and put nohup before cputrain launch"),
         ("$SRUN -n 2 ./a", "'$SRUN -n 2 ./a' calls no known launcher"),
-        ("ipexrun --memory-allocator mine x.py", "'mine' is unknown: give default, glibc, tcmalloc"),
+        ("ipexrun --memory-allocator mine x.py", "'mine' is unknown; choose one of default, glibc, tcmalloc"),
         ("torchrun 'x.py", "No closing quotation"),
     ],
 )

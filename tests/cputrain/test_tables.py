@@ -193,7 +193,7 @@ def test_a_part_that_is_there_twice_is_refused(tmp_path: Path, names: tuple[str,
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         parquet.write_table(table_of(0, 6), tmp_path / name)
-    with pytest.raises(InputError, match=r"is the same part of the train split as .*: remove one of the two"):
+    with pytest.raises(InputError, match=r" are the same shard of the train split: remove one of the two"):
         survey(str(tmp_path))
 
 

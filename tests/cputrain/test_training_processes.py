@@ -111,7 +111,7 @@ from cputrain.affinity.kernel.binding import threads_of
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import plural
 from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection

@@ -21,14 +21,14 @@ CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
-    "import os, json; from cputrain.affinity.ranks.rank import discover; rank = discover(os.environ); "
+    "import os, json; from cputrain.affinity.ranks.rank import rank_from_env; rank = rank_from_env(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, "
     "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
     "os.environ.get('GREETING')]).encode() + b'\\n')"
 )
 PRINT_CONVENTION = (
-    "import os; from cputrain.affinity.ranks.rank import discover; "
-    "os.write(1, f'convention {discover(os.environ).convention}\\n'.encode())"
+    "import os; from cputrain.affinity.ranks.rank import rank_from_env; "
+    "os.write(1, f'convention {rank_from_env(os.environ).convention}\\n'.encode())"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
 PRINT_NAMES = """

@@ -38,7 +38,9 @@ from tests.support.commands import mpi_path
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)
 WORKING = Activity(busy_s=1.0)  # a moment ago it waited for something
-SAYS_WHETHER_IT_CATCHES = "from cputrain.affinity.filesystem import catches; print(catches(os.getpid(), STACK_SIGNAL))"
+SAYS_WHETHER_IT_CATCHES = (
+    "from cputrain.affinity.filesystem import handles_signal; print(handles_signal(os.getpid(), STACK_SIGNAL))"
+)
 
 
 def exited(rank: int, status: int, at: float = 0.0) -> RankExit:

@@ -98,7 +98,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
         name = original if original in originals else stems[path]
         first = seen.setdefault((None if split_of((name,)) == split else path.parent, name), path)
         if first != path:
-            raise InputError(f"{path} is the same part of the {split} split as {first}: remove one of the two")
+            raise InputError(f"{path} and {first} are the same shard of the {split} split: remove one of the two")
         if shard:
             numbers.setdefault((path.parent, shard[1], shard[3]), {})[int(shard[2])] = path.name
         elif counted_name := NUMBERED.fullmatch(path.name):
