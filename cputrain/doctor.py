@@ -688,7 +688,7 @@ def probed(process: "subprocess.Popen[bytes]", timeout_s: float) -> dict[str, Fo
             ended = process.returncode
             why = f"the import ended with {signal.Signals(-ended).name if ended < 0 else f'status {ended}'}"
     except subprocess.TimeoutExpired:
-        why, late = f"not known after {timeout_s:g} s: a slow disk, or a busy host", True
+        why, late = f"no answer after {timeout_s:g} s: a slow disk, or a busy host", True
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()

@@ -167,7 +167,7 @@ CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         shell_complete=complete_machine,
         default="this",
         metavar="MACHINE",
-        help="plan for this machine: 'this' host (the default), a catalog name, an lstopo FILE.xml, a folder or tarball "
+        help="plan this machine: 'this' host (the default), a catalog name, an lstopo FILE.xml, a folder or tarball "
         "with /sys and /proc, or 'pack:2 core:24 pu:2'",
     ),
     click.option("--hosts", cls=PlanningOption, metavar="LIST", help="run on these hosts: n1,n2 or n[001-128,130]"),

@@ -153,7 +153,8 @@ def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alo
 
     if not alone or options.machine != "this" or options.given["share"]:
         raise InputError(
-            "--machines plans the machines in a folder and prints a table: remove --machine, --share, --host-group, --write and --format"
+            "--machines plans the machines in a folder and prints a table: "
+            "remove --machine, --share, --host-group, --write and --format"
         )
     rows = plan_folder(folder, request_of_options(options, base))
     click.echo(machine_table(rows))

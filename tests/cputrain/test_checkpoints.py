@@ -244,7 +244,7 @@ def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> No
             read_weights(tmp_path / name)
         assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(InputError, match=r"hostile.pt is a file, so it is not a checkpoint; .* set model.weights"):
+    with pytest.raises(InputError, match=r"hostile.pt is a file, so it is not a checkpoint: .* set model.weights"):
         load(tmp_path / "hostile.pt", 0, 1)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / MANIFEST).write_text("[" * 100_000)

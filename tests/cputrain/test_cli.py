@@ -90,7 +90,7 @@ def test_plan_options_win_over_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest name is demo-digits"),
+        (("plan", "demo-digit"), "unknown recipe 'demo-digit': did you mean demo-digits?"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog (nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),

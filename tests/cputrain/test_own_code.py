@@ -43,7 +43,7 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
     assert {event["event"] for event in events} >= {"start", "step", "epoch", "checkpoint", "ranks", "end"}
     assert (tmp_path / "whole/report.html").is_file() and (tmp_path / "whole/plan.json").is_file()
     for words, message in (
-        (("eval", "whole"), "a script that calls cputrain.train: run it"),
+        (("eval", "whole"), "scripts that pass their own network and samples to cputrain.train"),
         (("export", "whole", "w.pt"), "contains a network from user code: load its model.safetensors"),
     ):
         assert main([str(tmp_path / word) if word == "whole" else word for word in words]) == 2

@@ -187,7 +187,7 @@ def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp
     assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
     with safe_open(tmp_path / "w.safetensors", "pt") as opened:
         assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
-    assert "w.bin has no known suffix" in refused(here("export", "alone", "w.bin", cwd=tmp_path))
+    assert "w.bin: the suffix decides the format" in refused(here("export", "alone", "w.bin", cwd=tmp_path))
 
 
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
