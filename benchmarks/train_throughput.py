@@ -1,7 +1,7 @@
 """ResNet-50 training from JPEGs on disk, 224 x 224, on this machine: cputrain, its peers, and the limit in one run.
 
     python -m benchmarks.train_throughput [--rounds 3] [--workers 2] [--bf16] [--avx2] [--data DIR]
-        [--ipex-python PYTHON]
+        [--ipex-python PYTHON] [--only NAME ...]
 
 Peers run benchmarks/plain_ddp.py: as an expert writes it, as people usually write it, in one process, and through
 Intel's extension if a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are
@@ -10,7 +10,6 @@ one thread each, or one worker with two threads.
 """
 
 import argparse
-import math
 import os
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="these and the expert")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="run these and the expert")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if options.avx2:
@@ -51,6 +50,8 @@ def main() -> None:
             for name, run in contenders_of(data, Path(scratch), options).items()
             if name == EXPERT or any(word in name for word in options.only)
         }
+        if len(contenders) == 1 and options.only:
+            parser.error(f"--only {' '.join(options.only)}: no contender has such a name")
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for i in range(options.rounds):
             for name, run in contenders.items():
@@ -117,12 +118,12 @@ def torchrun(processes: int) -> Iterable[str]:
 def show(rates: dict[str, list[float]], precision: str) -> None:
     """Print the table: median and range of each contender, relative to the expert's script and to the limit."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    limit = medians.get(LIMIT, math.nan)
     print(f"| training ResNet-50, 224 x 224, from JPEGs, {precision} | img/s (range) | to the expert | to the limit |")
     print("|---|---|---|---|")
     for name, values in rates.items():
         spread = f"{medians[name]:.2f} ({min(values):.2f}-{max(values):.2f})"
-        print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {medians[name] / limit:.2f} |")
+        to_limit = f"{medians[name] / medians[LIMIT]:.2f}" if LIMIT in medians else "-"
+        print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {to_limit} |")
 
 
 def trained(data: Path, run: Path, steps: int, own: Iterable[str]) -> float:

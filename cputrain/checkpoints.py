@@ -216,7 +216,7 @@ class TrainingRecord(_Record):
     `epoch_done`: the epoch that ends with this step was evaluated and logged. `own_statistics`: a resumed rank reads
     the batch-norm statistics from its own file, else their mean from model.safetensors. `bucket_mib` is the size of
     DDP's gradient buckets; `first_loss` and `diverged` belong to the warning about a diverging loss; `rollbacks` counts
-    rollbacks to each checkpoint; `winograd` names the layers computed by Winograd's algorithm, None if not chosen yet.
+    rollbacks to each checkpoint; `winograd` names the layers computed by Winograd's algorithm, None if it is not used.
     """
 
     epoch_done: bool

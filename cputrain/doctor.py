@@ -467,7 +467,7 @@ def cache_check(env: Mapping[str, str], compiled: Mapping[str, object]) -> Check
     try:
         folder = cache_folder(env)
     except RunError as refused:
-        found, remedy = re.split("[:;] ", str(refused), maxsplit=1)
+        found, _, remedy = str(refused).partition(": ")
         return warning("cache", f"{found}: {lacking}", remedy)
     try:
         try_cache(folder, CACHE_BYTES)

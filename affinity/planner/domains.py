@@ -333,7 +333,7 @@ def _explain_layout(cores: Cores, layout: Layout) -> str:
     elif count == len(groups) == places.count:
         why = "one for each of {groups} groups of cores ({places}), so that no worker spans two"
     elif count == len(groups):
-        why = "one for each core type in a NUMA node, so that no worker mixes fast and slow cores"
+        why = "one for each core type that computes in a NUMA node, so that no worker mixes fast and slow cores"
     else:
         what = "{nodes:NUMA node}" if len(groups) == nodes else "{groups:group} of equal cores"
         where = "its cores are divided" if places.count == 1 else "no worker spans two"
@@ -360,7 +360,8 @@ TOO_FEW = "too few cores in their NUMA node; a worker there would slow down all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One worker's cores: `cores` of one type, which compute, and `spare` cores for loading and communication."""
+    """One worker's cores: `cores` of one type, which compute unless reserved, and `spare` cores that only load or
+    communicate."""
 
     cores: Cores
     spare: Cores = ()

@@ -52,8 +52,8 @@ class _HostMemory:
     """Memory of the host.
 
     usable: nodes whose memory the process may use, by id. fast, local: for each worker, the nodes with HBM and with
-    DRAM next to it. common: all nodes with DRAM. spare: common nodes next to no worker. limit: each worker's part of
-    the control group's limit, in bytes.
+    DRAM next to it. common: nodes with DRAM or with PUs, all nodes if there are none. spare: common nodes next to no
+    worker. limit: each worker's part of the control group's limit, in bytes.
     """
 
     usable: Mapping[int, NumaNode]

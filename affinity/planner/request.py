@@ -409,7 +409,7 @@ OPTIONS = (
         kind=CHOICE,
         section=RUNTIME,
         choices=("auto", "libgomp", "libiomp5"),
-        help="OpenMP runtime; auto: the profile's, else the installed one",
+        help="OpenMP runtime; auto: the profile's, else the one that Python loads",
         manual="OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto: the profile's, else the one that "
         "this Python loads.",
     ),

@@ -143,7 +143,7 @@ def find_library() -> str:
     if system and _has_all_functions(system):
         return system
     found = f"{system} is older" if system else "none was found"
-    raise InputError(f"data.decoder=turbo needs libjpeg-turbo 3, but {found}: pip install 'cputrain[turbo]'")
+    raise InputError(f"data.decoder=turbo: it needs libjpeg-turbo 3, but {found}: pip install 'cputrain[turbo]'")
 
 
 def _has_all_functions(library: str) -> bool:

@@ -344,7 +344,9 @@ def _write_split(
     if not records:
         for receipt in receipts:
             receipt.unlink()  # so that the images are read again after a repair
-        raise InputError(f"no image of the {split.name} split can be read, such as {shards[0]['damaged'][0]}")
+        raise InputError(
+            f"no image of the {split.name} split can be read, as in {shards[0]['damaged'][0]}: check the source"
+        )
     index = np.array(records, dtype=RECORD)
     write_with(index_path(folder, split.name), lambda file: np.save(file, index))
     for receipt in receipts:

@@ -243,15 +243,15 @@ class FoldedWinogradConv2d(nn.Module):
 
 
 CACHE_BYTES = 16 << 20  # half of a level-3 cache of 32 MiB, which two workers of a thread each share
-FIRST_IMAGES = 4  # of the block that tells how large the activations are
 
 
 class CacheBlocked(nn.Module):
     """A network that evaluates a batch in blocks of images whose activations stay in the last-level cache.
 
-    A block has at least an image for each thread. ResNet-50 in float32, 32 images of 224 x 224 on a core of Zen 4: 1.2
-    times as fast in blocks of four (benchmarks/evaluation.py). The outputs of `network` for an image must not depend on
-    the others; networks that return no tensor with a row for each image get whole batches.
+    ResNet-50 in float32, 32 images of 224 x 224 on a core of Zen 4: 1.2 times as fast in blocks of four
+    (benchmarks/evaluation.py). The first batch, which tells how large the activations are, is computed as a whole. So
+    are all batches if a block would have fewer images than there are threads, or if `network` returns no tensor with a
+    row for each image. Its outputs for an image must not depend on the other images.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -260,23 +260,18 @@ class CacheBlocked(nn.Module):
         self.block: int | None = None  # images; None before the first batch, 0 for whole batches
 
     def forward(self, images: Tensor) -> Any:
-        """The network's outputs for images (N, C, H, W)."""
-        done: list[Tensor] = []
+        """Return the network's outputs for images (N, C, H, W)."""
         if self.block is None and len(images):
-            first = max(torch.get_num_threads(), FIRST_IMAGES)
-            outputs, bytes_per_image = self._measured(images[:first])
-            divisible = isinstance(outputs, Tensor) and outputs.shape[:1] == images[:first].shape[:1]
-            self.block = max(torch.get_num_threads(), CACHE_BYTES // bytes_per_image) if divisible else 0
-            if divisible:
-                done, images = [outputs], images[first:]
-        if not self.block or (len(images) <= self.block and not done):
+            return self._measured(images)
+        threads = torch.get_num_threads()
+        count = min(-(-len(images) // self.block), len(images) // threads) if self.block else 1
+        if count <= 1:
             return self.network(images)
-        blocks = images.tensor_split(-(-len(images) // self.block)) if len(images) else ()
-        return torch.cat([*done, *(self.network(block) for block in blocks)])
+        return torch.cat([self.network(block) for block in images.tensor_split(count)])
 
-    def _measured(self, images: Tensor) -> tuple[Any, int]:
-        """The outputs of a first block, and the bytes of an image's largest activation."""
-        sizes = [images.nbytes]
+    def _measured(self, images: Tensor) -> Any:
+        """Return the outputs, and set the size of a block by the largest activation."""
+        sizes = [images.nbytes, 1]
 
         def record(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             if isinstance(outputs, Tensor):
@@ -288,4 +283,7 @@ class CacheBlocked(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        return outputs, max(1, max(sizes) // len(images))
+        block = CACHE_BYTES * len(images) // max(sizes)
+        rows = isinstance(outputs, Tensor) and outputs.shape[:1] == images.shape[:1]
+        self.block = block if rows and block >= torch.get_num_threads() else 0
+        return outputs

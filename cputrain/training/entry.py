@@ -338,7 +338,8 @@ def train(
         resumed training differs. Without val_data nothing is evaluated.
     settings: recipe keys, {"epochs": 3, "optim.name": "lars"} or ["epochs=3"]; `output` is the run folder. Keys of
         model, images, loss and label_smoothing cannot be set, because your code replaces them.
-    recipe: a recipe file or the name of a shipped recipe, the source of all keys that are not in settings.
+    recipe: a recipe file or the name of a shipped recipe: its optimizer, schedule and sizes are used for keys that are
+        not in settings, its network, data and loss are not.
     classes: class names, if targets are class indices (N,) int64 and outputs are logits (N, len(classes)); top-1 and
         top-5 are then computed.
     collate: makes the inputs and targets of a batch from a list of samples; torch's default stacks them.
@@ -429,8 +430,8 @@ def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -
 def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
     """Bind this process as a rank, or verify its binding if `cputrain launch` or affinity.bind has bound it.
 
-    Only bindings by a plan are checked later: libraries are already loaded here, so the plan's allocator and the
-    pinning of each thread are not available without `cputrain launch`.
+    The threads of a process that is bound here are not checked: its libraries are loaded already, so that the plan's
+    allocator and the pinning of each thread need `cputrain launch`.
     """
     worker = bound_worker(env)
     check = worker is not None

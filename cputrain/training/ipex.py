@@ -35,7 +35,7 @@ def check_pair(extension: str | None, torch: str) -> None:
     if extension is None:
         raise InputError(f"{needs}, but {PACKAGE} is not installed: {INSTALL}")
     if _release(extension) != _release(torch):
-        raise InputError(f"{needs}, but {extension} and {torch} are installed: {INSTALL}")
+        raise InputError(f"{needs}, but {PACKAGE} {extension} and torch {torch} are installed: {INSTALL}")
 
 
 def has_ipex() -> bool:

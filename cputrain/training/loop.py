@@ -125,7 +125,7 @@ class TrainingLoop:
         if warning := rate_warning(recipe, global_batch=self.session.sizes.global_batch):
             self.log.warn(self.step, warning)
         if recipe.precision == "bf16" and self.session.is_main_rank and (speedup := median(bf16_speedups())) < 1:
-            slower = f"convolutions in bf16 are {1 / speedup:.1f} times slower than in float32 on this CPU"
+            slower = f"convolutions in bf16 take {1 / speedup:.1f} times as long as in float32 on this CPU"
             self.log.warn(self.step, f"{slower}: set precision=float32")
 
     def _run_epochs(self) -> tuple[Accuracy | None, float]:

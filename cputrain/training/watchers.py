@@ -314,8 +314,9 @@ class Straggler:
 
 @dataclass(slots=True, kw_only=True)
 class StragglerWatch(Watcher):
-    """Compares the step times of all ranks and warns about stragglers, on rank 0. A rank is reported once; if it
-    recovers and becomes slow again, only after twice as many comparisons. `read_s` returns Pace.read_s."""
+    """Compares the step times of all ranks and warns about stragglers, on rank 0. Each pair of rank and cause is
+    reported once; one that ends and comes back, only after twice as many comparisons. `read_s` returns
+    StepStats.read_s."""
 
     hosts: Sequence[str]
     warn: Callable[..., None]

@@ -117,8 +117,8 @@ def _stop_notice(what: str, number: int, grace_s: float) -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this host's loopback and that no other process gets from this function while
-    this one lives. Ephemeral ports are avoided, as the ranks listen seconds later."""
+    """Return a TCP port that is free on this host's loopback. No other call gets it while this process has claimed it,
+    as it does with its last CLAIMS_KEPT ports. Ephemeral ports are avoided, as the ranks listen seconds later."""
     for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # leaves the program's random state unchanged
         claim = socket.socket(socket.AF_UNIX)
         try:

@@ -164,7 +164,15 @@ def test_batches_are_evaluated_in_blocks_that_fit_the_cache() -> None:
     whole = network(images)
     for count in (20, 20, 9, 8, 0):
         assert torch.allclose(blocked(images[:count]), whole[:count], atol=1e-5)
-    assert network.batches[1:] == [4, 8, 8, 7, 7, 6, 5, 4, 8, 0]
+    assert network.batches[1:] == [20, 7, 7, 6, 5, 4, 8, 0]
+    torch.set_num_threads(5)
+    try:
+        assert torch.allclose(blocked(images[:9]), whole[:9], atol=1e-5)
+        blocked.block = None
+        assert len(blocked(images)) == 20 and blocked.block == 8
+    finally:
+        torch.set_num_threads(1)
+    assert network.batches[9:] == [9, 20], "a block has an image for each thread"
 
 
 @pytest.mark.parametrize("outputs", [lambda images: {"logits": images}, lambda images: images.sum()])

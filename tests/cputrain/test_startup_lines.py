@@ -3,7 +3,7 @@
 from cputrain.training import startup_lines
 
 NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set comm.backend=gloo'
-NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"
+NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, but none was found: pip install 'cputrain[turbo]'"
 
 
 NATIVE = ("native", "/cache/batchnorm.so")
@@ -37,7 +37,7 @@ def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
     assert first == "backend gloo, engine eager, decoder Pillow, allocator glibc"
     assert ccl == f"faster: oneCCL (all-reduces of 25 MiB up to 3.2 times as fast): {NO_CCL}"
     assert engine.startswith("faster: native kernels (") and engine.endswith(NO_COMPILER)
-    assert turbo.endswith("CPU-second): it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'")
+    assert turbo.endswith("CPU-second): it needs libjpeg-turbo 3, but none was found: pip install 'cputrain[turbo]'")
     assert "libtcmalloc-minimal4" in allocator
 
 

@@ -1,7 +1,8 @@
 """Programs in children of one interpreter that has imported torch, as each import of it takes seconds of CPU time.
 
-`forked` starts what `python -m MODULE` or `python -c CODE` would run. No library of oneCCL or MPI is loaded before, and
-no thread has been started.
+`Forked` runs what `python -m MODULE` or `python -c CODE` would run. No library of oneCCL or MPI is loaded before, and
+no thread has been started. All children have the same hash seed: tests under torchrun, mpirun and launch start
+interpreters of their own.
 """
 
 import atexit
@@ -60,7 +61,9 @@ def answer(request: dict[str, Any], *files: int) -> int:
     """What the interpreter that forks answers to a request."""
     server = connection()
     socket.send_fds(server, [json.dumps(request).encode()], files)
-    return int(server.recv(100))
+    reply = server.recv(100)
+    assert reply, "the interpreter that forks has ended"
+    return int(reply)
 
 
 @cache

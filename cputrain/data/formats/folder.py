@@ -159,7 +159,8 @@ def split_folders(root: Path) -> dict[str, Path]:
     """Return the folders of the splits, which may have other usual names (training, valid, testing). A folder CLASS/*
     without splits is returned as train.
 
-    Without val/, the test/ folder is the validation split. Raises InputError if there are neither splits nor classes.
+    Without val/, the test/ folder is the validation split. Raises InputError if there is neither a training split nor a
+    class.
     """
     if root.is_file():
         raise InputError(f"data folder {root} is a file: {advice_for(root.name) or 'give the folder that it is in'}")

@@ -153,7 +153,7 @@ FAULTS = (
     recipe(
         "a recipe that runs a command",
         'name: !!python/object/apply:os.system ["touch was-executed"]',
-        "is a tag: leave",
+        "is a tag; remove it",
     ),
     recipe("a recipe that contains itself", "&a [*a]", "*a is an alias"),
     refused(

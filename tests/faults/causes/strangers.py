@@ -79,13 +79,21 @@ def flooded_start(place: Place) -> Seen:
 
 def agents_of(run: Running) -> list[int]:
     """The processes that name the monitor's port: mpirun's first, and agents once they run."""
-    return [pid for pid in descendants(run.process.pid) if b"--report-to" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in descendants(run.process.pid) if b"--report-to" in command_of(pid)]
+
+
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def monitor_of(run: Running) -> tuple[str, int]:
     """Where the agents report to."""
     for pid in descendants(run.process.pid):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        words = command_of(pid).decode().split("\0")
         if "--report-to" in words:
             host, _, port = words[words.index("--report-to") + 1].rpartition(":")
             return host.strip("[]"), int(port)
@@ -138,7 +146,7 @@ def no_command_line_has_the_token(place: Place) -> Seen:
     seen: list[str] = []
 
     def look(_address: tuple[str, int], token: str) -> None:
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        lines = [command_of(process) for process in psutil.pids()]
         assert len(lines) > 5
         seen.append(f"command lines with the token: {sum(token.encode() in line for line in lines)}")
 
