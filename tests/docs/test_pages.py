@@ -60,7 +60,7 @@ def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
     measured = "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "large-batch.md", "start.md"))
     rows = (ROOT / "README.md").read_text().partition("measured by |\n")[2].partition("\n\n")[0]
     figures = re.findall(r"\d[\d,]*\.?\d+(?= img/s| %)", rows)
-    assert len(figures) == 8
+    assert len(figures) == 12
     assert all(figure in measured for figure in figures)
 
 
