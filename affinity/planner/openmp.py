@@ -165,9 +165,7 @@ def _allocator(preloaded: list[str], places: tuple[Path, ...], requested: str) -
         if requested in ("auto", name) and (path := _first(files, places)):
             return name, (path,)
     if requested != "auto":
-        raise RequestError(
-            f"{{allocator={requested}}}, but it is not installed here: install it, or remove {{allocator}}"
-        )
+        raise RequestError(f"{{allocator={requested}}} is not installed here: install it, or remove {{allocator}}")
     return "glibc", ()
 
 

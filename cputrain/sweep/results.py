@@ -93,8 +93,8 @@ def table(groups: Sequence[SeedGroup]) -> str:
 
 
 def by_group(groups: Sequence[SeedGroup]) -> Rows:
-    """Return one row per group, without empty columns. A cell is the common value, or mean and range over the seeds, or
-    the number of occurrences of each text."""
+    """Return one row per group, without empty columns. A cell has the value if all seeds share it, else mean and range,
+    or for texts the number of seeds with each."""
 
     def cell(column: Column, group: SeedGroup) -> str:
         values = [value for result in group.results if (value := column.of(result)) is not None]

@@ -203,7 +203,7 @@ def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: T
     for place, value in saved.items():
         name, _, key = place.rpartition("/")
         if name not in weights:
-            raise InputError(f"checkpoint {where} has optimizer state of {name[:60]!r}, which is not in the network")
+            raise InputError(f"checkpoint {where} has optimizer state for {name[:60]!r}, which is not in the network")
         entries.setdefault(name, {})[key] = _laid_out_as(weights[name], value)
     index = {name: number for number, name in enumerate(name for names in order for name in names)}
     optimizer.load_state_dict(

@@ -334,7 +334,7 @@ def test_images_without_labels_are_left_out_and_negative_classes_are_refused(tmp
     ]
     assert [split.images for split in detect(mixed[0]).splits.values()] == [4, 2]
     assert detect(mixed[0]).notes[0] == f"{mixed[0]}: ignored 4 images of the train split without a label"
-    with pytest.raises(InputError, match=r"has samples with label -7, but labels are numbers from 0, or texts"):
+    with pytest.raises(InputError, match=r"has samples with label -7, but a label must be 0 or higher"):
         detect(mixed[1])
 
 

@@ -395,8 +395,8 @@ def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     labels = {label for label in found["train"][0].labels if label is not None}
     if negative := [label for label in labels if isinstance(label, int) and label < 0]:
         raise InputError(
-            f"{files['train'][0]} has samples with label {min(negative)}, but labels are numbers from 0, or texts: "
-            "leave out samples without a label"
+            f"{files['train'][0]} has samples with label {min(negative)}, but a label must be 0 or higher, "
+            "or a string: remove samples without a label"
         )
     classes = {label: str(label) for label in sorted(labels, key=lambda label: (isinstance(label, str), label))}
     each = {split: rows for split, (rows, _) in found.items()}
