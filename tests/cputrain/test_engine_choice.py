@@ -32,7 +32,10 @@ def test_the_extension_goes_with_the_torch_of_its_own_number_only() -> None:
     for extension, torch in (("2.8.0", "2.13.0"), ("2.7.0", "2.8.0")):
         with pytest.raises(InputError) as refusal:
             check_pair(extension, torch)
-        assert f"at most 2.8, but {extension} and {torch} are installed: pip install" in str(refusal.value)
+        assert (
+            f"at most 2.8, but intel-extension-for-pytorch {extension} and torch {torch} are installed: pip install"
+            in str(refusal.value)
+        )
     with pytest.raises(InputError, match=r"at most 2\.8, but intel-extension-for-pytorch is not installed: pip"):
         check_pair(None, "2.8.0")
 
