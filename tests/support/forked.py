@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,15 +65,21 @@ def answer(request: dict[str, Any], *files: int) -> int:
     return int(reply)
 
 
-@cache
+_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+
+
 def connection() -> socket.socket:
-    """To the interpreter that forks: one for each process of tests, which ends with it."""
+    """Return the connection to the interpreter that forks, which ends with this process of tests; start a new one if it
+    has ended: jobs that run in the process of a test end all of its descendants."""
+    if _servers and _servers[-1][0].poll() is None:
+        return _servers[-1][1]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     argv = (sys.executable, "-m", "tests.support.forked", str(theirs.fileno()))
     process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **AT_START}, pass_fds=(theirs.fileno(),))
     theirs.close()
     atexit.register(process.wait)
     atexit.register(ours.close)  # the last to be registered is the first to be called
+    _servers.append((process, ours))
     return ours
 
 
