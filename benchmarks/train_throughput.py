@@ -50,7 +50,7 @@ def main() -> None:
             for name, run in contenders_of(data, Path(scratch), options).items()
             if name == EXPERT or any(word in name for word in options.only)
         }
-        if len(contenders) == 1 and options.only:
+        if len(contenders) == 1:
             parser.error(f"--only {' '.join(options.only)}: no contender has such a name")
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for i in range(options.rounds):

@@ -248,7 +248,7 @@ CACHE_BYTES = 16 << 20  # half of a level-3 cache of 32 MiB, which two workers o
 class CacheBlocked(nn.Module):
     """A network that evaluates a batch in blocks of images whose activations stay in the last-level cache.
 
-    ResNet-50 in float32, 32 images of 224 x 224 on a core of Zen 4: 1.2 times as fast in blocks of four
+    ResNet-50 in float32, 32 images of 224 x 224 on a core of Zen 4: 1.2 times as fast in blocks of four or five
     (benchmarks/evaluation.py). The first batch, which tells how large the activations are, is computed as a whole. So
     are all batches if a block would have fewer images than there are threads, or if `network` returns no tensor with a
     row for each image. Its outputs for an image must not depend on the other images.

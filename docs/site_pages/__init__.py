@@ -1,6 +1,6 @@
-"""The pages of the site that are written from the code when the site is built; none of them is committed.
+"""Pages that are generated from the code when the site is built; none of them is committed.
 
-write_pages(docs) writes PAGES below docs/. A test checks that they can be written, `make docs` that they can be read.
+write_pages(docs) writes PAGES below docs/. A test checks that they can be written, `make docs` that Sphinx reads them.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ PAGES = {
 
 
 def write_pages(docs: Path) -> None:
-    """Write every generated page below docs/; one whose text is unchanged keeps its time, so that Sphinx skips it."""
+    """Write every generated page below docs/; unchanged files keep their modification time, and Sphinx skips them."""
     for name, page in PAGES.items():
         path, text = docs / name, page()
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The packages and modules, from their docstrings."""
+"""Page of the packages and modules, from their docstrings."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ and both may import `affinity`.
 
 
 def modules() -> str:
-    """A section for each package, with a table of its modules."""
+    """Return a section for each package, with a table of its modules."""
     parts = [INTRODUCTION]
     for top in TOP:
         for init in sorted((ROOT / top).rglob("__init__.py")):

@@ -1,4 +1,4 @@
-"""The command line: cputrain from click's own parameters, python -m cputrain.affinity from its --help."""
+"""Page of the command line: cputrain from click's parameters, python -m cputrain.affinity from its --help."""
 
 import os
 import subprocess
@@ -21,13 +21,14 @@ Every command has `--help`. [Exit status](exit-status.md) lists what commands re
 """
 PLANNER = """## The planner on its own
 
-`python -m cputrain.affinity` reads machines, plans, binds and compares for any training, and never imports torch.
+`python -m cputrain.affinity` reads machines, makes plans, binds ranks and compares bindings for any training, without
+importing torch.
 """
 WITHOUT_TORCH = tuple(f"cputrain.affinity{words}" for words in ("", " read", " plan", " show", ".bind"))
 
 
 def command_line() -> str:
-    """Every command with its options, in the order that --help has."""
+    """Return every command with its options, in the order of --help."""
     links = [
         [f"[{code(f'cputrain {name}')}](#cputrain-{name.replace(' ', '-')})", plain(text)]
         for name, text in COMMANDS.items()
@@ -39,7 +40,7 @@ def command_line() -> str:
 
 
 def _sections(parent: click.Context, commands: click.Group, name: str, heading: str) -> Iterator[str]:
-    """The command of that name: usage, description and options, then the commands inside it."""
+    """Yield a command's usage, description and options, then its subcommands."""
     command = commands.get_command(parent, name)
     assert command is not None
     context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
@@ -57,7 +58,7 @@ def _sections(parent: click.Context, commands: click.Group, name: str, heading: 
 
 
 def _table(title: str, options: Sequence[click.Option], context: click.Context) -> str:
-    """The options of a section, without --help and hidden ones; "" where there are no others."""
+    """Return a table of a section's options without --help and hidden ones; "" if there are no others."""
     shown = [each for each in options if not each.hidden and "--help" not in each.opts]
     rows = [[_names(each), code(_values(each, context)), _help_of(each)] for each in shown]
     return f"\n{table([title or 'option', 'value', 'meaning'], rows)}\n" if rows else ""
@@ -68,7 +69,7 @@ def _names(option: click.Option) -> str:
 
 
 def _values(option: click.Option, context: click.Context) -> str:
-    """What stands behind an option; `on` for one that takes no value."""
+    """Return the placeholder of an option's value; `on` if it takes none."""
     return "on" if option.is_flag else option.make_metavar(context)
 
 

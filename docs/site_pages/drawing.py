@@ -1,4 +1,4 @@
-"""The packages and their imports as SVG: a band for each top package, a row for each layer of it."""
+"""SVG drawing of the packages and their imports: a band for each top package, a row for each of its layers."""
 
 from html import escape
 from itertools import pairwise
@@ -17,10 +17,10 @@ Point = tuple[float, float]
 
 
 def drawing(graph: dict[str, set[str]]) -> str:
-    """SVG of the packages: an importer stands above what it imports, and lines that follow from others are left out.
+    """Return the SVG. An importer is above the packages that it imports; lines implied by others are left out.
 
     A package that imports all others of its top package is a bar above them, without lines. Imports of another top
-    package are one arrow between the bands. Raises networkx.HasACycle where packages import each other.
+    package are one arrow between the bands. Raises networkx.HasACycle if packages import each other.
     """
     inside = {top: inner_imports(graph, top) for top in TOP}
     bands = {top: rows_of(imports) for top, imports in inside.items()}
@@ -65,7 +65,7 @@ def _box(name: str, place: Point, width: float) -> str:
 
 
 def _line(importer: Point, imported: Point) -> str:
-    """A curve from the importer's lower edge to the imported package's upper one."""
+    """Return a curve from the lower edge of the importer to the upper edge of the imported package."""
     a, b = importer[0] + BOX_WIDTH / 2, imported[0] + BOX_WIDTH / 2
     start, end = importer[1] + BOX_HEIGHT, imported[1]
     bend = GAP_Y * 0.8
@@ -74,7 +74,7 @@ def _line(importer: Point, imported: Point) -> str:
 
 
 def _arrow(places: dict[str, Point], bands: dict[str, list[list[str]]], pair: tuple[str, str]) -> str:
-    """The thick arrow from a band to the next one below it."""
+    """Return the thick arrow from a band to the one below."""
     upper, lower = pair
     start = max(places[name][1] for row in bands[upper] for name in row) + BOX_HEIGHT + MARGIN
     end = min(places[name][1] for row in bands[lower] for name in row) - MARGIN

@@ -1,4 +1,4 @@
-"""The environment variables that cputrain reads and sets, and those of each network from mpi/fabric.py."""
+"""Page of the environment variables that cputrain reads and sets, and of each fabric's variables (mpi/fabric.py)."""
 
 import ast
 import re
@@ -15,14 +15,14 @@ INTRODUCTION = """# Environment variables
 
 """
 MEANINGS = {
-    "AFFINITY_ALLOW_OTHER_LAYOUT": "read: `1` lets ranks use the plan of a machine with another layout",
-    "AFFINITY_PLAN": "set for every rank: the plan that it was bound by",
+    "AFFINITY_ALLOW_OTHER_LAYOUT": "read: `1` allows a plan that was made for a machine with another layout",
+    "AFFINITY_PLAN": "set for every rank: the plan that it is bound by",
     "AFFINITY_WORKER": "set for every rank: its worker in that plan",
-    "CPUTRAIN_CACHE": "read: folder of compiled code and of measurements, where code can be executed; unset or empty: "
+    "CPUTRAIN_CACHE": "read: folder for compiled code and measurements, on a file system without noexec; default: "
     "`$XDG_CACHE_HOME/cputrain`, or `~/.cache/cputrain`",
-    "CPUTRAIN_PODS": "read by `cputrain launch`: the number of the job's pods; `JOB_COMPLETION_INDEX` is this one's",
+    "CPUTRAIN_PODS": "read by `cputrain launch`: the job's number of pods; `JOB_COMPLETION_INDEX` is this pod's index",
 }
-# Of one job: the secret by which its agents are recognized, the mark of its processes, the file for a rank's stack.
+# Internal to a job: the secret of its agents, the mark of its processes, the file for a rank's stack.
 INTERNAL = {"CPUTRAIN_JOB_TOKEN", "CPUTRAIN_RANKS", "CPUTRAIN_STACK_FILE"}
 OTHERS = [
     (
@@ -33,25 +33,25 @@ OTHERS = [
         "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
         "set for every rank, as torch.distributed's `env://` reads them",
     ),
-    ("GLOO_SOCKET_IFNAME", "set for every rank where it is not set: the interface of the route to rank 0"),
+    ("GLOO_SOCKET_IFNAME", "set for every rank unless it is set: the interface of the route to rank 0"),
     (
         "CCL_WORKER_COUNT",
-        "set for every rank where it is not set: 1, oneCCL's default, or the threads on the plan's comm cores",
+        "set for every rank unless it is set: 1 (oneCCL's default) or the number of threads on the plan's comm cores",
     ),
-    ("LD_PRELOAD", "read: which OpenMP runtime and allocator are loaded; set where the plan preloads one"),
-    ("NO_COLOR", "read: no color on a terminal, unless it is set to nothing"),
-    ("TERM", "read: `dumb` means no color, and no lines that are drawn again in their place"),
+    ("LD_PRELOAD", "read to find the OpenMP runtime and the allocator; set if the plan preloads one"),
+    ("NO_COLOR", "read: if it is not empty, the terminal gets no color"),
+    ("TERM", "read: `dumb` disables color and redrawn progress lines"),
     (
         "TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS",
         "set for every rank by `--restarts N`: the attempt, from 0, and N; `cputrain train` reads the first, "
-        "and continues from its last checkpoint where it is not 0",
+        "and continues from its last checkpoint if it is above 0",
     ),
     (
         "SLURM_JOB_ID, SLURM_RESTART_COUNT",
         "read: the number of a requeued job and how often it was requeued; `cputrain train` continues from its last "
-        "checkpoint, and takes no notice of a lock that the job itself has left on a file server",
+        "checkpoint, and ignores a lock that the same job has left on a file server",
     ),
-    ("TQDM_MININTERVAL", "read: seconds between two drawings of the progress bar"),
+    ("TQDM_MININTERVAL", "read: seconds between updates of the progress bar"),
     ("TORCH_DISTRIBUTED_DEBUG", "read by PyTorch: `DETAIL` names ranks whose collectives differ"),
 ]
 PLANNED = """## Variables of a plan
@@ -66,7 +66,7 @@ inherited variable that contradicts them is reported and replaced; `--keep-env` 
 
 
 def environment() -> str:
-    """Variables of the project's own, of the ranks, and of each network. Raises KeyError on one without a meaning."""
+    """Return tables of the project's, the ranks' and each fabric's variables. Raises KeyError if one has no meaning."""
     own = [[code(name), MEANINGS[name]] for name in sorted(own_variables() - INTERNAL)]
     others = [[", ".join(map(code, names.split(", "))), text] for names, text in OTHERS]
     networks = [_network(fabric) for fabric in FABRICS.values()]
@@ -79,7 +79,7 @@ def _network(fabric: Fabric) -> str:
 
 
 def own_variables() -> set[str]:
-    """The names CPUTRAIN_* and AFFINITY_* that the code spells."""
+    """Return the names CPUTRAIN_* and AFFINITY_* in the code."""
     return {text for text in _texts() if OURS.fullmatch(text)}
 
 

@@ -1,4 +1,4 @@
-"""The events of a run, from the calls that write them: Events.write("name", field=value, ...)."""
+"""Page of a run's events, from the calls that write them: Events.write("name", field=value, ...)."""
 
 import ast
 from collections.abc import Iterator
@@ -8,42 +8,42 @@ from site_pages.text import code, table
 
 INTRODUCTION = """# events.jsonl
 
-A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has its name in `event`,
-Unix seconds in `time`, and in `monotonic_s` seconds of a clock that nobody sets, for differences within one start.
+A run logs its events to `events.jsonl` in its folder, one JSON object per line. Every event has its name in `event`,
+Unix seconds in `time`, and seconds of a monotonic clock in `monotonic_s`, for differences within one start.
 Losses that are NaN or infinite are null, and so are values that a run does not have. Accuracies are in percent. Lines
-are only appended: a run that was resumed has one `start` for each start, and steps that were done again appear again.
+are only appended: a resumed run has one `start` for each start, and repeated steps appear again.
 """
-# Written through dataclasses or conditions, which the calls do not spell.
+# Fields that the calls write through dataclasses or conditions.
 MORE_FIELDS = {"start": ("workers", "global_batch", "train_images", "classes")}
 WHEN = {
     "start": "The network is built and the first step is about to begin.",
     "step": "One optimizer update.",
     "ranks": "The mean of each rank's last steps: after the first step, about every 10 seconds (0.1 "
-    "seconds for each rank where there are more than a hundred), and after the last step.",
+    "seconds per rank if there are more than a hundred), and after the last step.",
     "ratios": "Norms and trust ratios of the layers, every `log_norms_every_steps` steps.",
     "epoch": "The end of an epoch, evaluated or not.",
     "checkpoint": "A checkpoint is written.",
-    "warning": "Something that the user should know, and that does not end the run.",
+    "warning": "Something that the user should know; the run continues.",
     "end": "The run is done, or stopped early with its state saved.",
 }
 MEANINGS = {
     "backend": "c10d backend: ccl or gloo",
     "best": "whether it is the best so far",
-    "bindings": "for each rank, what it was planned and what the kernel reports",
-    "cause": "why a rank is slow, as far as its host's counters tell",
+    "bindings": "for each rank, the planned binding and the one that the kernel reports",
+    "cause": "why a rank is slow, according to its host's counters",
     "classes": "number of classes",
     "comm_wait_s": "seconds that rank 0 waited for gradients of other ranks in this step; in `ranks` a list",
     "data": "images, points or synthetic",
     "data_wait_s": "seconds that rank 0 waited for images in this step; in `ranks` a list",
     "epoch": "epochs done, with a fraction within an epoch",
-    "factor": "time of a slow rank's steps, relative to the median rank's",
+    "factor": "step time of a slow rank, relative to the median rank",
     "global_batch": "images of a step over all workers",
     "host": "the host of a slow rank",
     "images": "training images so far; in a warning: names of the damaged images",
     "images_per_s": "training images per second, over all workers",
     "layers": "for each layer: norm of the weights, norm of the gradient, trust ratio",
     "loss": "training loss of the step, mean over the global batch",
-    "path": "the checkpoint, relative to the run's folder",
+    "path": "path of the checkpoint, relative to the run folder",
     "rank": "a rank that is slow",
     "rate": "learning rate",
     "recipe": "the recipe's name",
@@ -52,7 +52,7 @@ MEANINGS = {
     "starts": "how often the run was started",
     "status": "done, or stopped",
     "step": "optimizer updates so far",
-    "steps": "optimizer updates so far; in `ranks` those that the means are of",
+    "steps": "optimizer updates so far; in `ranks` the number of steps in the means",
     "steps_per_epoch": "optimizer updates of an epoch",
     "test_top1": "top-1 of the test images, evaluated once at the end",
     "test_top5": "top-5 of the test images",
@@ -74,7 +74,7 @@ MEANINGS = {
 
 
 def events() -> str:
-    """A section for each event: when it is written, and its fields. Raises KeyError on one that is not described."""
+    """Return a section for each event: when it is written, and its fields. Raises KeyError if one is not described."""
     parts = [INTRODUCTION]
     found = written()
     for name in sorted(found, key=list(WHEN).index):
@@ -84,7 +84,7 @@ def events() -> str:
 
 
 def written() -> dict[str, tuple[str, ...]]:
-    """Event -> its fields in the order in which they are written."""
+    """Return the fields of each event in the order in which they are written."""
     found = {name: dict.fromkeys(fields) for name, fields in MORE_FIELDS.items()}
     for path in sorted((ROOT / "cputrain/training").glob("*.py")):
         for call in _calls(ast.parse(path.read_text(encoding="utf-8"))):
@@ -95,7 +95,7 @@ def written() -> dict[str, tuple[str, ...]]:
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of a method `write` with a constant name and keywords: only events have both."""
+    """Yield the calls of a method `write` with a constant name and keywords, as only events have."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)

@@ -1,15 +1,15 @@
-"""Which package imports which, read from the source: a package is a folder of `affinity`, `mpi` or `cputrain`."""
+"""Imports between packages, read from the source: a package is a folder of `affinity`, `mpi` or `cputrain`."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOP = ("cputrain", "mpi", "affinity")  # a package may import those to its right
+TOP = ("cputrain", "mpi", "affinity")  # each may import the ones to its right
 
 
 def packages() -> dict[str, Path]:
-    """Dotted name -> folder of the three top packages and of the packages directly inside them."""
+    """Return the folders of the three top packages and of the packages directly inside them, by dotted name."""
     found = {name: ROOT / name for name in TOP}
     for name in TOP:
         inner = sorted(path.parent for path in (ROOT / name).glob("*/__init__.py") if not path.parent.is_symlink())
@@ -18,7 +18,7 @@ def packages() -> dict[str, Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Package -> packages that its files import, itself left out."""
+    """Return the other packages that each package's files import."""
     known = packages()
     graph: dict[str, set[str]] = {name: set() for name in known}
     for top in TOP:
@@ -30,13 +30,13 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def _package_of(module: str, known: dict[str, Path]) -> str:
-    """The deepest known package that a dotted module belongs to."""
+    """Return the deepest known package of a dotted module name."""
     inner = ".".join(module.split(".")[:2])
     return inner if inner in known else module.split(".")[0]
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The project's modules that a file imports, inside functions too."""
+    """Yield the project's modules that a file imports, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cputrain":
             yield from (_folder_of(f"{node.module}.{name.name}") for name in node.names)
@@ -45,6 +45,6 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def _folder_of(module: str) -> str:
-    """`cputrain.mpi` and `cputrain.affinity` are folders at the top."""
+    """Map `cputrain.mpi` and `cputrain.affinity` to their folders at the top."""
     inner = module.removeprefix("cputrain.")
     return inner if inner.split(".")[0] in TOP else module

@@ -1,12 +1,12 @@
-"""What `--format json` of each command prints; the tests compare SHAPES with what is printed."""
+"""Page of each command's output with `--format json`; the tests compare SHAPES with real output."""
 
 from site_pages.text import code, plain, table
 
 INTRODUCTION = """# JSON of commands
 
 `--format json` prints one object on stdout and nothing else there: progress and warnings go to stderr. The exit status
-is that of the text ([exit status](exit-status.md)). A field may be added in a later version; none changes its meaning
-without a line in the [changelog](../changelog.md).
+is the same as without it ([exit status](exit-status.md)). Later versions may add fields;
+the [changelog](../changelog.md) lists every field whose meaning changes.
 
 `cputrain plan --format json` is described in [plan.json](plan-json.md), a run's log in [events](events.md), the JSON of
 [simulate](../design/prediction.md#json) and [predict](../guides/trained-networks.md) on their pages. bench, tune,
@@ -45,17 +45,17 @@ SHAPES: dict[str, Shape] = {
         ("system", "host, os, kernel, libc, architecture"),
         ("cpu", "model, features, packages, numa_nodes, cores, cpus, allowed_cpus, cpu_quota, memory_limit_bytes"),
         ("memory", "total_bytes, available_bytes, shm_bytes"),
-        ("packages", "package -> version, null where it is not installed"),
+        ("packages", "package -> version, null if it is not installed"),
         (
             "libraries",
             "openmp, allocator, compiler, fabric; launcher, decoder, torch, oneccl, torchvision: objects, with `error` "
-            "where one is missing or cannot be imported",
+            "if one is missing or cannot be imported",
         ),
-        ("variables", "name -> value of those that matter; values of secrets are not shown"),
+        ("variables", "name -> value of the relevant variables; values of secrets are not shown"),
         ("problems", "list of sentences about imports that fail, each with its remedy"),
     ],
     "doctor": [
-        ("status", "0, or 1 where a check is an error: the exit status"),
+        ("status", "the exit status: 1 if a check is an error, else 0"),
         ("checks", "list of name, status (ok, warning, error), found, remedy"),
     ],
     "doctor affinity": [
@@ -72,7 +72,7 @@ SHAPES: dict[str, Shape] = {
         ("fabric", "path of libfabric"),
         ("backend", "path of the compiled backend"),
         ("all_reduce", "list of transport, bytes, seconds: medians of two ranks on this host"),
-        ("problems", "list of sentences, one for each transport that does not run here"),
+        ("problems", "list of sentences, one for each transport that does not work here"),
     ],
     "job": [
         ("scheduler", "slurm or pbs"),
@@ -137,7 +137,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def json_output() -> str:
-    """A table of the fields of each command."""
+    """Return a table of the fields of each command."""
     parts = [
         f"## cputrain {name}\n\n{table(['field', 'value'], [[code(field), plain(text)] for field, text in shape])}\n"
         for name, shape in SHAPES.items()

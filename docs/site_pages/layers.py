@@ -1,14 +1,14 @@
-"""Where packages stand in their drawing: a row for each layer of a top package, the rows ordered for short lines."""
+"""Layout of the drawing of packages: one row per layer of a top package, with rows ordered for short lines."""
 
 from statistics import fmean
 
 import networkx as nx
 
-PASSES = 8  # over the rows; more change nothing in graphs of this size
+PASSES = 8  # over the rows; graphs of this size have converged by then
 
 
 def inner_imports(graph: dict[str, set[str]], top: str) -> nx.DiGraph:
-    """The imports between the packages inside a top package; those of its own files belong to none of them."""
+    """Return the imports between the packages inside a top package, without the imports of its own files."""
     inside = sorted(name for name in graph if name.startswith(f"{top}."))
     imports = nx.DiGraph()
     imports.add_nodes_from(inside)
@@ -17,13 +17,13 @@ def inner_imports(graph: dict[str, set[str]], top: str) -> nx.DiGraph:
 
 
 def imports_all(imports: nx.DiGraph, name: str) -> bool:
-    """Whether a package imports all the others, as a command line does."""
+    """Return whether a package imports all the others, as a command line does."""
     return len(imports[name]) == len(imports) - 1
 
 
 def rows_of(imports: nx.DiGraph) -> list[list[str]]:
-    """Rows from the top: a package stands in the row right below its lowest importer that does not import everything,
-    or else as low as what it imports allows.
+    """Return rows from the top. A package is in the row below its lowest importer, except importers of everything;
+    without such an importer it is right above the packages that it imports.
     """
     height: dict[str, int] = {}
     for name in reversed(list(nx.topological_sort(imports))):
@@ -38,9 +38,7 @@ def rows_of(imports: nx.DiGraph) -> list[list[str]]:
 
 
 def _ordered(rows: list[list[str]], lines: nx.Graph) -> list[list[str]]:
-    """Each row sorted by the mean place of those that its packages are joined with (barycenter heuristic, Sugiyama,
-    Tagawa and Toda 1981).
-    """
+    """Sort each row by the mean place of its packages' neighbors (barycenter heuristic, Sugiyama et al. 1981)."""
     for _ in range(PASSES):
         place = {name: i - len(row) / 2 for row in rows for i, name in enumerate(row)}
         for row in rows:

@@ -1,17 +1,17 @@
-"""What becomes of the options of other launchers, from the tables that `cputrain import` uses."""
+"""Page of other launchers' options and their counterparts, from the tables of `cputrain import`."""
 
 from cputrain.other_launchers import PROGRAMS
 from site_pages.text import code, plain, table
 
 INTRODUCTION = """# Options of other launchers
 
-`cputrain import` prints the `cputrain launch` that does what a command line of these launchers does.
-[Migrating](../guides/moving-in.md) tells more.
+`cputrain import` converts a command line of these launchers to `cputrain launch`
+([migrating](../guides/moving-in.md)).
 """
 
 
 def other_launchers() -> str:
-    """A table for each launcher: its options, ours, and why there is none or what differs."""
+    """Return a table for each launcher: its options, their counterparts, and reasons or differences."""
     parts = [INTRODUCTION]
     for program in PROGRAMS.values():
         rows = [

@@ -1,6 +1,6 @@
-"""The JSON Schema of plan.json, from the types that read it, and the page of its fields.
+"""JSON Schema of plan.json, from the types that read it, and the page of its fields.
 
-A type's docstring has a line for each field, `name: description`, whose further lines are indented.
+A type's docstring describes each field as `name: description`, with further lines indented.
 """
 
 import inspect
@@ -42,7 +42,7 @@ TYPES: tuple[tuple[type, ...], ...] = (
 
 
 def plan_schema() -> dict[str, Any]:
-    """The schema: the fields of each type with their descriptions, and no others."""
+    """Return the schema: the described fields of each type, and no others."""
     schema = msgspec.json.schema(WrittenPlan)
     for kinds in TYPES:
         texts = dict(pair for kind in kinds for pair in FIELD.findall(inspect.getdoc(kind) or ""))
@@ -60,13 +60,13 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    """A field's description as JSON has it, where None is null."""
+    """Return a field's description with JSON's null for None."""
     words = " ".join(text.split()).replace("None", "null")
     return f"{words[0].upper()}{words[1:]}"
 
 
 def plan_json() -> str:
-    """One row for each field, with its path, type and meaning."""
+    """Return a table with the path, type and meaning of each field."""
     schema = json.loads((ROOT / "docs/plan.schema.json").read_text(encoding="utf-8"))
     return f"{INTRODUCTION}\n{table(['field', 'type', 'meaning'], _fields('', schema, schema))}\n"
 
@@ -82,7 +82,7 @@ def _fields(path: str, schema: dict[str, Any], root: dict[str, Any]) -> Iterator
 
 
 def _resolved(field: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field's values other than null."""
+    """Return the schema of a field's values other than null."""
     if "anyOf" in field:
         field = next(part for part in field["anyOf"] if part.get("type") != "null")
     return root["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field

@@ -1,4 +1,4 @@
-"""The public Python functions and classes, from their signatures and docstrings."""
+"""Page of the public Python functions and classes, from their signatures and docstrings."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ from site_pages.text import plain
 
 INTRODUCTION = """# Python API
 
-What a script may import. Three guides show it at work: [your own network](../guides/own-code.md),
+The functions and classes that a script may import. Three guides use them: [your own network](../guides/own-code.md),
 [images for your own loop](../guides/image-loader.md) and [oneCCL in any program](../guides/oneccl.md).
 Everything else is internal and may change.
 """
@@ -40,7 +40,7 @@ SECTIONS = {
 
 
 def python_api() -> str:
-    """A section for each topic; for each name its import, its signature and its docstring."""
+    """Return a section for each topic, with import, signature and docstring of each name."""
     parts = [INTRODUCTION]
     for title, names_by_module in SECTIONS.items():
         parts.append(f"## {title}\n")
@@ -63,7 +63,7 @@ def _entry(module: str, name: str) -> str:
 
 
 def _signature(described: Any, name: str) -> str:
-    """Names, types and defaults of the arguments as the source has them; a data class's are its fields."""
+    """Return names, types and defaults of the arguments as in the source; a data class has its fields."""
     kind = ast.ClassDef if inspect.isclass(described) else ast.FunctionDef
     tree = ast.parse(Path(inspect.getsourcefile(described) or "").read_text(encoding="utf-8"))
     last = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The recipe's keys, from the schema: the text under each field is its manual."""
+"""Page of the recipe keys, from the schema: the text under each field is its manual."""
 
 from cputrain.recipe.keys import all_keys, reference
 from site_pages.text import code, plain, table
@@ -12,7 +12,7 @@ explains batch, learning rate and optimizer.
 
 
 def recipe_keys() -> str:
-    """A table for each section of a recipe: key, values, default, meaning."""
+    """Return a table for each section of a recipe: key, values, default, meaning."""
     parts = [INTRODUCTION]
     for section in reference():
         rows = [[code(key.key), *map(plain, (key.values, key.default, key.description))] for key in section.keys]
@@ -23,5 +23,5 @@ def recipe_keys() -> str:
 
 
 def keys() -> set[str]:
-    """Every key of a recipe with its dots."""
+    """Return every dotted recipe key."""
     return {*all_keys(), *(key.key for section in reference() for key in section.keys)}

@@ -1,4 +1,4 @@
-"""The included recipes and machines, from configs/."""
+"""Pages of the shipped recipes and the catalog of machines, from configs/."""
 
 import yaml
 
@@ -7,8 +7,8 @@ from site_pages.text import code, table
 
 RECIPES = """# Shipped recipes
 
-`cputrain train NAME` takes any of these by name. The comment at the top of each names its source, what was published or
-is expected, and the derivation of its numbers for the hosts that it is meant for; a test computes the derivation again.
+`cputrain train NAME` takes any of these by name. The comment at the top of each has its source, the published or
+expected result, and the derivation of its numbers for its hosts; a test repeats the derivation.
 """
 MACHINES = """# Catalog of machines
 
@@ -19,7 +19,7 @@ packages and how their memory is configured: `1s`, `2s`, ... packages; `snc2`, `
 
 
 def recipes() -> str:
-    """Every recipe's file."""
+    """Return the file of every recipe."""
     files = sorted((ROOT / "configs/recipes").glob("*.yaml"))
     parts = [
         f"## {path.stem}\n\n```{{literalinclude}} ../../configs/recipes/{path.name}\n:language: yaml\n```\n"
@@ -29,7 +29,7 @@ def recipes() -> str:
 
 
 def machines() -> str:
-    """A row for each processor: model, forms, source."""
+    """Return a row for each processor: model, forms, source."""
     rows = []
     for path in sorted((ROOT / "configs/machines").glob("*.yaml")):
         entry = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Markdown: tables and running text."""
+"""Markdown tables and text."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,17 +9,17 @@ MARKUP = re.compile(r"[*<\[\]]|(?<!\w)_|_(?!\w)")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, each cell on one line."""
+    """Return a Markdown table with each cell on one line."""
     lines = [[" ".join(text.split()) for text in row] for row in (head, *rows)]
     return markdown_table(lines).removesuffix("\n")
 
 
 def code(text: str) -> str:
-    """The text as inline code."""
+    """Return the text as inline code."""
     return f"`{text}`"
 
 
 def plain(text: str) -> str:
-    """Text that was not written as Markdown, so that it reads the same on a page; code in backticks stays code."""
+    """Escape text that was not written as Markdown, except code in backticks."""
     parts = text.split("`")
     return "`".join(part if i % 2 else MARKUP.sub(r"\\\g<0>", part) for i, part in enumerate(parts))
