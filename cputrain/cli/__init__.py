@@ -61,7 +61,7 @@ SECTIONS = {
     "Help": {
         "doctor": "check this host and suggest a fix for each problem",
         "env": "print what a bug report needs: versions, libraries, variables",
-        "recipes": "list, search and show the included recipes",
+        "recipes": "list, search and show the shipped recipes",
         "keys": "print the manual of the recipe keys",
         "completion": "print the shell completion script for bash, zsh or fish",
     },

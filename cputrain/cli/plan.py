@@ -104,7 +104,7 @@ def plan_command(
 ) -> int | None:
     """Show the cores, threads and memory of each worker, with reasons, on this machine or any other.
 
-    RECIPE (a file or an included recipe's name) adds batch, steps, learning rate and command line. If hosts differ,
+    RECIPE (a file or a shipped recipe's name) adds batch, steps, learning rate and command line. If hosts differ,
     each group gets its own plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:

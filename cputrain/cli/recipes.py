@@ -30,7 +30,7 @@ HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
 @format_option
 @click.pass_context
 def recipes_command(context: click.Context, output_format: str) -> None:
-    """List, search or show the included recipes. Without a command, list them; a NAME alone is shown, any other TEXT is
+    """List, search or show the shipped recipes. Without a command, list them; a NAME alone is shown, any other TEXT is
     searched for."""
     if context.invoked_subcommand is None:
         _show(shipped_recipes(), output_format)
@@ -54,7 +54,7 @@ def search(text: str, output_format: str) -> None:
         if text.lower() in f"{each.name}\n{Path(each.file).read_text(encoding='utf-8')}".lower()
     ]
     if not found:
-        raise InputError(f"no included recipe contains {text!r}: {command_or_list(text)}")
+        raise InputError(f"no shipped recipe contains {text!r}: {command_or_list(text)}")
     _show(found, output_format)
 
 

@@ -81,7 +81,7 @@ def train_command(
     quiet: bool,
     prepared: bool,
 ) -> int:
-    """Train RECIPE: a file, an included recipe's name or, with --resume, a run folder. KEY=VALUE sets a recipe key.
+    """Train RECIPE: a file, a shipped recipe's name or, with --resume, a run folder. KEY=VALUE sets a recipe key.
 
     Started directly, train plans this machine and starts its workers; started by mpirun, srun or torchrun, it acts as
     one rank. With --restarts N it continues from the last checkpoint after a failure.
@@ -247,7 +247,7 @@ def find_lr_command(
 ) -> int:
     """Suggest schedule.peak_rate for RECIPE with a learning-rate range test (learning rate finder).
 
-    RECIPE is a file, an included recipe's name or a run folder. The learning rate grows by a constant factor per step
+    RECIPE is a file, a shipped recipe's name or a run folder. The learning rate grows by a constant factor per step
     until the loss diverges; the suggestion is where the smoothed loss falls fastest. It is valid for the recipe's
     global batch and optimizer, with a warm-up. Nothing is saved, and the recipe's output folder is not touched.
     """

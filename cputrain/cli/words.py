@@ -208,7 +208,7 @@ Items = list[CompletionItem[str]]
 
 
 def complete_recipe(context: click.Context, param: click.Parameter, begun: str) -> Items:
-    """Complete included recipes, else files."""
+    """Complete shipped recipes, else files."""
     from cputrain.recipe.loading import recipe_names  # pydantic, only needed here
 
     return _named(recipe_names(), begun)

@@ -46,7 +46,7 @@ def test_recipes_are_found_by_any_text_of_their_file(capsys: Captured) -> None:
     found = json.loads(printed(capsys, "recipes", "search", "SURFsara", "--format", "json"))
     names = [each["name"] for each in found["recipes"]]
     assert "resnet50-8k" in names and "mnist-sgd" not in names
-    assert "no included recipe contains 'frobnicate'" in refusal(capsys, "recipes", "search", "frobnicate")
+    assert "no shipped recipe contains 'frobnicate'" in refusal(capsys, "recipes", "search", "frobnicate")
 
 
 def test_a_recipe_is_shown_as_its_file_has_it(capsys: Captured) -> None:
@@ -91,7 +91,7 @@ def test_a_name_alone_is_shown_and_another_text_searched(capsys: Captured) -> No
         assert printed(capsys, *words) == printed(capsys, words[0], "show", words[1])
     for words in (("recipes", "mnist"), ("machines", "cascade")):
         assert printed(capsys, *words) == printed(capsys, words[0], "search", words[1])
-    assert "no included recipe contains 'zzz'" in refusal(capsys, "recipes", "zzz")
+    assert "no shipped recipe contains 'zzz'" in refusal(capsys, "recipes", "zzz")
 
 
 @pytest.mark.parametrize("text", ["research", "shown", "list of"])

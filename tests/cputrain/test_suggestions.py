@@ -47,7 +47,7 @@ from tests.support.images import write_images
         ("plan --json", "did you mean --format json?"),
         ("recipes --csv", "No such option --csv. See cputrain recipes --help"),
         ("train imagefolder --data photos", "did you mean data.path=VALUE?"),
-        ("train", "Missing argument 'RECIPE': cputrain recipes lists the included recipes. See cputrain train --help"),
+        ("train", "Missing argument 'RECIPE': cputrain recipes lists the shipped recipes. See cputrain train --help"),
         ("launch", "give a program, as in cputrain launch x.py. See cputrain launch --help"),
         ("watch", "Missing argument 'RUN': give the folder of a run. See cputrain watch --help"),
         ("job slurm", "Missing option '--time': give a time limit, as in --time 2:00:00."),
