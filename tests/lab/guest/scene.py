@@ -42,6 +42,8 @@ def set_scene(topology: Topology) -> Scene:
     for pu in topology.offline:
         set_online(pu, online=False)
     scene = Scene(topology=topology, machine=this_machine(), plan=plan_here())
+    # the boot may leave no 2 MiB of free memory in one piece, which transparent huge pages need
+    Path("/proc/sys/vm/compact_memory").write_text("1")
     for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
         (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
     return scene
