@@ -19,6 +19,7 @@ import yaml
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.planner import seconds_at
 from cputrain.affinity.terminal import align_columns, markdown_table
 from cputrain.affinity.topology import named_machine
 from cputrain.simulate import (
@@ -32,7 +33,6 @@ from cputrain.simulate import (
     published_runs,
     rows_of,
     run_recipe,
-    seconds_at,
     speed_at,
 )
 

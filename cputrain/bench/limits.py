@@ -30,6 +30,7 @@ from cputrain.affinity.kernel.binding import set_memory_policy
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
+from cputrain.affinity.planner.step_time import fit_alpha_beta
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import plural
 from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of, spread_of
@@ -47,18 +48,11 @@ from cputrain.data.pixels import (
 )
 from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
-from cputrain.measurements import (
-    BUCKET_ALL_REDUCE,
-    BUCKET_BYTES,
-    TITLES,
-    fit_alpha_beta,
-    rate_record,
-    transport_records,
-)
+from cputrain.measurements import BUCKET_ALL_REDUCE, BUCKET_BYTES, TITLES, rate_record, transport_records
 from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.simulate.step import optimizer_passes
+from cputrain.simulate.setup import optimizer_passes
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes

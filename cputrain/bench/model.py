@@ -21,7 +21,7 @@ from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.runs.folder import make_folder
-from cputrain.simulate.step import LayerSeconds, Measurement, setup_of, training_record
+from cputrain.simulate.setup import LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Parts of a step, in order; "other" is the time between them."""

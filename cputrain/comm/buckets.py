@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from cputrain.measurements import MEASURED_BYTES, fit_alpha_beta
+from cputrain.affinity.planner.step_time import MEASURED_BYTES, fit_alpha_beta
 
 ROUNDS = 5
 

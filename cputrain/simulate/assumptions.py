@@ -7,24 +7,10 @@ from typing import Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.planner.request import ALL_REDUCE, Measured
+from cputrain.affinity.planner.step_time import Constants, Link
 from cputrain.mpi.fabric import FABRICS
 
 US = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A host's network link: bytes/s that messages reach, latency of one message. `taper` is the factor by which the
-    bandwidth to hosts on other leaf switches is lower, `leaf_hosts` the number of hosts on one leaf switch."""
-
-    name: str
-    nominal_gbit: float
-    bytes_per_s: float
-    latency_s: float
-    latency_range_s: tuple[float, float]
-    taper: float
-    leaf_hosts: int
-    source: str
 
 
 @cache
@@ -59,29 +45,6 @@ def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None 
         leaf_hosts=kind["leaf_hosts"],
         source=kind["source"],
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
-    """Constants that a prediction assumes besides machine, network and fabric: configs/published/assumptions.yaml."""
-
-    host_variation: float
-    step_variation: float
-    memory_share: float
-    serial_fraction: float
-    core_move_bytes_per_s: float
-    phi_core_slowness: float
-    gloo_move_bytes_per_s: float
-    gloo_bf16_slowness: float
-    ccl_bf16_slowness: float
-    tcp_move_bytes_per_s: float
-    host_latency_s: float
-    layer_overhead_s: float
-    core_reorder_bytes_per_s: float
-    decoding_share: float
-    snapshot_bytes_per_s: float
-    checkpoint_bytes_per_s: float
-    evaluation_start_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

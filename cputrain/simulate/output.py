@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
+from cputrain.affinity.planner.step_time import Setup, Step
 from cputrain.affinity.wording import MIB, plural
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
@@ -25,7 +26,7 @@ from cputrain.simulate.predict import (
     rows_of,
     scenario_setup,
 )
-from cputrain.simulate.step import NOT_MEASURED, Setup, Step, find, unreadable
+from cputrain.simulate.setup import NOT_MEASURED, find, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,19 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_MEASURED, Request, plan_machine
 from cputrain.affinity.planner.request import MEMORY, PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
+from cputrain.affinity.planner.step_time import (
+    ALGORITHMS,
+    BYTES,
+    Constants,
+    Layer,
+    Link,
+    Setup,
+    Speed,
+    Step,
+    seconds_at,
+    step_of,
+    work_of,
+)
 from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import first_named, join_or
@@ -31,8 +44,6 @@ from cputrain.simulate.assumptions import (
     CONSTANTS,
     FLOP_PER_BYTE,
     Assumption,
-    Constants,
-    Link,
     PublishedRun,
     constants_of,
     link_of,
@@ -41,23 +52,7 @@ from cputrain.simulate.assumptions import (
     reference_run,
     runs_on,
 )
-from cputrain.simulate.step import (
-    ALGORITHMS,
-    BYTES,
-    Layer,
-    MeasuredTraining,
-    Measurement,
-    Setup,
-    Speed,
-    Step,
-    layers_of,
-    reuse_slowness,
-    seconds_at,
-    set_slowness,
-    setup_of,
-    step_of,
-    work_of,
-)
+from cputrain.simulate.setup import MeasuredTraining, Measurement, layers_of, reuse_slowness, set_slowness, setup_of
 
 SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
 PRECISE, TRIES = 1e-6, 100

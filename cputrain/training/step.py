@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.step_time import bucket_bytes
 from cputrain.affinity.wording import MIB
 from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
-from cputrain.measurements import bucket_bytes
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import layer_ratios, set_lr_and_decay

@@ -22,6 +22,7 @@ from benchmarks.simulate_published import (
     table,
 )
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner import Setup, Speed, Step, messages_of, step_of, work_of
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
 from cputrain.recipe import load_recipe
@@ -29,18 +30,12 @@ from cputrain.simulate import (
     ASSUMPTIONS,
     CONSTANTS,
     PublishedRun,
-    Setup,
-    Speed,
-    Step,
     checkpoints_saved,
     core_flops_of,
     link_of,
-    messages_of,
     published_reference,
     published_runs,
     speed_at,
-    step_of,
-    work_of,
 )
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")

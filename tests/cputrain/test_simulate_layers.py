@@ -8,19 +8,18 @@ from torch import distributed as dist
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.measurements import bucket_bytes
-from cputrain.models import build_model, read_network, workload_of
-from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
-from cputrain.simulate import (
+from cputrain.affinity.planner import (
     BYTES,
-    CONSTANTS,
     DEFAULT_BUCKETS,
     Setup,
     assigned_buckets,
+    bucket_bytes,
     bucket_limits,
-    layers_of,
     weight_tensors,
 )
+from cputrain.models import build_model, read_network, workload_of
+from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
+from cputrain.simulate import CONSTANTS, layers_of
 from tools.network_table import all_names, differences, main
 
 

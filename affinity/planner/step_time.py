@@ -10,34 +10,50 @@ MPICH) and, for the ring, from Patarasuk and Yuan 2009.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.records import TRAINING, Record, Records
-from cputrain.affinity.planner.request import is_phi
-from cputrain.affinity.planner.rules import core_rates
-from cputrain.affinity.topology.catalog import processor_facts
-from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import MIB, join_or
-from cputrain.measurements import MEASURED_BYTES, bucket_bytes, fit_alpha_beta, new_record
-from cputrain.models.sizes import COPIES, LayerSize, layer_sizes, workload_of
-from cputrain.mpi.fabric import FABRICS
-from cputrain.recipe.derivation import largest_local_batch, passes_per_step
-from cputrain.recipe.schema import OWN_NETWORKS, Recipe
-from cputrain.simulate.assumptions import Constants, Link
+from cputrain.affinity.wording import MIB
 
 BYTES = 4  # float32
-# Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
-# to normalize; its backward pass reads input and gradient twice. Elementwise functions run in place; a sum adds two
-# tensors. Convolutions and products read their input and write their output, and do so twice in the backward pass.
-PASSES = {"norm": (3, 5), "act": (2, 3), "add": (3, 3), "copy": (2, 2), "pool": (1, 2)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A host's network link: bytes/s that messages reach, latency of one message. `taper` is the factor by which the
+    bandwidth to hosts on other leaf switches is lower, `leaf_hosts` the number of hosts on one leaf switch."""
+
+    name: str
+    nominal_gbit: float
+    bytes_per_s: float
+    latency_s: float
+    latency_range_s: tuple[float, float]
+    taper: float
+    leaf_hosts: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Constants that a prediction assumes besides machine, network and fabric: configs/published/assumptions.yaml."""
+
+    host_variation: float
+    step_variation: float
+    memory_share: float
+    serial_fraction: float
+    core_move_bytes_per_s: float
+    phi_core_slowness: float
+    gloo_move_bytes_per_s: float
+    gloo_bf16_slowness: float
+    ccl_bf16_slowness: float
+    tcp_move_bytes_per_s: float
+    host_latency_s: float
+    layer_overhead_s: float
+    core_reorder_bytes_per_s: float
+    decoding_share: float
+    snapshot_bytes_per_s: float
+    checkpoint_bytes_per_s: float
+    evaluation_start_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,125 +78,7 @@ class Layer:
         return BYTES * sum(self.weights)
 
 
-def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
-    """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
-    sizes = layer_sizes(recipe, classes)
-    if sizes is None:
-        known = join_or(OWN_NETWORKS)
-        raise InputError(
-            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
-            "another classifier of torchvision"
-        )
-    return tuple(_layer(size, first=number == 0) for number, size in enumerate(sizes))
-
-
-def _layer(size: LayerSize, *, first: bool) -> Layer:
-    """Return a traced layer with the bytes that it moves; the first layer computes no gradient of its input."""
-    if size.flop[0]:
-        forward = backward = float(BYTES * (size.inputs + size.outputs))
-        moved = forward, backward if first else 2 * backward
-    else:
-        tensor = BYTES * (size.inputs if size.kind == "pool" else size.outputs)
-        forward, backward = (float(tensor * sum(PASSES[kind][way] for kind in size.kind.split("+"))) for way in (0, 1))
-        moved = forward, backward
-    forward_flop, backward_flop = size.flop
-    return Layer(
-        name=size.name,
-        weights=size.weights,
-        flop=(float(forward_flop), float(backward_flop)),
-        moved_bytes=moved,
-        reordered=size.kind == "conv",
-    )
-
-
-Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSeconds:
-    """Seconds of one layer of a worker in one step, forward and backward; `weights` is the number of its weights.
-
-    Includes the layers without weights that follow it in the forward pass.
-    """
-
-    weights: int
-    forward: Seconds
-    backward: Seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Training rate of one host (images/s: median, slowest and fastest step) and the plan that it was measured with.
-
-    `layers` are the layers with weights, in the order of the forward pass; empty if they were not timed.
-    """
-
-    network: str
-    crop: int
-    precision: str
-    optimizer: str
-    local_batch: int
-    workers: int
-    threads: int
-    comm_cores: int
-    loader_cores: int
-    backend: str
-    images_per_s: Annotated[float, Meta(gt=0)]
-    low: float
-    high: float
-    layers: tuple[LayerSeconds, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTraining:
-    """A training rate and its source."""
-
-    rate: Measurement
-    source: str
-
-
-def training_record(machine: Machine, measured: Measurement, *, command: str) -> Record:
-    """Create the record of a training rate."""
-    name = f"{measured.network} at {measured.crop}, {measured.precision}"
-    return new_record(machine, TRAINING, name, asdict(measured), command=command)
-
-
-def find(records: Records, recipe: Recipe) -> MeasuredTraining | None:
-    """Return the best rate to predict a recipe from: same precision, preferably the same network and image size."""
-    found = [(_rate_of(record), record) for record in records.of(TRAINING)]
-    fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == recipe.precision]
-    if not fitting:
-        return None
-    model, crop = recipe.model.name, recipe.data.crop
-    rate, record = max(fitting, key=lambda each: (each[0].network == model, each[0].crop == crop, each[1].date))
-    what = f"{rate.network} at {rate.crop}"
-    return MeasuredTraining(rate=rate, source=f"{what}, measured on {record.date} with {', '.join(record.versions)}")
-
-
-def unreadable(records: Records) -> list[str]:
-    """Return a line for each training rate that is ignored because its fields differ from this version's."""
-    others = [record for record in records.of(TRAINING) if _rate_of(record) is None]
-    return [
-        f"the measurement of `{record.command}` on {record.date} is ignored (its fields have changed); run it again"
-        for record in others
-    ]
-
-
-def _rate_of(record: Record) -> Measurement | None:
-    """Parse the rate in a record; None if its fields differ from this version's."""
-    if record.values.keys() != {field.name for field in fields(Measurement)}:
-        return None
-    try:
-        return msgspec.convert(record.values, Measurement)
-    except msgspec.ValidationError:
-        return None
-
-
 DEFAULT_BUCKETS = 0.0  # DDP's defaults: 1 MiB for the first bucket, then 25 MiB
-USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
-# Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
-# LARS and LAMB read weights and gradients once more, for their norms.
-PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,51 +133,6 @@ class Speed:
 
     core_flops: float
     host_bytes_per_s: float
-
-
-def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
-    """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
-    hosts, workers = plan.request.nodes, len(plan.workers)
-    rates = core_rates(plan.machine, workload_of(recipe), plan.measured)
-    clock_range = processor_facts(plan.machine.model).clock_range
-    return Setup(
-        layers=layers_of(recipe),
-        hosts=hosts,
-        workers=workers,
-        # the worker with the fewest threads, as every step waits for it
-        threads=min(worker.intra_op for worker in plan.workers),
-        comm_cores=min(len(_cores(plan, worker.comm_pus)) for worker in plan.workers),
-        loader_cores=min(len(_cores(plan, worker.loader_pus)) for worker in plan.workers),
-        local_batch=largest_local_batch(recipe.batch, hosts * workers),
-        accumulation=passes_per_step(recipe.batch, hosts * workers),
-        precision=recipe.precision,
-        compression=recipe.comm.compression,
-        optimizer_passes=optimizer_passes(recipe.optim.name),
-        bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
-        backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
-        algorithm=algorithm or usual_algorithm(link if hosts > 1 else None, recipe.comm.backend),
-        link=link if hosts > 1 else None,
-        phi=is_phi(plan.machine),
-        clock_range=USUAL_CLOCK_RANGE if clock_range is None else clock_range,
-        decoded_per_core_s=None if recipe.data.generated else rates.decoded_per_s,
-    )
-
-
-def optimizer_passes(name: str) -> int:
-    """Return the number of passes over the weights in an optimizer step."""
-    return PLAIN_PASSES + PASSES_PER_COPY * COPIES[name] + (NORM_READS if name in ("lars", "lamb") else 0)
-
-
-def usual_algorithm(link: Link | None, backend: str) -> str:
-    """Return the algorithm that the fabric's settings choose for oneCCL; gloo only has a ring."""
-    if link is None or backend == "gloo":
-        return "ring"
-    return next((value for name, value, _ in FABRICS[link.name].settings if name == "CCL_ALLREDUCE"), "ring")
-
-
-def _cores(plan: Plan, pus: tuple[int, ...]) -> set[int]:
-    """Return the cores of these PUs, each as its first PU."""
-    return {core.pus[0] for core in plan.machine.cores if not set(core.pus).isdisjoint(pus)}
 
 
 HALF = 0.5  # size of bfloat16 relative to float32
@@ -348,34 +201,34 @@ def weight_tensors(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
     return [(i, BYTES * size) for i in reversed(range(len(layers))) for size in reversed(layers[i].weights)]
 
 
-NOT_MEASURED = (1.0, 1.0)
+MEASURED_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 100 << 20
 
 
-def set_slowness(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerSeconds]) -> tuple[Layer, ...]:
-    """Set each layer's slowness so that layers have their measured shares of the total time of the model, `work`.
+def fit_alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit t = alpha + beta x bytes to (bytes, seconds): seconds per message and seconds per byte.
 
-    Steps are slower while layers are timed, so only the ratios of the measured times count. Layers without weights get
-    the slowness of the layer before them. Returns the layers unchanged if the measured network is a different one.
+    Minimizes the squared relative errors, so that small messages count as much as large ones. Both results are
+    positive.
     """
-    weighted = [i for i, layer in enumerate(layers) if layer.weights]
-    if [sum(layers[i].weights) for i in weighted] != [each.weights for each in measured]:
-        return layers
-    predicted_s = sum(work.forward_s) + sum(work.backward_s)
-    scale = predicted_s / sum(each.forward + each.backward for each in measured)
-    found = list(layers)
-    for (start, end), each in zip(pairwise([*weighted, len(layers)]), measured, strict=True):
-        slowness = (
-            scale * each.forward / sum(work.forward_s[start:end]),
-            scale * each.backward / sum(work.backward_s[start:end]),
-        )
-        found[start:end] = [replace(layer, slowness=slowness) for layer in layers[start:end]]
-    return tuple(found)
+    weights = [1 / (seconds * seconds) for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    beta = max(covariance / variance, 1e-15)
+    return max(mean_y - beta * mean_x, 1e-9), beta
 
 
-def reuse_slowness(layers: tuple[Layer, ...], measured: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Return the measured layers if they are the same layers, otherwise the layers unchanged."""
-    plain = tuple(replace(layer, slowness=NOT_MEASURED) for layer in measured)
-    return measured if plain == layers else layers
+def bucket_bytes(gradient_bytes: int, alpha_s: float, beta_s: float) -> int:
+    """Return the bucket size with the least communication outside the backward pass, 1 MiB to 100 MiB.
+
+    With buckets of b bytes, the latency of G / b messages and the transfer of the last bucket do not overlap with
+    computation: alpha G / b + beta b, which is smallest at b = sqrt(alpha G / beta).
+    """
+    best = math.sqrt(alpha_s * gradient_bytes / beta_s)
+    return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
 
 
 ALGORITHMS = ("ring", "rabenseifner", "recursive-doubling", "two-level")
