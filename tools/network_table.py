@@ -20,16 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cputrain.affinity.errors import InputError
-from cputrain.models import (
-    CLASSES,
-    LayerSize,
-    build_model,
-    gflop_of,
-    import_torchvision,
-    layers_at,
-    network_file,
-    read_network,
-)
+from cputrain.affinity.planner import CLASSES, LayerSize, layers_at
+from cputrain.models import build_model, gflop_of, import_torchvision, network_file, read_network
 from cputrain.models.networks import OWN_NETWORKS as BY_SIDE
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, TORCHVISION, ModelSection
 

@@ -1,3 +1,9 @@
+from .assumptions import ASSUMPTIONS as ASSUMPTIONS
+from .assumptions import CONSTANTS as CONSTANTS
+from .assumptions import LINKED as LINKED
+from .assumptions import PublishedRun as PublishedRun
+from .assumptions import published_runs as published_runs
+from .assumptions import runs_on as runs_on
 from .domains import OTHER_TYPE as OTHER_TYPE
 from .domains import SMALL_HOST_CORES as SMALL_HOST_CORES
 from .domains import Domain as Domain
@@ -82,10 +88,12 @@ from .rules import core_rates as core_rates
 from .rules import inter_op_threads as inter_op_threads
 from .rules import most_per_pass as most_per_pass
 from .step_time import ALGORITHMS as ALGORITHMS
+from .step_time import CLASSES as CLASSES
 from .step_time import DEFAULT_BUCKETS as DEFAULT_BUCKETS
 from .step_time import MAX_BUCKET_BYTES as MAX_BUCKET_BYTES
 from .step_time import MIN_BUCKET_BYTES as MIN_BUCKET_BYTES
 from .step_time import Layer as Layer
+from .step_time import LayerSize as LayerSize
 from .step_time import Link as Link
 from .step_time import Path as Path
 from .step_time import Setup as Setup
@@ -98,6 +106,7 @@ from .step_time import cost as cost
 from .step_time import exchanges as exchanges
 from .step_time import expected_maximum as expected_maximum
 from .step_time import fit_alpha_beta as fit_alpha_beta
+from .step_time import layers_at as layers_at
 from .step_time import messages_of as messages_of
 from .step_time import seconds_at as seconds_at
 from .step_time import slowest as slowest

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from cputrain.affinity.wording import MIB
 
@@ -76,6 +77,79 @@ class Layer:
     def weight_bytes(self) -> int:
         """Bytes of its weights in float32, which is also the size of their gradients."""
         return BYTES * sum(self.weights)
+
+
+# Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
+# to normalize; its backward pass reads input and gradient twice. Elementwise functions run in place; a sum adds two
+# tensors. Convolutions and products read their input and write their output, and do so twice in the backward pass.
+PASSES = {"norm": (3, 5), "act": (2, 3), "add": (3, 3), "copy": (2, 2), "pool": (1, 2)}
+CLASSES = 1000  # ImageNet's, of all traced networks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSize:
+    """An operation of a network with the sizes of its weights, and input, output and FLOP per image.
+
+    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool, copy, or norm+act if fused.
+    `weights`: number of values of each tensor, in the order of registration. `inputs`, `outputs`: number of values.
+    `flop`: FLOP of the forward pass and of the backward pass.
+    """
+
+    name: str
+    kind: str
+    weights: tuple[int, ...]
+    inputs: int
+    outputs: int
+    flop: tuple[int, int]
+
+
+def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:
+    """Return the layers of a traced network in forward order; the first layer computes no input gradient."""
+    layers: list[LayerSize] = []
+    for name, kind, weights, *quantities in network["layers"]:
+        inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
+        sizes = [quantity_at(each, network["maps"], side) for each in weights]
+        if quantities[1] == CLASSES or (isinstance(quantities[1], list) and quantities[1][0] == CLASSES):
+            outputs, flop, *sizes = (each * classes // CLASSES for each in (outputs, flop, *sizes))
+        layers.append(
+            LayerSize(
+                name=name,
+                kind=kind,
+                weights=tuple(sizes),
+                inputs=inputs,
+                outputs=outputs,
+                flop=(flop, 2 * flop if layers else flop),
+            )
+        )
+    return tuple(layers)
+
+
+def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
+    """Evaluate a quantity for images of side x side: a constant, or [factor, index of a map], which is factor times the
+    positions of a feature map with side floor((side + offset) / stride)."""
+    if not isinstance(quantity, list):
+        return int(quantity)
+    offset, stride = maps[quantity[1]]
+    return int(quantity[0] * max(1, (side + offset) // stride) ** 2)
+
+
+def layer_of(size: LayerSize, *, first: bool) -> Layer:
+    """Return a traced layer with the bytes that it moves; the first layer computes no gradient of its input."""
+    if size.flop[0]:
+        forward = backward = float(BYTES * (size.inputs + size.outputs))
+        moved = forward, backward if first else 2 * backward
+    else:
+        tensor = BYTES * (size.inputs if size.kind == "pool" else size.outputs)
+        forward, backward = (float(tensor * sum(PASSES[kind][way] for kind in size.kind.split("+"))) for way in (0, 1))
+        moved = forward, backward
+    forward_flop, backward_flop = size.flop
+    return Layer(
+        name=size.name,
+        weights=size.weights,
+        flop=(float(forward_flop), float(backward_flop)),
+        moved_bytes=moved,
+        reordered=size.kind == "conv",
+    )
 
 
 DEFAULT_BUCKETS = 0.0  # DDP's defaults: 1 MiB for the first bucket, then 25 MiB

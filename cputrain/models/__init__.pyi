@@ -19,12 +19,9 @@ from .networks import GhostBatchNorm2d as GhostBatchNorm2d
 from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms
 from .networks import build_model as build_model
-from .sizes import CLASSES as CLASSES
 from .sizes import COPIES as COPIES
-from .sizes import LayerSize as LayerSize
 from .sizes import gflop_of as gflop_of
 from .sizes import layer_sizes as layer_sizes
-from .sizes import layers_at as layers_at
 from .sizes import network_file as network_file
 from .sizes import read_network as read_network
 from .sizes import state_copies as state_copies

@@ -1,33 +1,17 @@
 """Sizes of networks, without torch, from the files that tools/network_table.py traces: configs/networks/NAME.json."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
+from cputrain.affinity.planner.step_time import CLASSES, LayerSize, layers_at
 from cputrain.recipe.schema import LINE, NETWORKS, TORCHVISION, OptimSection, Recipe
 
-SIDE, CLASSES = 224, 1000  # image side and classes (ImageNet's) of all traced networks
+SIDE = 224  # image side of all traced networks
 BF16_KEPT = 0.55  # memory of activations with bf16 relative to float32; 0.51 to 0.59, depending on the network
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """An operation of a network with the sizes of its weights, and input, output and FLOP per image.
-
-    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool, copy, or norm+act if fused.
-    `weights`: number of values of each tensor, in the order of registration. `inputs`, `outputs`: number of values.
-    `flop`: FLOP of the forward pass and of the backward pass.
-    """
-
-    name: str
-    kind: str
-    weights: tuple[int, ...]
-    inputs: int
-    outputs: int
-    flop: tuple[int, int]
 
 
 # Tensors of the weights' size in an optimizer's state, with default options.
@@ -56,36 +40,6 @@ def read_network(name: str) -> dict[str, Any] | None:
     """Read a network's sizes; None if it was not traced."""
     file = network_file(name)
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:
-    """Return the layers of a traced network in forward order; the first layer computes no input gradient."""
-    layers: list[LayerSize] = []
-    for name, kind, weights, *quantities in network["layers"]:
-        inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
-        sizes = [quantity_at(each, network["maps"], side) for each in weights]
-        if quantities[1] == CLASSES or (isinstance(quantities[1], list) and quantities[1][0] == CLASSES):
-            outputs, flop, *sizes = (each * classes // CLASSES for each in (outputs, flop, *sizes))
-        layers.append(
-            LayerSize(
-                name=name,
-                kind=kind,
-                weights=tuple(sizes),
-                inputs=inputs,
-                outputs=outputs,
-                flop=(flop, 2 * flop if layers else flop),
-            )
-        )
-    return tuple(layers)
-
-
-def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
-    """Evaluate a quantity for images of side x side: a constant, or [factor, index of a map], which is factor times the
-    positions of a feature map with side floor((side + offset) / stride)."""
-    if not isinstance(quantity, list):
-        return int(quantity)
-    offset, stride = maps[quantity[1]]
-    return int(quantity[0] * max(1, (side + offset) // stride) ** 2)
 
 
 def gflop_of(layers: tuple[LayerSize, ...]) -> float:

@@ -1,10 +1,3 @@
-from .assumptions import ASSUMPTIONS as ASSUMPTIONS
-from .assumptions import CONSTANTS as CONSTANTS
-from .assumptions import LINKED as LINKED
-from .assumptions import PublishedRun as PublishedRun
-from .assumptions import link_of as link_of
-from .assumptions import published_runs as published_runs
-from .assumptions import runs_on as runs_on
 from .output import assumptions_text as assumptions_text
 from .output import candidates_json as candidates_json
 from .output import candidates_text as candidates_text
@@ -33,6 +26,7 @@ from .setup import MeasuredTraining as MeasuredTraining
 from .setup import Measurement as Measurement
 from .setup import find as find
 from .setup import layers_of as layers_of
+from .setup import link_of as link_of
 from .setup import optimizer_passes as optimizer_passes
 from .setup import setup_of as setup_of
 from .setup import training_record as training_record

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.assumptions import LINKED, published_runs, reference_run
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
 from cputrain.affinity.planner.step_time import Setup, Step
@@ -15,7 +16,6 @@ from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
-from cputrain.simulate.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.simulate.predict import (
     Candidate,
     Row,
@@ -26,7 +26,7 @@ from cputrain.simulate.predict import (
     rows_of,
     scenario_setup,
 )
-from cputrain.simulate.setup import NOT_MEASURED, find, unreadable
+from cputrain.simulate.setup import NOT_MEASURED, find, link_of, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

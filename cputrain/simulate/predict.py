@@ -7,6 +7,17 @@ from itertools import pairwise
 from math import ceil
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.assumptions import (
+    CONSTANTS,
+    FLOP_PER_BYTE,
+    Assumption,
+    PublishedRun,
+    constants_of,
+    machines_with_rates,
+    measured_assumptions,
+    reference_run,
+    runs_on,
+)
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_MEASURED, Request, plan_machine
 from cputrain.affinity.planner.request import MEMORY, PROFILES, Measured, is_phi
@@ -40,19 +51,15 @@ from cputrain.recipe.schema import (
     PlanSection,
     Recipe,
 )
-from cputrain.simulate.assumptions import (
-    CONSTANTS,
-    FLOP_PER_BYTE,
-    Assumption,
-    PublishedRun,
-    constants_of,
+from cputrain.simulate.setup import (
+    MeasuredTraining,
+    Measurement,
+    layers_of,
     link_of,
-    machines_with_rates,
-    measured_assumptions,
-    reference_run,
-    runs_on,
+    reuse_slowness,
+    set_slowness,
+    setup_of,
 )
-from cputrain.simulate.setup import MeasuredTraining, Measurement, layers_of, reuse_slowness, set_slowness, setup_of
 
 SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
 PRECISE, TRIES = 1e-6, 100

@@ -9,24 +9,20 @@ import msgspec
 from msgspec import Meta
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.assumptions import link_at
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
 from cputrain.affinity.planner.request import is_phi
 from cputrain.affinity.planner.rules import core_rates
-from cputrain.affinity.planner.step_time import BYTES, Layer, Link, Setup, Work
+from cputrain.affinity.planner.step_time import Layer, Link, Setup, Work, layer_of
 from cputrain.affinity.topology.catalog import processor_facts
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.models.sizes import COPIES, LayerSize, layer_sizes, workload_of
+from cputrain.models.sizes import COPIES, layer_sizes, workload_of
 from cputrain.mpi.fabric import FABRICS
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import OWN_NETWORKS, Recipe
-
-# Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
-# to normalize; its backward pass reads input and gradient twice. Elementwise functions run in place; a sum adds two
-# tensors. Convolutions and products read their input and write their output, and do so twice in the backward pass.
-PASSES = {"norm": (3, 5), "act": (2, 3), "add": (3, 3), "copy": (2, 2), "pool": (1, 2)}
 
 
 def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
@@ -38,26 +34,7 @@ def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
             f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
             "another classifier of torchvision"
         )
-    return tuple(_layer(size, first=number == 0) for number, size in enumerate(sizes))
-
-
-def _layer(size: LayerSize, *, first: bool) -> Layer:
-    """Return a traced layer with the bytes that it moves; the first layer computes no gradient of its input."""
-    if size.flop[0]:
-        forward = backward = float(BYTES * (size.inputs + size.outputs))
-        moved = forward, backward if first else 2 * backward
-    else:
-        tensor = BYTES * (size.inputs if size.kind == "pool" else size.outputs)
-        forward, backward = (float(tensor * sum(PASSES[kind][way] for kind in size.kind.split("+"))) for way in (0, 1))
-        moved = forward, backward
-    forward_flop, backward_flop = size.flop
-    return Layer(
-        name=size.name,
-        weights=size.weights,
-        flop=(float(forward_flop), float(backward_flop)),
-        moved_bytes=moved,
-        reordered=size.kind == "conv",
-    )
+    return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
 
 
 Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
@@ -187,6 +164,14 @@ def usual_algorithm(link: Link | None, backend: str) -> str:
     if link is None or backend == "gloo":
         return "ring"
     return next((value for name, value, _ in FABRICS[link.name].settings if name == "CCL_ALLREDUCE"), "ring")
+
+
+def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
+    """Return the link of a fabric; `gbit` (Gbit/s) and `latency_us` (microseconds) replace its usual values.
+
+    Raises InputError if the fabric does not connect hosts.
+    """
+    return link_at(fabric, gbit or (FABRICS[fabric].link_gbit if fabric in FABRICS else 0.0), latency_us)
 
 
 def _cores(plan: Plan, pus: tuple[int, ...]) -> set[int]:

@@ -22,21 +22,22 @@ from benchmarks.simulate_published import (
     table,
 )
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Setup, Speed, Step, messages_of, step_of, work_of
-from cputrain.cli import main
-from cputrain.cli.studies import numbers_of_hosts
-from cputrain.recipe import load_recipe
-from cputrain.simulate import (
+from cputrain.affinity.planner import (
     ASSUMPTIONS,
     CONSTANTS,
     PublishedRun,
-    checkpoints_saved,
-    core_flops_of,
-    link_of,
-    published_reference,
+    Setup,
+    Speed,
+    Step,
+    messages_of,
     published_runs,
-    speed_at,
+    step_of,
+    work_of,
 )
+from cputrain.cli import main
+from cputrain.cli.studies import numbers_of_hosts
+from cputrain.recipe import load_recipe
+from cputrain.simulate import checkpoints_saved, core_flops_of, link_of, published_reference, speed_at
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 

@@ -10,6 +10,7 @@ from torch import nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import (
     BYTES,
+    CONSTANTS,
     DEFAULT_BUCKETS,
     Setup,
     assigned_buckets,
@@ -19,7 +20,7 @@ from cputrain.affinity.planner import (
 )
 from cputrain.models import build_model, read_network, workload_of
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
-from cputrain.simulate import CONSTANTS, layers_of
+from cputrain.simulate import layers_of
 from tools.network_table import all_names, differences, main
 
 

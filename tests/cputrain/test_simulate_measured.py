@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Layer, machine_name, read_records
+from cputrain.affinity.planner import CONSTANTS, Layer, machine_name, read_records
 from cputrain.affinity.topology import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
 from cputrain.recipe import load_recipe
 from cputrain.simulate import (
-    CONSTANTS,
     LayerSeconds,
     MeasuredTraining,
     Measurement,

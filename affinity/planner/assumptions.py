@@ -8,7 +8,6 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.planner.request import ALL_REDUCE, Measured
 from cputrain.affinity.planner.step_time import Constants, Link
-from cputrain.mpi.fabric import FABRICS
 
 US = 1e-6
 
@@ -24,14 +23,14 @@ LINKED = tuple(_LINKS)
 """Names of the fabrics that connect hosts."""
 
 
-def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
-    """Return the link of a fabric; `gbit` (Gbit/s) and `latency_us` (microseconds) replace its usual values.
+def link_at(fabric: str, nominal: float, latency_us: float | None = None) -> Link:
+    """Return the link of a fabric with a nominal speed in Gbit/s; `latency_us` (microseconds) replaces its usual one.
 
     Raises InputError if the fabric does not connect hosts.
     """
     if fabric not in _LINKS:
         raise InputError(f"--fabric {fabric} does not connect hosts; choose one of {', '.join(LINKED)}")
-    kind, nominal = _LINKS[fabric], gbit or FABRICS[fabric].link_gbit
+    kind = _LINKS[fabric]
     low, usual, high = kind["latency_us"]
     if latency_us is not None:
         low = usual = high = latency_us
