@@ -1,5 +1,7 @@
 """Run one of our modules isolated from the user's sources: python -I start.py MODULE ARGUMENT...
 
+python -I start.py --json PIECE...: the pieces make up a JSON list of the module and its arguments.
+
 Our processes import from the standard library and from folders with installed packages only, never from the working
 directory or a source folder on PYTHONPATH, whose random.py or mpi/ would shadow ours. The environment is unchanged, so
 that a program that they exec or start finds its modules as usual.
@@ -10,6 +12,8 @@ import site
 import sys
 
 HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+JSON = "--json"
+PIECE = 100_000  # characters of an argument; Linux takes 131,071 bytes
 INSTALLED = (".dist-info", ".egg-info", ".egg-link")
 
 
@@ -19,6 +23,16 @@ def isolated_command(module: str) -> tuple[str, ...]:
     Isolated mode (-I) exists longer than -P and PYTHONSAFEPATH, and applies before Python imports anything.
     """
     return (sys.executable, "-Iu", os.path.abspath(__file__), module)
+
+
+def packed_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an isolated command with its module and all arguments in a few tokens of JSON, for launchers that take a
+    limited number of tokens."""
+    import json
+
+    start = len(isolated_command("")) - 1
+    packed = json.dumps(command[start:])
+    return (*command[:start], JSON, *(packed[i : i + PIECE] for i in range(0, len(packed), PIECE)))
 
 
 def isolate() -> None:
@@ -56,4 +70,8 @@ if __name__ == "__main__":
     import runpy
 
     del sys.argv[0]
+    if sys.argv[0] == JSON:
+        import json
+
+        sys.argv[:] = json.loads("".join(sys.argv[1:]))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

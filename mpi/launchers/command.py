@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.start import packed_command
 from cputrain.affinity.wording import join_or
 from cputrain.mpi.hosts.hostfile import Host, format_hosts
 from cputrain.mpi.launchers.programs import (
@@ -131,7 +132,7 @@ def launch_command(
     job: Job, installed: InstalledLauncher, command: tuple[str, ...], folder: Path | None
 ) -> LaunchCommand:
     """Return the command that starts `command` as every rank of the job. Its files belong in the folder; with None
-    there are no files.
+    there are no files. A command that is too long for the launcher must be an isolated one (affinity/start.py).
 
     Raises InputError if the launcher cannot start this job.
     """
@@ -150,6 +151,8 @@ def launch_command(
         exported = tuple(token for name, value in variables for token in option(name, value))
         variables = ()
     inherited = (token for name, _ in job.secrets for token in launcher.inherited(name))
+    if launcher.most_tokens is not None and len(command) > launcher.most_tokens:
+        command = packed_command(command)
     return LaunchCommand(
         argv=(
             *(installed.program, *launcher.rank_counts(job, installed), *hosts, *binding),

@@ -228,6 +228,8 @@ class Launcher:
     """Tokens that pass a variable of the launcher's environment on to every rank; none if it passes on all of them."""
     last_options: Tokens = ()
     """Tokens before the ranks' command."""
+    most_tokens: int | None = None
+    """Length up to which it surely starts the ranks' command; None: it has no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +266,8 @@ def by_genv(name: str, value: str) -> Tokens:
     return ("-genv", name, value)
 
 
+# Hydra's tables have 1,000 entries: with more, Intel MPI's mpirun ends by SIGSEGV or SIGPIPE, or fails an assertion.
+HYDRA_TOKENS = 500
 MASKS_IN_HEX = (2021,)  # from this version on, masks need the 0x prefix; older versions refuse it
 
 
@@ -310,6 +314,7 @@ INTEL_MPI = Launcher(
     has_pmi=True,
     mpi_operator_name="Intel",
     rank_variable=by_genv,
+    most_tokens=HYDRA_TOKENS,
 )
 
 
@@ -392,6 +397,7 @@ MPICH = Launcher(
     has_pmi=True,
     mpi_operator_name="MPICH",
     rank_variable=by_genv,
+    most_tokens=HYDRA_TOKENS,
 )
 
 

@@ -141,6 +141,15 @@ def test_no_verify_reaches_the_rank() -> None:
     assert "--keep-env" in bound_command(job(1, keep_env=True))
 
 
+def test_a_command_too_long_for_hydra_has_few_tokens() -> None:
+    long = job(2, command=("prog", *map(str, range(2000))))
+    for name, launcher in LAUNCHERS.items():
+        argv = launch_command(long, newest_version(name), bound_command(long), None).argv
+        assert (len(argv) < 50) == (launcher.most_tokens is not None), name
+    short = job(2, command=("prog", *map(str, range(400))))
+    assert "--json" not in launch_command(short, newest_version("mpich"), bound_command(short), None).argv
+
+
 @settings(max_examples=40)
 @given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=3, max_size=3))
 @pytest.mark.parametrize("name", LAUNCHERS)

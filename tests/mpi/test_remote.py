@@ -1,5 +1,6 @@
 """Jobs through real launchers: on this host, and on four hosts that are network namespaces."""
 
+import hashlib
 import os
 import shutil
 import signal
@@ -68,6 +69,17 @@ def test_ranks_that_refuse_their_input_make_status_2(name: str, tmp_path: Path) 
     refused = launch(name, "--", sys.executable, "-c", code, cwd=tmp_path)
     assert refused.returncode == 2
     assert "cputrain: rank " in refused.stderr and "exited with status 2; log " in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "mpich"])
+def test_more_arguments_than_hydra_takes_arrive_as_given(name: str, tmp_path: Path) -> None:
+    """Hydra's tables have 1,000 entries; the last argument is not UTF-8 and longer than one piece of JSON."""
+    words = [*("a b", 'c"d', "$e", "--", ""), *map(str, range(1500)), "\udce9" * 60_000]
+    code = "import hashlib, os, sys; print(hashlib.sha256(b'/'.join(map(os.fsencode, sys.argv[1:]))).hexdigest())"
+    result = launch(name, "--", sys.executable, "-c", code, *words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    digest = hashlib.sha256(b"/".join(map(os.fsencode, words))).hexdigest()
+    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == [digest] * WORKERS
 
 
 def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path) -> None:
