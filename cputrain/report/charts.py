@@ -185,8 +185,8 @@ def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     """Return the charts of a training, without empty ones."""
     per_s = f"{unit_of(run.start)}/s"
 
-    def step(y: str) -> Line:
-        return Line(label="each step", table="steps", y=y, kind=FAINT, smooths=True)
+    def step(y: str, label: str = "each step") -> Line:
+        return Line(label=label, table="steps", y=y, kind=FAINT, smooths=True)
 
     def epoch(y: str, label: str) -> Line:
         return Line(label=label, table="epochs", y=y)
@@ -194,7 +194,7 @@ def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     def part(y: str, label: str) -> Line:
         return Line(label=label, table="parts", y=y, smooths=True)
 
-    loss = step("loss"), epoch("train_loss", "training"), epoch("val_loss", "validation")
+    loss = step("loss", "rank 0, each step"), epoch("train_loss", "training"), epoch("val_loss", "validation")
     accuracies = (("train_top1", "training top-1"), ("val_top1", "validation top-1"), ("val_top5", "validation top-5"))
     parts = part("compute_s", COMPUTE), part("comm_wait_s", COMM), part("data_wait_s", DATA)
     charts: tuple[tuple[str, str, str, tuple[Line, ...], bool], ...] = (

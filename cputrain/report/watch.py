@@ -255,7 +255,7 @@ def _head(name: str, state: WatchState, now: float, width: int) -> Text:
         epochs = f" of {total / per_epoch:g}" if total and per_epoch else ""
         facts = [f"epoch {epoch:.2f}{epochs}", f"step {step['step']:,}" + (f" of {total:,}" if total else "")]
         facts += [f"{step['images_per_s']:,.1f} {unit_of(state.start)}/s", f"lr {step['rate']:.4g}"]
-        facts += [f"loss {step['loss']:.4f}"] if step["loss"] is not None else []
+        facts += [f"rank 0's loss {step['loss']:.4f}"] if step["loss"] is not None else []
         facts += [f"best top-1 {max(value for _, value in state.scores):.2f} %"] if state.scores else []
         seconds = start.get("global_batch", 0) / step["images_per_s"] if step["images_per_s"] > 0 else 0
         if seconds:
@@ -292,7 +292,7 @@ def _curves(state: WatchState, width: int) -> list[RenderableType]:
     second: tuple[str, Curve] = (
         ("validation top-1, %", state.scores) if state.scores else (f"{unit_of(state.start)}/s", state.speeds)
     )
-    shown = [(title, points) for title, points in (("loss", state.losses), second) if len(points) > 1]
+    shown = [(title, points) for title, points in (("rank 0's loss", state.losses), second) if len(points) > 1]
     each = (width - 2) // 2 if width >= HALF and len(shown) > 1 else width
     panels = [
         Panel(

@@ -216,9 +216,9 @@ class EpochMetrics:
 class StepResult:
     """Result of a step on one rank: mean loss, seconds spent waiting for images and for gradients, sums over images.
 
-    `finite` is the same on all ranks. If it is False, nothing was updated, `metrics` counts no images, and `non_finite`
-    describes where NaN or Inf arose on this rank ("" if not in its outputs). `layer_ratios` has the layers' norms, if
-    requested.
+    `loss` is of this rank's images only. `finite` is the same on all ranks. If it is False, nothing was updated,
+    `metrics` counts no images, and `non_finite` describes where NaN or Inf arose on this rank ("" if not in its
+    outputs). `layer_ratios` has the layers' norms, if requested.
     """
 
     loss: float

@@ -99,7 +99,7 @@ def test_hovering_tells_the_values_at_a_step(page: Page) -> None:
     point(page, "#chart-loss .u-over")
     tip = page.locator("#chart-loss .tip")
     assert tip.is_visible() and "step 144 · epoch 3.6" in tip.inner_text()
-    assert all(label in tip.inner_text() for label in ("each step", "training", "validation"))
+    assert all(label in tip.inner_text() for label in ("rank 0, each step", "training", "validation"))
     point(page, "#heat-ranks canvas", 0.95)
     assert "rank 2 · step" in page.locator("#heat-ranks .tip").inner_text() and not tip.is_visible()
 

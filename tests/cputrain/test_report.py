@@ -69,7 +69,9 @@ def test_the_page_loads_nothing_and_runs_its_own_program_only(run: Path) -> None
 def test_every_curve_is_also_described_in_words(run: Path) -> None:
     html = write_report(run).read_text()
     labels = dict(re.findall(r'aria-label="([^:"]+): ([^"]*)"', html))
-    assert re.search(r"each step: 240 values, first [\d.]+, last [\d.]+, lowest [\d.]+ at step \d+", labels["Loss"])
+    assert re.search(
+        r"rank 0, each step: 240 values, first [\d.]+, last [\d.]+, lowest [\d.]+ at step \d+", labels["Loss"]
+    )
     assert "rank 2 computes longest" in labels["Seconds of a step, by rank"]
     assert labels["rank 0"].startswith("compute ")
 

@@ -105,7 +105,8 @@ def test_a_curve_goes_through_its_lowest_and_highest_point() -> None:
 def test_where_there_is_no_terminal_it_prints_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", end=False, usage=False)
     assert main(["watch", str(tmp_path / "run")]) == 0
-    assert "step 240 of 240" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 240 of 240" in printed and "rank 0's loss " in printed
     (tmp_path / "new").mkdir()
     (tmp_path / "new/recipe.yaml").write_text("name: x\n")
     assert main(["watch", str(tmp_path / "new")]) == 0
