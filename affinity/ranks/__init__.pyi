@@ -9,6 +9,8 @@ from .host_names import is_this_host as is_this_host
 from .host_names import network_name as network_name
 from .host_names import repeated_host as repeated_host
 from .host_names import share_first_label as share_first_label
+from .rank import APINFO_HEADER as APINFO_HEADER
+from .rank import APINFO_RANK as APINFO_RANK
 from .rank import COUNT as COUNT
 from .rank import ENV as ENV
 from .rank import HYDRA as HYDRA
@@ -29,6 +31,7 @@ from .rank import Rank as Rank
 from .rank import address_to as address_to
 from .rank import interface_to as interface_to
 from .rank import local_rank_of as local_rank_of
+from .rank import pals_application as pals_application
 from .rank import pods_of as pods_of
 from .rank import port_of as port_of
 from .rank import rank_from_env as rank_from_env

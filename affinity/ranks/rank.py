@@ -123,8 +123,9 @@ HYDRA = LauncherVariables(
     start_id=("I_MPI_HYDRA_UUID",),
 )
 PALS = LauncherVariables(
-    convention="pals",
-    rank_names=("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    convention="pals",  # names from HPE's pals.h (2018-2023), which has none for the world size
+    rank_names=("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    names_suffice=False,
     prefixes=("PALS_",),
     start_id=("PALS_APID",),
 )
@@ -139,9 +140,9 @@ SLURM = LauncherVariables(
 )
 PBS = LauncherVariables(convention="pbs", names_suffice=False, prefixes=("PBS_",), job_variable="PBS_JOBID")
 
-# Most specific first: srun's variables are also set if another launcher runs inside a Slurm job, and PMI's by several
-# launchers.
-LAUNCHER_VARIABLES = (ENV, OPEN_MPI, MVAPICH, HYDRA, PALS, SLURM, PBS)
+# Most specific first: srun's variables are also set if another launcher runs inside a Slurm job, PMI's by several
+# launchers, and PALS's by srun (Slurm's plugin mpi/cray_shasta).
+LAUNCHER_VARIABLES = (ENV, OPEN_MPI, MVAPICH, HYDRA, SLURM, PALS, PBS)
 # In this order, as Intel MPI's mpirun may run in a task that has a PMIx namespace from srun.
 START_IDS = tuple(each.start_id for each in (HYDRA, OPEN_MPI, SLURM, PALS))
 PREFIXES = tuple(prefix for each in LAUNCHER_VARIABLES for prefix in each.prefixes)
@@ -152,6 +153,7 @@ LOOPBACK = "127.0.0.1"
 MASTER_PORT = 29500  # torch.distributed's default
 MAX_RANKS = 1 << 24
 NUMBER = re.compile("[0-9]{1,9}")
+SLURM_HOST, PALS_HOST = "SLURM_NODEID", "PALS_NODEID"  # number of the rank's host
 STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 SET_TASKS = "set it to the tasks per host in Slurm's format, 4(x2) for two hosts with 4 each"
 TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
@@ -202,8 +204,10 @@ def rank_from_env(env: Mapping[str, str]) -> Rank | None:
     # numbered job step; a step of one task is most often an interactive shell.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
         return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
-    if "PMIX_RANK" in env:  # prterun's ranks get all other numbers from its server
-        incomplete.append("PMIX_RANK is set, but no world size")
+    if PALS.rank_names[0] in env:
+        return _pals_rank(env)
+    if "PMIX_RANK" in env:  # the only number in a rank's environment (PMIx Standard); its server has all others
+        incomplete.append("PMIX_RANK is set, but no world size, which PMIx gives to MPI programs only")
     if incomplete:
         raise InputError(
             f"{'; '.join(incomplete)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or unset "
@@ -218,7 +222,7 @@ def local_rank_of(env: Mapping[str, str]) -> int | None:
 
 
 def _srun_rank(env: Mapping[str, str]) -> Rank:
-    tasks, node = tasks_per_node(env, STEP_TASKS), _number(env, "SLURM_NODEID")
+    tasks, node = tasks_per_node(env, STEP_TASKS), _number(env, SLURM_HOST)
     if node >= len(tasks):
         raise InputError(
             f"SLURM_NODEID={node}, but {STEP_TASKS}={env[STEP_TASKS][:60]} has "
@@ -231,6 +235,76 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
             local_rank=_number(env, "SLURM_LOCALID"),
             local_world_size=tasks[node],
             convention=SLURM.convention,
+        )
+    )
+
+
+APINFO, APINFO_HEADER = "PALS_APINFO", struct.Struct("@iNNNiNNiNNiNNi")
+APINFO_RANK = struct.Struct("@iii")  # local rank, number of the command, number of the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PalsApplication:
+    """The ranks that PALS has started together: the host's number for each rank, and the names of the hosts."""
+
+    host_of: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+
+def pals_application(env: Mapping[str, str]) -> PalsApplication | None:
+    """Read the file PALS_APINFO, which PALS writes for Cray's PMI; None if there is none.
+
+    Its format is in Slurm's plugin mpi/cray_shasta (apinfo.c): a header with size, offset and count of each table, and
+    the tables. Raises InputError if the file has another format.
+    """
+    path = Path(env.get(APINFO, ""))
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    if len(data) >= APINFO_HEADER.size:
+        *_, rank_size, ranks_at, ranks, host_size, hosts_at, hosts = APINFO_HEADER.unpack_from(data)
+        if (
+            rank_size >= APINFO_RANK.size
+            and host_size > struct.calcsize("@i")
+            and ranks > 0
+            and hosts > 0
+            and max(ranks_at + ranks * rank_size, hosts_at + hosts * host_size) <= len(data)
+        ):
+            host_of = (APINFO_RANK.unpack_from(data, ranks_at + i * rank_size)[2] for i in range(ranks))
+            records = (data[at : at + host_size] for at in range(hosts_at, hosts_at + hosts * host_size, host_size))
+            names = (record[struct.calcsize("@i") :].partition(b"\0")[0] for record in records)
+            return PalsApplication(
+                host_of=tuple(host_of), hosts=tuple(name.decode("ascii", errors="replace") for name in names)
+            )
+    raise InputError(
+        f"{APINFO}={str(path)[:100]} is not a description of ranks by PALS: set RANK, WORLD_SIZE, LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE for each rank"
+    )
+
+
+def _pals_rank(env: Mapping[str, str]) -> Rank:
+    """Return a rank of PALS's mpiexec; sizes that are not in its environment are in the file PALS_APINFO."""
+    rank, world, local, local_world = PALS.rank_names
+    local_world = local_world if local_world in env else "PMI_LOCAL_SIZE"
+    missing = [name for name in (world, local_world) if name not in env]
+    application = pals_application(env) if missing else None
+    if missing and application is None:
+        raise InputError(
+            f"{rank} is set, but not {', '.join(missing)}, and {APINFO} is not a file: set RANK, WORLD_SIZE, "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or unset these variables if no launcher started it"
+        )
+    sizes = (
+        (_number(env, world), _number(env, local_world))
+        if application is None
+        else (len(application.host_of), application.host_of.count(_number(env, PALS_HOST)))
+    )
+    return _checked(
+        Rank(
+            rank=_number(env, rank),
+            world_size=sizes[0],
+            local_rank=_number(env, local),
+            local_world_size=sizes[1],
+            convention=PALS.convention,
         )
     )
 
@@ -329,7 +403,8 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     address, port = rendezvous_address(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     defaults = ONE_CCL_WORKER | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-    host = env["SLURM_NODEID"] if rank.convention == SLURM.convention else str(rank.rank // rank.local_world_size)
+    named = {SLURM.convention: SLURM_HOST, PALS.convention: PALS_HOST}.get(rank.convention, "")
+    host = env.get(named) or str(rank.rank // rank.local_world_size)
     node = {"SLURM_NODEID": host, "NODE_RANK": host, "GROUP_RANK": host}
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
@@ -343,14 +418,14 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
 def rendezvous_address(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
     """Return the rendezvous (address, port), the same for all ranks of the job, without communication.
 
-    Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of
+    Address: MASTER_ADDR, or loopback on one host, or the first of Slurm's or PALS's list. Port: MASTER_PORT, or one of
     20000-29999 derived from the launcher's job id, or 29500. Rank 0 checks values that are not from the environment.
     """
     given, port = env.get("MASTER_ADDR"), port_of(env)
     address = given or (LOOPBACK if rank.one_host else _first_host(env))
     number = _port_of_job(_job(env)) if port is None else port
     if rank.rank == 0 and not given:
-        _check_address(address, _list_of_slurm(env))
+        _check_address(address, _list_of_hosts(env))
     if rank.rank == 0 and port is None:
         _check_port(number)
     return address, number
@@ -364,15 +439,19 @@ def port_of(env: Mapping[str, str]) -> int | None:
     return None if port is None else int(port)
 
 
-def _list_of_slurm(env: Mapping[str, str]) -> str:
-    """Return the name of the variable that lists the ranks' hosts under Slurm."""
-    in_step = env.get("SLURM_STEP_ID", "").isdigit() and env.get("SLURM_STEP_NODELIST")
-    return "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
+def _list_of_hosts(env: Mapping[str, str]) -> str:
+    """Return the name of Slurm's or PALS's variable that lists the ranks' hosts."""
+    if env.get("SLURM_STEP_ID", "").isdigit() and env.get("SLURM_STEP_NODELIST"):
+        return "SLURM_STEP_NODELIST"
+    return APINFO if PALS.rank_names[0] in env and "SLURM_JOB_NODELIST" not in env else "SLURM_JOB_NODELIST"
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    variable = _list_of_slurm(env)
-    listed = env.get(variable, "")
+    variable = _list_of_hosts(env)
+    application = pals_application(env) if variable == APINFO else None
+    if application is not None:
+        return application.hosts[application.host_of[0]]
+    listed = "" if variable == APINFO else env.get(variable, "")
     match = FIRST_HOSTS.match(listed)
     if match is None and listed:
         raise InputError(

@@ -1,9 +1,14 @@
+import struct
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import (
+    APINFO_HEADER,
+    APINFO_RANK,
     LAUNCHER_VARIABLES,
     MAX_RANKS,
     START_IDS,
@@ -11,7 +16,9 @@ from cputrain.affinity.ranks import (
     local_rank_of,
     rank_from_env,
     rendezvous,
+    rendezvous_address,
     tasks_per_node,
+    with_rank,
 )
 
 ENVIRONMENTS = {
@@ -29,7 +36,7 @@ ENVIRONMENTS = {
         "MV2_COMM_WORLD_LOCAL_SIZE": "2",
     },
     "intelmpi": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-    "pals": {"PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
+    "pals": {"PALS_RANKID": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
     "srun": {
         "SLURM_PROCID": "3",
         "SLURM_STEP_NUM_TASKS": "4",
@@ -45,7 +52,7 @@ ENVIRONMENTS = {
 def test_every_launcher_is_understood(launcher: str) -> None:
     expected = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention=launcher)
     assert rank_from_env(ENVIRONMENTS[launcher]) == expected
-    if launcher != "srun":  # a launcher inside a Slurm job decides, not the batch script's variables
+    if launcher not in ("srun", "pals"):  # a launcher inside a Slurm job decides, not the batch script's variables
         assert rank_from_env({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
 
 
@@ -66,6 +73,51 @@ def test_srun_with_pmi2_is_srun() -> None:
     assert rank is not None and rank.convention == "srun"
 
 
+APPLICATION = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "0", "PALS_NODEID": "1", "PMI_RANK": "3"}
+
+
+def pals_file(folder: Path, host_of: tuple[int, ...], hosts: tuple[bytes, ...]) -> Path:
+    """Write the file that PALS and Slurm write for Cray's PMI, with one command and no tokens."""
+    ranks_at = APINFO_HEADER.size + 12
+    hosts_at = ranks_at + len(host_of) * APINFO_RANK.size
+    tables = (12, APINFO_HEADER.size, 1, APINFO_RANK.size, ranks_at, len(host_of), 68, hosts_at, len(hosts))
+    ranks = b"".join(APINFO_RANK.pack(host_of[:i].count(host), 0, host) for i, host in enumerate(host_of))
+    names = b"".join(struct.pack("i64s", i, name) for i, name in enumerate(hosts))
+    path = folder / "apinfo"
+    path.write_bytes(APINFO_HEADER.pack(1, hosts_at + len(names), 52, 112, 0, *tables) + bytes(12) + ranks + names)
+    return path
+
+
+def test_sizes_that_pals_does_not_export_are_in_its_file(tmp_path: Path) -> None:
+    file = pals_file(tmp_path, (0, 0, 0, 1), (b"n1", b"n2"))
+    env = {**APPLICATION, "PALS_APINFO": str(file)}
+    rank = rank_from_env(env)
+    assert rank == Rank(rank=3, world_size=4, local_rank=0, local_world_size=1, convention="pals")
+    assert rendezvous_address(rank, env)[0] == "n1"
+    assert with_rank(rank, {**env, "MASTER_ADDR": "localhost"})["NODE_RANK"] == "1"
+    assert rank_from_env({**APPLICATION, "PMI_SIZE": "4", "PMI_LOCAL_SIZE": "1"}) == rank  # Slurm's cray_shasta
+    found = rank_from_env({**ENVIRONMENTS["srun"], **APPLICATION, "PMI_SIZE": "4", "PMI_LOCAL_SIZE": "1"})
+    assert found is not None and found.convention == "srun"
+
+
+def test_pals_without_sizes_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^PALS_RANKID is set, but not PMI_SIZE, .* PALS_APINFO is not .*: set RANK,"):
+        rank_from_env(APPLICATION)
+    file = pals_file(tmp_path, (0, 1), (b"n1", b"n2"))
+    for content in (b"", file.read_bytes()[:-1], b"\xff" * 200):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"^PALS_APINFO=.* is not a description of ranks by PALS: set RANK,"):
+            rank_from_env({**APPLICATION, "PALS_APINFO": str(file)})
+
+
+def test_pmix_alone_says_what_to_give() -> None:
+    given = r"^PMIX_RANK is set, but no world size, .*: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each"
+    with pytest.raises(InputError, match=given):
+        rank_from_env({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-n1-17@1"})
+    rank = rank_from_env({"PMIX_RANK": "3", "PMIX_NAMESPACE": "a", **ENVIRONMENTS["env"]})
+    assert rank is not None and rank.convention == "env"
+
+
 @pytest.mark.parametrize(
     "env",
     [
@@ -74,7 +126,6 @@ def test_srun_with_pmi2_is_srun() -> None:
         {**ENVIRONMENTS["env"], "RANK": "x"},
         {**ENVIRONMENTS["env"], "LOCAL_RANK": "2"},
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
-        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-n1-17@1"},
     ],
 )
 def test_contradictions_are_refused(env: dict[str, str]) -> None:
@@ -116,6 +167,8 @@ NAMES = [
     *SRUN,
     "SLURM_STEP_TASKS_PER_NODE",
     "PMIX_RANK",
+    "PMI_LOCAL_SIZE",
+    "PALS_NODEID",
 ]
 
 
