@@ -17,7 +17,7 @@ from typing import Any
 
 from cputrain.affinity import bind
 from cputrain.affinity.errors import InputError, RequestError, as_option
-from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, running_processes
+from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, read_host_plan, running_processes
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
 from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option
@@ -72,10 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     planner.add_argument("--format", choices=FORMATS, default="text")
     shower.add_argument(
-        "plans", nargs="*", type=Path, metavar="PLAN.json", help="one to show, two to compare; default: processes"
+        "plans",
+        nargs="*",
+        type=Path,
+        metavar="PLAN.json",
+        help="one to show, two to compare, one for the processes of --pid; default: processes",
     )
     shower.add_argument(
-        "--pid", type=int, action="append", help="process to compare with its plan; default: all bound by a plan"
+        "--pid",
+        type=int,
+        action="append",
+        help="process to compare with PLAN.json, or with its own plan; default: all bound by a plan",
     )
     shower.add_argument("--format", choices=FORMATS, default="text")
     return parser
@@ -121,8 +128,11 @@ def _show(options: dict[str, Any], env: Mapping[str, str]) -> int:
     paths: list[Path] = options["plans"]
     if len(paths) > 2:
         raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
-    if not paths:
-        processes = running_processes(tuple(options["pid"] or ()))
+    if options["pid"] and len(paths) > 1:
+        raise InputError("--pid with two plans: give one plan, or none for the plan that has bound the process")
+    if options["pid"] or not paths:
+        plan = read_host_plan(paths[0]) if paths else None
+        processes = running_processes(tuple(options["pid"] or ()), plan)
         print(comparison(processes))
         return int(any(process.differs for process in processes))
     plans = [read_plan(path) for path in paths]

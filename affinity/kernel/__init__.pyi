@@ -10,6 +10,7 @@ from .binding import layout_difference as layout_difference
 from .binding import memory_share as memory_share
 from .binding import misallocated as misallocated
 from .binding import misplaced as misplaced
+from .binding import policy_in as policy_in
 from .binding import refuse as refuse
 from .binding import running_on as running_on
 from .binding import set_memory_policy as set_memory_policy

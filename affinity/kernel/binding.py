@@ -97,6 +97,20 @@ def anonymous_bytes(numa_maps: str) -> dict[int, int]:
     return found
 
 
+STACK_POLICY = re.compile(
+    r"^[0-9a-f]+ ((?:weighted )?[a-z]+)( \(many\)|=[\w|]+)?(?::([\d,-]+))? (?=(?:[^\n]* )?stack(?: |$))", re.MULTILINE
+)
+KERNEL_NAMES = {"prefer": "preferred"}  # in numa_maps, where they differ from set_mempolicy's
+
+
+def policy_in(numa_maps: str) -> tuple[str | None, tuple[int, ...]]:
+    """Return a process's memory policy and its nodes by its stack, which no library places; None if not listed."""
+    found = STACK_POLICY.search(numa_maps)
+    if found is None:
+        return None, ()
+    return KERNEL_NAMES.get(found[1], found[1]) + (found[2] or ""), parse_list(found[3] or "")
+
+
 def bind_process(worker: WorkerPlan) -> str | None:
     """Bind this process, and all processes and threads that it starts, to the worker's PUs and memory nodes.
 
@@ -226,9 +240,14 @@ def verify(worker: WorkerPlan) -> None:
     A memory policy that the kernel does not let the process set is not a difference: `bind_process` has reported it.
     """
     observed = observe()
-    if observed.memory_policy == "default" and forbids_default_policy():
+    if observed.memory_policy == "default" and forbids_policies():
         observed = replace(observed, memory_policy=None)
     refuse(worker, differences(worker, observed))
+
+
+def forbids_policies() -> bool:
+    """Whether the kernel refuses this process a memory policy, as in containers without SYS_NICE."""
+    return get_memory_policy()[0] in (None, "default") and forbids_default_policy()
 
 
 def refuse(worker: WorkerPlan, problems: list[str]) -> None:

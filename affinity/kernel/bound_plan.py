@@ -17,7 +17,9 @@ from cputrain.affinity.kernel.binding import (
     Thread,
     anonymous_bytes,
     bind_process,
+    forbids_policies,
     launcher_differences,
+    policy_in,
     refuse,
     threads_of,
     verify,
@@ -33,7 +35,7 @@ from cputrain.affinity.planner.plan_file import (
     worker_of,
 )
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, Rank, with_rank
+from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, Rank, rank_from_env, with_rank
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import this_machine
@@ -171,9 +173,10 @@ def command_environment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A running process: its worker in a plan, its threads, its anonymous memory by NUMA node.
+    """A running process: its worker in a plan, its threads, its memory policy, its anonymous memory by NUMA node.
 
-    If the plan cannot be read, `worker` is None and `reason` is the cause.
+    If the plan cannot be read, `worker` is None and `reason` is the cause; with `foreign` the plan has been read, and
+    the process is none of its workers. `memory_policy` is None if the kernel does not list it.
     """
 
     pid: int
@@ -181,7 +184,10 @@ class Running:
     worker: WorkerPlan | None
     threads: tuple[Thread, ...]
     memory_bytes: dict[int, int]
+    memory_policy: str | None = None
+    policy_nodes: tuple[int, ...] = ()
     reason: str = "no plan found"
+    foreign: bool = False
 
     @property
     def misplaced_threads(self) -> tuple[Thread, ...]:
@@ -192,7 +198,22 @@ class Running:
     @property
     def differs(self) -> bool:
         """Whether threads or memory are not where planned."""
-        return bool(self.misplaced_threads or self.remote_bytes)
+        return bool(self.differences)
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """A line for each difference between plan and process."""
+        found = [self.reason] if self.foreign else []
+        for thread in self.misplaced_threads:
+            found.append(f"thread {thread.tid} ({printable(thread.name)}) may run on CPUs {format_list(thread.pus)}")
+        if self.worker and self.memory_policy is not None:
+            planned = _policy_text(self.worker.memory_policy, self.worker.memory_nodes)
+            actual = _policy_text(self.memory_policy, self.policy_nodes)
+            if actual != planned:
+                found.append(f"memory policy is {actual}")
+        if self.remote_bytes:
+            found.append(f"{self.remote_bytes / MIB:.0f} MiB are on other nodes")
+        return tuple(found)
 
     @property
     def remote_bytes(self) -> int:
@@ -200,6 +221,10 @@ class Running:
         if self.worker is None or self.worker.memory_policy not in ("bind", "interleave"):
             return 0
         return sum(size for node, size in self.memory_bytes.items() if node not in self.worker.memory_nodes)
+
+
+def _policy_text(policy: str, nodes: tuple[int, ...]) -> str:
+    return f"{policy} {format_list(nodes)}".rstrip()
 
 
 def planned_pids() -> tuple[int, ...]:
@@ -216,22 +241,52 @@ def planned_pids() -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def inspect_process(pid: int) -> Running:
-    """Read a running process's binding. Raises InputError if it does not exist or belongs to another user."""
+def inspect_process(pid: int, plan: Plan | None = None) -> Running:
+    """Read a running process's binding, and its worker in `plan`, or in the plan by which it was bound.
+
+    Raises InputError if it does not exist or belongs to another user.
+    """
     proc = Path(f"/proc/{pid}")
     try:
         variables = variables_of(pid)
         command = (proc / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-        threads, memory = threads_of(pid), _memory(proc)
+        threads, numa_maps = threads_of(pid), _numa_maps(proc)
     except OSError as error:
         raise InputError(
             f"cannot inspect process {pid} ({error.strerror}): name one of your running processes"
         ) from None
-    found = Running(pid=pid, command=command, worker=None, threads=threads, memory_bytes=memory)
+    policy, nodes = policy_in(numa_maps)
+    found = Running(
+        pid=pid,
+        command=command,
+        worker=None,
+        threads=threads,
+        memory_bytes=anonymous_bytes(numa_maps),
+        memory_policy=None if policy == "default" and forbids_policies() else policy,
+        policy_nodes=nodes,
+    )
     try:
-        return replace(found, worker=planned_worker_of(pid, variables))
+        worker = planned_worker_of(pid, variables) if plan is None else _worker_in(plan, variables, threads)
+        return replace(found, worker=worker)
     except InputError as error:  # a plan of another version, for example; other processes can still be compared
-        return replace(found, reason=f"{error}")
+        return replace(found, reason=f"{error}", foreign=plan is not None)
+
+
+def _worker_in(plan: Plan, variables: Mapping[str, str], threads: tuple[Thread, ...]) -> WorkerPlan:
+    """Return a process's worker in a plan, by its rank's variables or else by the CPUs of its threads.
+
+    Raises InputError if there is none.
+    """
+    if WORKER_VARIABLE in variables and variables[WORKER_VARIABLE].isdecimal():
+        return worker_of(plan, int(variables[WORKER_VARIABLE]))
+    rank = rank_from_env(variables)
+    if rank is not None:
+        return worker_of(plan, rank.local_rank)
+    used = {pu for thread in threads for pu in thread.pus}
+    owners = [worker for worker in plan.workers if used <= {*worker.pus}]
+    if len(owners) != 1:
+        raise InputError(f"no worker of the plan: no rank variable, and CPUs {format_list(used)} are no worker's")
+    return owners[0]
 
 
 def variables_of(pid: int) -> dict[str, str]:
@@ -252,18 +307,21 @@ def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | No
     return worker_of(read_host_plan(path), int(worker))
 
 
-def _memory(proc: Path) -> dict[int, int]:
-    """Map NUMA nodes to bytes of a process's anonymous memory; empty if the kernel does not list it."""
+def _numa_maps(proc: Path) -> str:
+    """Return a process's mappings with their NUMA nodes; "" if the kernel does not list them."""
     try:
-        return anonymous_bytes((proc / "numa_maps").read_text(encoding="utf-8", errors="replace"))
+        return (proc / "numa_maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return {}
+        return ""
 
 
-def running_processes(pids: tuple[int, ...]) -> tuple[Running, ...]:
-    """Read these processes, or for () all that a plan has bound. Raises InputError if there is none."""
+def running_processes(pids: tuple[int, ...], plan: Plan | None = None) -> tuple[Running, ...]:
+    """Read these processes, for () all that a plan has bound, each with its own plan or with `plan`.
+
+    Raises InputError if there is none.
+    """
     if pids:
-        return tuple(map(inspect_process, pids))
+        return tuple(inspect_process(pid, plan) for pid in pids)
     found = bound_processes()
     if not found:
         raise InputError(
@@ -282,24 +340,29 @@ def bound_processes() -> tuple[Running, ...]:
 
 
 def comparison(processes: Sequence[Running]) -> str:
-    """Write a block for each process: planned and actual binding, and a line for each difference."""
+    """Write a block for each process: planned and actual binding, a line for each difference.
+
+    If its threads may run on different CPUs, the ids of the threads by CPUs.
+    """
     blocks = []
     for process in processes:
-        used = format_list({pu for thread in process.threads for pu in thread.pus})
-        memory = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
+        by_cpus: dict[tuple[int, ...], list[int]] = {}
+        for thread in process.threads:
+            by_cpus.setdefault(thread.pus, []).append(thread.tid)
         lines = [f"pid {process.pid}: {printable(process.command)[:90]}"]
         if process.worker is None:
-            lines.append(f"  planned  {process.reason}")
+            lines.append(f"  planned  {'not at all' if process.foreign else process.reason}")
         else:
-            nodes = format_list(process.worker.memory_nodes)
-            planned = f"CPUs {format_list(process.worker.pus)}, memory {process.worker.memory_policy} {nodes}".rstrip()
-            lines.append(f"  planned  worker {process.worker.local_rank}: {planned}")
-        lines.append(f"  actual   CPUs {used} to {len(process.threads)} threads" + (f"; {memory}" if memory else ""))
-        for thread in process.misplaced_threads:
-            name, pus = printable(thread.name), format_list(thread.pus)
-            lines.append(f"  differs  thread {thread.tid} ({name}) may run on CPUs {pus}")
-        if process.remote_bytes:
-            lines.append(f"  differs  {process.remote_bytes / MIB:.0f} MiB are on other nodes")
+            worker = process.worker
+            memory = _policy_text(worker.memory_policy, worker.memory_nodes)
+            lines.append(f"  planned  worker {worker.local_rank}: CPUs {format_list(worker.pus)}, memory {memory}")
+        policy = process.memory_policy and f", memory {_policy_text(process.memory_policy, process.policy_nodes)}"
+        sizes = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
+        used = f"CPUs {format_list({pu for pus in by_cpus for pu in pus})} to {len(process.threads)} threads"
+        lines.append(f"  actual   {used}{policy or ''}" + (f"; {sizes}" if sizes else ""))
+        if len(by_cpus) > 1:
+            lines += [f"  threads  CPUs {format_list(pus)}: {format_list(ids)}" for pus, ids in by_cpus.items()]
+        lines += [f"  differs  {difference}" for difference in process.differences]
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
 

@@ -70,6 +70,7 @@ def _as_json(process: Running) -> dict[str, Any]:
         "misplaced_threads": [{"tid": each.tid, "cpus": list(each.pus)} for each in process.misplaced_threads],
         "remote_bytes": process.remote_bytes,
         "differs": process.differs,
+        "differences": list(process.differences),
     }
 
 

@@ -62,7 +62,7 @@ SHAPES: dict[str, Shape] = {
         (
             "processes",
             "list of pid, command, worker, planned_cpus, cpus, threads, memory_bytes by NUMA node, misplaced_threads, "
-            "remote_bytes, differs",
+            "remote_bytes, differs, differences (a sentence each)",
         ),
     ],
     "doctor ccl": [

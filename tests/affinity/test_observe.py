@@ -3,10 +3,12 @@
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,12 @@ from cputrain.affinity.kernel import (
     memory_share,
     misallocated,
     misplaced,
+    policy_in,
     running_processes,
     threads_of,
 )
 from cputrain.affinity.planner import Plan, Request, Runtime, find_runtime, plan_machine, plan_to_json, target_of
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.topology import format_list, this_machine
 from cputrain.affinity.wording import MIB, first_named
 from tests.support.commands import here
 from tests.support.machines import build_machine
@@ -174,6 +177,108 @@ def test_a_process_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="cannot inspect process"):
         inspect_process(gone.pid)
     assert here("doctor", "affinity", str(gone.pid)).returncode == 2
+
+
+def shown(*arguments: str, **options: Any) -> tuple[int, list[str]]:
+    """Run `show` on plan.json, and return its status and lines."""
+    argv = [sys.executable, "-m", "cputrain.affinity", "show", "plan.json", *arguments]
+    result = subprocess.run(argv, capture_output=True, text=True, **options)
+    return result.returncode, (result.stdout + result.stderr).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("variables", "worker"), [({"LOCAL_RANK": "1"}, None), ({"AFFINITY_WORKER": "1"}, 1), ({}, 0), (None, 1)]
+)
+def test_a_process_is_compared_with_any_plan(
+    tmp_path: Path, variables: dict[str, str] | None, worker: int | None
+) -> None:
+    """Its worker is named by variables (complete ones only), else by its mask; it runs on worker 0's CPUs."""
+    workers = planned(tmp_path, ppn=2).workers
+    if variables is None:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env = {**os.environ, **variables}
+    on = ["taskset", "-c", format_list(workers[0].pus)]
+    with subprocess.Popen([*on, "sleep", "60"], env=env) as process:
+        status, lines = shown("--pid", str(process.pid), cwd=tmp_path)
+        process.kill()
+    index = 0 if worker is None else worker
+    assert lines[1].startswith(f"  planned  worker {index}: CPUs {format_list(workers[index].pus)}, memory "), lines
+    found = [line for line in lines if line.startswith("  differs")]
+    assert status == bool(found) == (index == 1), lines
+    if index == 1:
+        assert re.fullmatch(rf"  differs  thread {process.pid} \(\S+\) may run on CPUs \d[\d,-]*", found[0]), lines
+
+
+def test_a_process_of_no_worker_differs(tmp_path: Path) -> None:
+    planned(tmp_path, ppn=2)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        status, lines = shown("--pid", str(process.pid), cwd=tmp_path)
+        process.kill()
+    assert (status, len(lines)) == (1, 4), lines
+    assert re.match(r"  differs  no worker of the plan: no rank variable, and CPUs \S+ are no worker's", lines[3])
+
+
+def test_processes_that_cannot_be_compared_are_named_in_one_line(tmp_path: Path) -> None:
+    planned(tmp_path, ppn=1)
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # keeps it as a zombie
+        status, lines = shown("--pid", str(ended.pid), cwd=tmp_path)
+    assert status == 2 and re.fullmatch(rf"affinity: cannot inspect process {ended.pid} \(.*\): name one of .*", *lines)
+    status, lines = shown("plan.json", "--pid", str(os.getpid()), cwd=tmp_path)
+    assert status == 2 and re.fullmatch("affinity: --pid with two plans: give one plan, .*", *lines)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
+def test_another_user_s_process_is_refused_in_one_line() -> None:
+    code = f"""
+import os, sys
+from cputrain.affinity.kernel.bound_plan import inspect_process
+os.setresuid(65534, 65534, 65534)
+try:
+    inspect_process({os.getpid()})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == (
+        f"InputError cannot inspect process {os.getpid()} (Permission denied): name one of your running processes\n"
+    ), result.stderr
+
+
+STACK = "7ffc93a5d000 {} stack anon=3 dirty=3 active=0 N0=3 kernelpagesize_kB=4"
+
+
+@pytest.mark.parametrize(
+    ("listed", "policy"),
+    [
+        ("default", ("default", ())),
+        ("bind:0-1,4", ("bind", (0, 1, 4))),
+        ("prefer:1", ("preferred", (1,))),
+        ("interleave:0-3", ("interleave", (0, 1, 2, 3))),
+        ("bind=static:2", ("bind=static", (2,))),
+        ("prefer (many):0,2", ("preferred (many)", (0, 2))),
+        ("weighted interleave:0-1", ("weighted interleave", (0, 1))),
+        ("local", ("local", ())),
+    ],
+)
+def test_the_policy_of_the_stack_is_the_process_s(listed: str, policy: tuple[str, tuple[int, ...]]) -> None:
+    other = "7f0 bind:7 file=/usr/lib/stack.so anon=1 N0=1 kernelpagesize_kB=4"
+    assert policy_in("\n".join((other, STACK.format(listed), LIBRARY))) == policy
+
+
+def test_the_kernel_s_policy_is_read_where_it_may_be_set(tmp_path: Path) -> None:
+    code = "from cputrain.affinity.kernel.binding import *; print(set_memory_policy('interleave', (0,)), flush=True)"
+    argv = [sys.executable, "-c", f"{code}; input()"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        refused = process.stdout.readline() != "None\n"
+        worker = planned(tmp_path, ppn=1).workers[0]
+        running = replace(inspect_process(process.pid), worker=worker)
+        process.communicate("\n")
+    if refused or running.memory_policy is None:
+        assert running.memory_policy in ("default", None)
+    else:
+        assert (running.memory_policy, running.policy_nodes) == ("interleave", (0,))
+        assert "memory policy is interleave 0" in running.differences
 
 
 def test_threads_of_this_process() -> None:
