@@ -35,7 +35,7 @@ from cputrain.affinity.planner.plan_file import (
     worker_of,
 )
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, Rank, rank_from_env, with_rank
+from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS, Rank, rank_from_env, with_rank
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import this_machine
@@ -144,10 +144,23 @@ def exec_bound(
     for warning in warnings if worker.local_rank == 0 else ():
         logger.warning(warning)
     sys.stdout.flush()
+    given = {*worker.env, *(SET_FOR_RANKS if rank else ())}
+    variables = {name: value for name, value in full.items() if name in given or value != env.get(name)}
+    command = through_sudo(command, variables)
     try:
         os.execvpe(command[0], command, full)
     except OSError as error:
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
+
+
+def through_sudo(command: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Give variables to sudo as arguments, NAME=value before its options, if it starts the program.
+
+    It removes all variables from the environment, with -E those of the loader (LD_PRELOAD).
+    """
+    if Path(command[0]).name != "sudo":
+        return command
+    return (command[0], *(f"{name}={value}" for name, value in variables.items()), *command[1:])
 
 
 def command_environment(

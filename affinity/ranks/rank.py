@@ -385,6 +385,13 @@ FIRST_PORT, PORTS = 20_000, 10_000
 # Variables that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. They alone do not make an MPI
 # library believe that its mpirun started the process.
 OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
+# All variables that `with_rank` sets.
+SET_FOR_RANKS = (
+    *ENV.rank_names,
+    *(name for names in OTHER_NAMES.values() for name in names),
+    *("SLURM_NODEID", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
+    "CCL_WORKER_COUNT",
+)
 # oneCCL's default, set because accelerate and transformers with Intel's bindings choose "ccl" only if it is set.
 ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
 # The part of Slurm's host list up to the first comma outside brackets.

@@ -14,8 +14,9 @@ from cputrain.affinity.kernel import bind_process, differences, running_on, set_
 from cputrain.affinity.kernel.binding import observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, need
 
+BIND = [sys.executable, "-m", "cputrain.affinity.bind"]
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
 
 
@@ -26,18 +27,7 @@ def this_plan(ppn: int | None = None) -> Plan:
 def bind(plan: dict, tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    argv = [
-        sys.executable,
-        "-m",
-        "cputrain.affinity.bind",
-        "--plan",
-        str(path),
-        *options,
-        "--",
-        sys.executable,
-        "-c",
-        PRINT,
-    ]
+    argv = [*BIND, "--plan", str(path), *options, "--", sys.executable, "-c", PRINT]
     return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
 
 
@@ -67,6 +57,50 @@ def test_a_user_s_preload_stays_behind_the_plan_s(tmp_path: Path) -> None:
     plan["workers"][0]["env"]["LD_PRELOAD"] = "libm.so.6"
     result = bind(plan, tmp_path, "--local-rank", "0", LD_PRELOAD="libdl.so.2")
     assert json.loads(result.stdout)[1]["LD_PRELOAD"] == "libm.so.6:libdl.so.2"
+
+
+WRAPPERS = {
+    "sudo": ["sudo", "-n"],
+    "sudo -E": ["sudo", "-n", "-E"],
+    "sudo -u": ["sudo", "-n", "-u", "root", "env"],
+    "env": ["env", "-u", "NOTHING"],
+    "nice": ["nice", "-n", "1"],
+    "numactl": ["numactl", "--localalloc", "--"],
+    "taskset": ["taskset", "-c", "{pus}"],
+    "strace": ["strace", "-f", "-o", "/dev/null"],
+    "time": ["/usr/bin/time", "-o", "/dev/null"],
+    "gdb": ["gdb", "-q", "-batch", "-ex", "set startup-with-shell off", "-ex", "run", "--args"],
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_programs_that_start_the_program_leave_it_bound_and_with_its_variables(tmp_path: Path, name: str) -> None:
+    """LD_PRELOAD, too, as of the allocator; sudo removes it from an environment even with -E."""
+    if name.startswith("sudo"):
+        need("sudo", "sudo")
+        if subprocess.run(["sudo", "-n", "true"], capture_output=True).returncode:
+            pytest.skip(reason="needs the right to run sudo without a password")
+    need(name, WRAPPERS[name][0])
+    plan = plan_to_dict(this_plan())
+    worker = this_plan().workers[-1]
+    plan["workers"][-1]["env"]["LD_PRELOAD"] = "libm.so.6"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "print.py").write_text(f"import sys\nsys.stdout = open({str(tmp_path / 'found')!r}, 'w')\n{PRINT}\n")
+    argv = [word.replace("{pus}", ",".join(map(str, worker.pus))) for word in WRAPPERS[name]]
+    ranks = {"RANK": str(worker.local_rank), "WORLD_SIZE": str(len(plan["workers"]))}
+    local = {"LOCAL_RANK": ranks["RANK"], "LOCAL_WORLD_SIZE": ranks["WORLD_SIZE"]}
+    result = subprocess.run(
+        [*BIND, "--plan", str(tmp_path / "plan.json"), "--", *argv, sys.executable, str(tmp_path / "print.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ranks, **local, "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"},
+    )
+    assert result.returncode == 0, result.stderr
+    pus, env = json.loads((tmp_path / "found").read_text())
+    expected = {**ranks, **local, "MASTER_PORT": "29511", "AFFINITY_WORKER": ranks["RANK"], "LD_PRELOAD": "libm.so.6"}
+    expected |= {"AFFINITY_PLAN": str(tmp_path / "plan.json"), "OMP_NUM_THREADS": dict(worker.env)["OMP_NUM_THREADS"]}
+    assert tuple(pus) == worker.pus
+    assert expected.items() <= env.items()
 
 
 def test_contradictions_are_reported_and_overridden_or_kept(tmp_path: Path) -> None:
