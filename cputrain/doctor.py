@@ -269,7 +269,7 @@ def _meminfo(root: Path) -> Mapping[str, int]:
 
 PACKAGES = (
     *("cputrain", "torch", "torchvision", "numpy", "pillow", "pydantic", "click", "rich", "psutil", "safetensors"),
-    *("oneccl-devel", "impi-rt", "turbojpeg", "intel-openmp", "mpi4py", "intel-extension-for-pytorch"),
+    *("timm", "oneccl-devel", "impi-rt", "turbojpeg", "intel-openmp", "mpi4py", "intel-extension-for-pytorch"),
 )
 
 

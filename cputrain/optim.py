@@ -467,12 +467,15 @@ ParamGroups = list[dict[str, Any]]
 def build_optimizer(model: nn.Module, optim: "OptimSection") -> Optimizer:
     """Build the optimizer of all parameters that require gradients, with lr=0: the rate is set before each step.
 
-    Biases and batch-norm parameters form a separate group.
+    Biases and batch-norm parameters form a separate group, with those that the network's no_weight_decay() names: in
+    timm's networks position embeddings and class tokens.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    layers = {"params": [p for p in trained if p.ndim > 1], "decays": True}
+    exempt: Callable[[], Iterable[str]] = getattr(model, "no_weight_decay", tuple)
+    apart = set(exempt())
+    trained = {p: p.ndim <= 1 or name in apart for name, p in model.named_parameters() if p.requires_grad}
+    layers = {"params": [p for p, is_apart in trained.items() if not is_apart], "decays": True}
     channels = {
-        "params": [p for p in trained if p.ndim <= 1],
+        "params": [p for p, is_apart in trained.items() if is_apart],
         "decays": optim.decay_bn_and_bias,
         "adapt": optim.adapt_bn_and_bias,
     }

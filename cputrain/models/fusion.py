@@ -9,18 +9,26 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
+from cputrain.models.vision import activate
 from cputrain.models.winograd import WinogradConv2d
 
-RESIDUAL_BLOCKS = {"BasicBlock": 2, "Bottleneck": 3}
-"""Number of convolutions in torchvision's residual blocks, by class."""
+RESNETS = ("torchvision.models.resnet", "timm.models.resnet")
+RESIDUAL_BLOCKS = {
+    f"{module}.{name}": size for module in RESNETS for name, size in (("BasicBlock", 2), ("Bottleneck", 3))
+}
+"""Number of convolutions in the residual blocks of torchvision and timm, by class."""
 
-FOLLOWED = {"ResNet": (("bn1", "relu"),), "_DenseLayer": (("norm1", "relu1"), ("norm2", "relu2"))}
-"""Pairs of batch-norm layer and following ReLU in torchvision's modules, by class."""
+FOLLOWED = {
+    "torchvision.models.resnet.ResNet": (("bn1", "relu"),),
+    "torchvision.models.densenet._DenseLayer": (("norm1", "relu1"), ("norm2", "relu2")),
+    "timm.models.resnet.ResNet": (("bn1", "act1"),),
+}
+"""Pairs of batch-norm layer and following ReLU in modules of torchvision and timm, by class."""
 
 
 def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
-    """Replace batch-norm layers by native ones, fused with the ReLU after them in nn.Sequential and torchvision's
-    ResNets and DenseNets.
+    """Replace batch-norm layers by native ones, fused with the ReLU after them in nn.Sequential, in the ResNets of
+    torchvision and timm, in torchvision's DenseNets, and where timm has both in one layer.
 
     Parameters, buffers and their names do not change. Layers without parameters or running statistics are skipped.
     """
@@ -28,35 +36,43 @@ def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
         fused = FUSED.get(cast(type[nn.BatchNorm2d], type(layer)))
         if fused and isinstance(layer, nn.BatchNorm2d) and layer.affine and layer.running_mean is not None:
             layer.__class__ = fused
-            cast(FusedBatchNorm2d, layer).kernels = kernels
+            norm = cast(FusedBatchNorm2d, layer)
+            norm.kernels = kernels
+            if activated(norm) and type(norm.act) is nn.ReLU and type(norm.drop) is nn.Identity:
+                norm._forward_hooks.clear()
+                norm.relu = True
     for module in list(network.modules()):
         if type(module).forward is nn.Sequential.forward:
             names = [name for name, _ in module.named_children()]
             _fuse_relus(module, tuple(pairwise(names)))
         else:
-            _fuse_relus(module, FOLLOWED.get(_torchvision_class(module), ()))
+            _fuse_relus(module, FOLLOWED.get(_class_of(module), ()))
         for name, child in list(module.named_children()):
-            norms = [layer for each, layer in child.named_children() if each.startswith("bn")]
-            all_fused = all(isinstance(norm, FusedBatchNorm2d) for norm in norms)
-            if _torchvision_class(child) in RESIDUAL_BLOCKS and all_fused:
+            if _class_of(child) in RESIDUAL_BLOCKS and _can_fuse(child):
                 setattr(module, name, FusedResidualBlock(child))
 
 
 class FusedResidualBlock(nn.Module):
-    """torchvision's BasicBlock or Bottleneck (He et al. 2016, arXiv:1512.03385), with the same children and names."""
+    """BasicBlock or Bottleneck of torchvision or timm (He et al. 2016, arXiv:1512.03385), with the same parameters and
+    names."""
 
     downsample: nn.Module | None
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.convolutions = RESIDUAL_BLOCKS[type(block).__name__]
+        self.convolutions = RESIDUAL_BLOCKS[_class_of(block)]
         for name, child in block.named_children():
-            if name != "relu":
+            if name in self.parts(self.convolutions):
                 self.add_module(name, child)
         if "downsample" not in self._modules:
             self.downsample = None
         for i in range(1, self.convolutions + 1):
             cast(FusedBatchNorm2d, self.get_submodule(f"bn{i}")).relu = True
+
+    @staticmethod
+    def parts(convolutions: int) -> tuple[str, ...]:
+        """Return the names of a block's children that have parameters."""
+        return (*(f"{kind}{i + 1}" for i in range(convolutions) for kind in ("conv", "bn")), "downsample")
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
@@ -71,9 +87,23 @@ class FusedResidualBlock(nn.Module):
         return cast(Tensor, getattr(self, f"bn{last}")(out, identity))
 
 
-def _torchvision_class(module: nn.Module) -> str:
-    """Return the class name of a torchvision module, "" for other modules."""
-    return type(module).__name__ if type(module).__module__.startswith("torchvision.models.") else ""
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__name__}"
+
+
+def _can_fuse(block: nn.Module) -> bool:
+    """Return whether all batch-norm layers of a residual block are native and it has no other layers than ReLU, such
+    as timm's attention or dropped blocks."""
+    parts = FusedResidualBlock.parts(RESIDUAL_BLOCKS[_class_of(block)])
+    norms = [layer for name, layer in block.named_children() if name in parts and name.startswith("bn")]
+    others = [layer for name, layer in block.named_children() if name not in parts]
+    native = all(isinstance(norm, FusedBatchNorm2d) and not norm._forward_hooks for norm in norms)
+    return native and all(type(layer) in (nn.ReLU, nn.Identity) for layer in others)
+
+
+def activated(layer: nn.Module) -> bool:
+    """Return whether the activation of a batch-norm layer is its child, as in timm's BatchNormAct2d."""
+    return activate in layer._forward_hooks.values()
 
 
 def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
@@ -140,7 +170,10 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
         if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
             kind = FoldedWinogradConv2d if isinstance(conv, WinogradConv2d) else FoldedConv2d
-            folded[str(node.target)] = kind(cast(Any, conv), norm, dtype)
+            layer: nn.Module = kind(cast(Any, conv), norm, dtype)
+            if activated(norm):
+                layer = nn.Sequential(layer, *(norm.get_submodule(name) for name in ("drop", "act")))
+            folded[str(node.target)] = layer
             node.args = (before.args[0], *node.args[1:])
             graph.erase_node(before)
     made = fx.GraphModule(network, graph)

@@ -1,8 +1,7 @@
-"""Networks of recipes: torchvision's and our own, batch-norm variants, frozen layers."""
+"""Networks of recipes: our own and other libraries', batch-norm variants, frozen layers."""
 
-from collections.abc import Callable
-from difflib import get_close_matches
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError
-from cputrain.models.vision import import_torchvision
-from cputrain.recipe.schema import RESNETS, TORCHVISION, ModelSection
+from cputrain.models.vision import build_of_library, import_torchvision
+from cputrain.recipe.schema import RESNETS, TIMM, DataSection, ModelSection
 
 DROPOUT = 0.5
 
@@ -228,7 +227,7 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
     """Build a recipe's network for `classes` outputs and images of side x side pixels.
 
     Input (N, 3, side, side) float32, output (N, classes) logits; with `features`, a linear layer from (N, features).
-    Raises InputError if torchvision does not have the network, it does not accept this image size, or it is not a
+    Raises InputError if the library does not have the network, it does not accept this image size, or it is not a
     classifier.
     """
     if section.classes is not None and section.classes < classes:
@@ -241,9 +240,11 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
     elif section.name in OWN_NETWORKS:
         model = OWN_NETWORKS[section.name](outputs, side)
     elif section.name == "alexnet-bn":
-        model = alexnet_bn(_torchvision("alexnet"), outputs)
+        model = alexnet_bn(import_torchvision("models").alexnet, outputs)
     else:
-        model = _torchvision(section.name.removeprefix(TORCHVISION))(num_classes=outputs)
+        library, _, network = section.name.rpartition(":")
+        with _size_accepted(section.name, side):
+            model = build_of_library(library or "torchvision", network, outputs, side)
     if section.name in RESNETS:
         _shape_blocks(model, section)
     for layer in batchnorms(model):
@@ -260,31 +261,41 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
     return model
 
 
-def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None:
-    """Run one image through the network, to detect an unsuitable size before the first training step."""
-    model.eval()
+@contextmanager
+def _size_accepted(name: str, side: int) -> Iterator[None]:
+    """Raise InputError in place of the errors of networks for images of an unsuitable size."""
     try:
-        with torch.inference_mode():
-            logits = model(torch.zeros(1, 3, side, side))
+        yield
+    except NotImplementedError:  # of torch's meta device, on which networks are traced
+        raise
     except (RuntimeError, AssertionError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise InputError(f"data.crop={side}: {name} does not accept images of {side} x {side} pixels ({why})") from None
-    finally:
-        model.train()
+
+
+def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None:
+    """Run one image through the network, to detect an unsuitable size before the first training step."""
+    model.eval()
+    with _size_accepted(name, side), torch.inference_mode():
+        logits = model(torch.zeros(1, 3, side, side))
+    model.train()
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
         raise InputError(f"model.name={name} does not return {outputs} logits per image: choose a classifier")
 
 
-def _torchvision(name: str) -> Callable[..., nn.Module]:
-    models = import_torchvision("models")
-    known = models.list_models(module=models)
-    if name not in known:
-        near = get_close_matches(name, known, n=3, cutoff=0.4)
-        advice = f" (did you mean {', '.join(near)}?)" if near else f": choose {', '.join(known[:5])} or others"
-        raise InputError(f"model.name={TORCHVISION}{name} is not a classifier of torchvision{advice}")
-    build: Callable[..., nn.Module] = models.get_model_builder(name)
-    # these two have auxiliary classifiers, which are not used here
-    return partial(build, aux_logits=False) if name in ("googlenet", "inception_v3") else build
+BRACKETS = str.maketrans("()", "[]", " ")
+
+
+def inputs_note(network: nn.Module, name: str, data: DataSection) -> str | None:
+    """Return a line with the settings of the images that timm trained a network with, None if `data` has the same."""
+    trained: Any = getattr(network, "pretrained_cfg", None)
+    if not name.startswith(TIMM) or not trained:
+        return None
+    theirs = {"crop": trained["input_size"][-1], "mean": tuple(trained["mean"]), "std": tuple(trained["std"])}
+    differing = [
+        f"data.{key}={str(value).translate(BRACKETS)}" for key, value in theirs.items() if getattr(data, key) != value
+    ]
+    return f"{name} was trained by timm with {' '.join(differing)}" if differing else None
 
 
 def _shape_blocks(model: nn.Module, section: ModelSection) -> None:

@@ -1,12 +1,18 @@
-"""Import of torchvision with a CPU build of torch."""
+"""Networks of other libraries, as in model.name=LIBRARY:NAME: torchvision, also with a CPU build of torch, and timm."""
 
 import importlib
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import library
+from torch import Tensor, library, nn
+
+from cputrain.affinity.errors import InputError
 
 # torchvision's CUDA wheels cannot load their operators into a CPU build of torch, so the import fails on undefined
 # operators. Training a classifier does not need them.
@@ -33,3 +39,87 @@ def import_torchvision(part: str) -> ModuleType:
             declared.define(operator + schema)
     _declared.append(declared)
     return importlib.import_module(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkLibrary:
+    """A library of networks: `names()` are its classifiers', `build(name, outputs, side)` makes one with random weights
+    for images of side x side pixels."""
+
+    names: Callable[[], Sequence[str]]
+    build: Callable[[str, int, int], nn.Module]
+
+
+def _torchvision_names() -> Sequence[str]:
+    models = import_torchvision("models")
+    names: list[str] = models.list_models(module=models)
+    return names
+
+
+def _build_torchvision(name: str, outputs: int, _side: int) -> nn.Module:
+    # these two have auxiliary classifiers, which are not used here
+    options = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    network: nn.Module = import_torchvision("models").get_model_builder(name)(num_classes=outputs, **options)
+    return network
+
+
+def _import_timm() -> Any:
+    """Import timm. Raises InputError if it is not installed."""
+    import_torchvision("models")  # required by timm; it does not import by itself beside a CPU build of torch
+    try:
+        return importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"model.name=timm:NAME needs timm, but {error.name} is not installed: run pip install 'cputrain[timm]'"
+        ) from None
+
+
+@cache
+def _timm_names() -> Sequence[str]:
+    """Return timm's networks, and behind them these with the tags of their weights, as in resnet50.a1_in1k."""
+    timm = _import_timm()
+    return (*timm.list_models(), *timm.list_pretrained())
+
+
+def _build_timm(name: str, outputs: int, side: int) -> nn.Module:
+    timm = _import_timm()
+    trained = timm.get_pretrained_cfg(name)
+    # Transformers of a fixed size are built for another one: only their position embeddings differ.
+    fixed = trained is not None and trained.fixed_input_size and trained.input_size[-1] != side
+    options = {"img_size": side} if fixed else {}
+    network: nn.Module = timm.create_model(name, num_classes=outputs, **options)
+    norm_with_activation = importlib.import_module("timm.layers").BatchNormAct2d
+    for layer in network.modules():
+        if type(layer) is norm_with_activation:
+            layer.__class__ = nn.BatchNorm2d
+            layer.register_forward_hook(activate)
+    return network
+
+
+def activate(layer: nn.Module, _images: Any, normalized: Tensor) -> Tensor:
+    """Apply the dropout and activation that timm's BatchNormAct2d has as children, (N, C, H, W) -> (N, C, H, W).
+
+    As a forward hook of a BatchNorm2d, it makes the layer a BatchNormAct2d that can be replaced by our batch-norms.
+    """
+    outputs: Tensor = layer.act(layer.drop(normalized))  # type: ignore[operator]
+    return outputs
+
+
+NETWORK_LIBRARIES = {
+    "torchvision": NetworkLibrary(names=_torchvision_names, build=_build_torchvision),
+    "timm": NetworkLibrary(names=_timm_names, build=_build_timm),
+}
+
+
+def build_of_library(library_name: str, name: str, outputs: int, side: int) -> nn.Module:
+    """Build a classifier of a library for `outputs` classes and images of side x side pixels.
+
+    Raises InputError if the library is not installed or does not have the network.
+    """
+    chosen = NETWORK_LIBRARIES[library_name]
+    known = chosen.names()
+    if name not in known:
+        near = get_close_matches(name, [each for each in known if ("." in each) == ("." in name)], n=3, cutoff=0.4)
+        advice = f" (did you mean {', '.join(near)}?)" if near else f": choose {', '.join(known[:5])} or others"
+        raise InputError(f"model.name={library_name}:{name} is not a classifier of {library_name}{advice}")
+    return chosen.build(name, outputs, side)

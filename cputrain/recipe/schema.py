@@ -202,9 +202,10 @@ class DataSection(Section):
 
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-NETWORKS = shipped("networks")  # traced networks; torchvision's are in its subfolder torchvision/
+NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
 OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
-TORCHVISION = "torchvision:"
+TORCHVISION, TIMM = "torchvision:", "timm:"
+LIBRARY_NETWORK = re.compile(rf"{TORCHVISION}[a-z]\w*|{TIMM}[a-z]\w*(\.\w+)?")
 
 
 class ModelSection(Section):
@@ -213,7 +214,7 @@ class ModelSection(Section):
     name: str = "resnet50"
     """Name of the network. resnet18, resnet34, resnet50, resnet101, resnet152 and alexnet are torchvision's; alexnet-bn
     adds batch-norm after each convolution; lenet and mnist-cnn: two convolutions and two linear layers, mnist-cnn with
-    more channels; linear: one layer; torchvision:NAME: any other classifier of torchvision."""
+    more channels; linear: one layer; torchvision:NAME and timm:NAME: any other classifier of torchvision or timm."""
     classes: Positive | None = None
     """Number of outputs of the network, at least the number of classes in the data; null: that number."""
     resnet_version: Literal["v1.5", "v1"] = "v1.5"
@@ -247,10 +248,11 @@ class ModelSection(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name in OWN_NETWORKS or re.fullmatch(TORCHVISION + r"[a-z]\w*", name):
+        if name in OWN_NETWORKS or LIBRARY_NETWORK.fullmatch(name):
             return name
         near = get_close_matches(name, OWN_NETWORKS, n=1, cutoff=0.5)
-        known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(OWN_NETWORKS)} and {TORCHVISION}NAME"
+        all_known = f"{', '.join(OWN_NETWORKS)}, {TORCHVISION}NAME and {TIMM}NAME"
+        known = f"did you mean {near[0]!r}?" if near else f"known are {all_known}"
         raise ValueError(f"unknown network, {known}")
 
     @model_validator(mode="after")
@@ -332,7 +334,8 @@ class OptimSection(Section):
     """Weight decay: the factor of the L2 penalty that is added to the gradients. adamw and lamb subtract it from the
     weights instead (decoupled), adagrad_da adds it to the function that it minimizes; 0 turns it off."""
     decay_bn_and_bias: bool = True
-    """Whether weight_decay also applies to batch-norm parameters and biases."""
+    """Whether weight_decay also applies to batch-norm parameters and biases, and to the position embeddings and class
+    tokens of timm's networks."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the gradient over all layers. Larger gradients are scaled down to it; null: no clipping."""
     beta1: Decay = 0.9
@@ -360,8 +363,8 @@ class OptimSection(Section):
     """Whether momentum is rescaled when the learning rate changes (Goyal et al. 2017, section 3). For lars with
     lars_variant=caffe."""
     adapt_bn_and_bias: bool = False
-    """Whether batch-norm parameters and biases also get layer-wise learning rates, as in Intel Caffe but not in MLPerf.
-    For lars and lamb."""
+    """Whether the parameters named at decay_bn_and_bias also get layer-wise learning rates, as in Intel Caffe but not
+    in MLPerf. For lars and lamb."""
 
     @model_validator(mode="after")
     def _options_are_read(self) -> "OptimSection":

@@ -39,6 +39,7 @@ from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_t
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
 from cputrain.measurements import save_bf16_gain
+from cputrain.models.networks import inputs_note
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.supervise.run import free_port
 from cputrain.mpi.supervise.signals import end_by
@@ -129,6 +130,8 @@ def build_state(
             notes.append(line)
         if (settings := normalization_of(path)) and (recipe.data.mean, recipe.data.std) != (HALF, HALF):
             notes.append(f"{path.name} expects images normalized by 0.5, as by transform_input: set {settings}")
+    if loaded is None and (note := inputs_note(network, recipe.model.name, recipe.data)):
+        notes.append(note)
     prepare_model(network, session.engine, recipe.precision)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
