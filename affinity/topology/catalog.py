@@ -228,7 +228,7 @@ CPU = (
     r"topology/(core_cpus_list|thread_siblings(_list)?|(package_cpus|core_siblings)(_list)?|physical_package_id|die_id)|"
     r"acpi_cppc/(highest_perf|nominal_perf)|cpufreq(/cpuinfo_max_freq)?)|cpufreq/policy\d+/cpuinfo_max_freq"
 )
-NODE = r"online|node\d+/(cpulist|cpumap|meminfo|distance|access\d/initiators(/\w+)?)"
+NODE = r"online|node\d+/(cpulist|cpumap|meminfo|distance|access\d/initiators(/\w+)?|memory_side_cache/index\d+/size)"
 DEVICES = (
     rf"sys/devices/(system/cpu/({CPU})|system/node/({NODE})|virtual/memory_tiering/memory_tier\d+/nodelist|"
     r"cpu_(core|atom|lowpower)/cpus)"

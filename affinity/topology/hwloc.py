@@ -275,7 +275,8 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     model = printable(found.info.get("CPUModel", "unknown model"))
     on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
     nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
-    nodes = without_dram(nodes, len({core.package for core in cores}), model)
+    cached = top.find(".//object[@type='MemCache']") is not None
+    nodes, uncertain = without_dram(nodes, len({core.package for core in cores}), model, cached=cached)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
     made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])
@@ -288,7 +289,7 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
         numa_nodes=nodes,
         allowed_pus=tuple(pu for pu in pus if allowed is None or pu in allowed),
         allowed_nodes=tuple(node.id for node in nodes if nodeset is None or node.id in nodeset),
-        warnings=(*speed_warnings, *missing_node_warnings(made)),
+        warnings=(*speed_warnings, *uncertain, *missing_node_warnings(made)),
     )
 
 

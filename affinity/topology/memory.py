@@ -23,6 +23,10 @@ PHI_GIB = ((0.0, 16.0),)
 # little. Only its name distinguishes it from other models.
 XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
 MAX_GIB = ((14.4, 16.0), (28.8, 32.0), (57.6, 64.0))
+UNCERTAIN_HBM = (
+    "the firmware does not tell whether the 64 GiB of each package are HBM, or DRAM with HBM as its cache: they count "
+    "as HBM"
+)
 
 
 def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
@@ -32,13 +36,21 @@ def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
     return MAX_GIB if XEON_MAX.search(model) else ()
 
 
-def without_dram(nodes: tuple[NumaNode, ...], packages: int, model: str) -> tuple[NumaNode, ...]:
-    """Mark the nodes of a Xeon Max without DRAM as HBM: 64 GiB per package, all next to PUs."""
+def without_dram(
+    nodes: tuple[NumaNode, ...], packages: int, model: str, *, cached: bool
+) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
+    """Mark the nodes of a Xeon Max without DRAM as HBM: 64 GiB per package, all next to PUs. Also return warnings.
+
+    `cached`: memory has a memory-side cache, so it is DRAM, and HBM caches it. Firmware that reports neither such a
+    cache nor the memory's bandwidth may just not report the cache: a warning says so.
+    """
     least, most = MAX_GIB[-1]
     each_gib = sum(node.memory_bytes for node in nodes) / GIB / packages
-    if not XEON_MAX.search(model) or not all(node.pus for node in nodes) or not least <= each_gib <= most:
-        return nodes
-    return tuple(replace(node, kind="hbm") for node in nodes)
+    alone = all(node.pus for node in nodes) and least <= each_gib <= most
+    if cached or not alone or not XEON_MAX.search(model):
+        return nodes, ()
+    found = tuple(replace(node, kind="hbm") for node in nodes)
+    return found, () if all(node.bandwidth_mb_s for node in nodes) else (UNCERTAIN_HBM,)
 
 
 def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
@@ -154,6 +166,12 @@ def read_nodes(
         total = _memory_bytes(meminfo)
         nodes = (replace(nodes[0], memory_bytes=total),) if nodes[0].memory_bytes < NEARLY_ALL * total else nodes
     return nodes, overlap_warnings(merged_into)
+
+
+def side_cached(devices: Path) -> bool:
+    """Whether memory has a memory-side cache, as DRAM has if HBM or MCDRAM is its cache (HMAT; Linux 5.2)."""
+    folders = numbered(devices / "system/node", "node").values()
+    return any(numbered(folder / "memory_side_cache", "index") for folder in folders)
 
 
 def overlapping(listed: PusOf) -> dict[int, int]:

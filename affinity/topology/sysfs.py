@@ -29,7 +29,7 @@ from cputrain.affinity.topology.machine import (
     parse_list,
     parse_mask,
 )
-from cputrain.affinity.topology.memory import on_package_gib, read_nodes, without_dram
+from cputrain.affinity.topology.memory import on_package_gib, read_nodes, side_cached, without_dram
 
 # Intel's core types by hwloc's names -> the kernel's performance counters for them.
 INTEL_TYPES = {"IntelCore": "cpu_core", "IntelAtom": "cpu_atom", "IntelLowPower": "cpu_lowpower"}
@@ -162,7 +162,8 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     siblings, bare = _sibling_sets(cpu_dir, online)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     cores = _cores(root / "sys/devices", siblings, node_of)
-    nodes = without_dram(nodes, len({core.package for core in cores}), model)
+    packages = len({core.package for core in cores})
+    nodes, uncertain = without_dram(nodes, packages, model, cached=side_cached(root / "sys/devices"))
     hostname = root / "proc/sys/kernel/hostname"
     machine = Machine(
         name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
@@ -175,7 +176,13 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
         isolated_pus=tuple(sorted(isolated_pus(root, limits) & frozenset(online))),
-        warnings=(*contradictions, *warnings, *missing_node_warnings(cores), *_split_warnings(siblings, bare, node_of)),
+        warnings=(
+            *contradictions,
+            *warnings,
+            *uncertain,
+            *missing_node_warnings(cores),
+            *_split_warnings(siblings, bare, node_of),
+        ),
     )
     mems = frozenset(process.get("Mems") or limits.nodes or machine.allowed_nodes)
     unknown = mems.isdisjoint(machine.allowed_nodes)

@@ -49,6 +49,20 @@ def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind
 
 
 @pytest.mark.parametrize(
+    ("cache", "kind"), [("", "hbm"), ('<object type="MemCache" cache_size="68719476736">', "dram")]
+)
+def test_dram_of_a_xeon_max_that_hbm_caches_is_not_called_hbm(tmp_path: Path, cache: str, kind: str) -> None:
+    node = f'<object type="NUMANode" os_index="0" cpuset="0x0000000f" local_memory="{64 << 30}"/>'
+    text = FLAT.format(version="2.0", subtype="").replace('value="made"', 'value="Intel(R) Xeon(R) CPU Max 9480"')
+    lines = [line for line in text.splitlines() if "NUMANode" not in line]
+    lines.insert(5, f"{cache}{node}{'</object>' if cache else ''}")
+    (tmp_path / "max.xml").write_text("\n".join(lines))
+    machine = read_lstopo(tmp_path / "max.xml")
+    assert [node.kind for node in machine.numa_nodes] == [kind]
+    assert any("the firmware does not tell" in warning for warning in machine.warnings) == (kind == "hbm")
+
+
+@pytest.mark.parametrize(
     ("subtype", "kind"), [("GPUMemory", "slow"), ("DRAM", "hbm"), ("MCDRAM", "hbm"), ("SPM", "hbm")]
 )
 def test_memory_that_is_named_slow_is_slow_whatever_its_bandwidth(tmp_path: Path, subtype: str, kind: str) -> None:

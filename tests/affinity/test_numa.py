@@ -154,6 +154,37 @@ def test_a_xeon_max_without_dram_has_hbm_next_to_its_cpus(tmp_path: Path) -> Non
     assert kinds("other", MAX.replace("CPU Max 9480", "Platinum 8480+"), 63.2, 1) == ["dram", "DRAM"]
 
 
+def max_with_64_gib(root: Path, *, cache: bool = False, bandwidth: int | None = None) -> Path:
+    """The kernel's files of a Xeon Max with 64 GiB of HBM in each package, or 64 GiB of DRAM that HBM caches."""
+    write_sysfs(build_machine(2, 1, 2, 1, memory_bytes=int(63.2 * GIB)), root)
+    (root / "proc/cpuinfo").write_text(MAX)
+    for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        if cache:
+            (node / "memory_side_cache/index1").mkdir(parents=True)
+            (node / "memory_side_cache/index1/size").write_text(f"{64 << 30}\n")
+        if bandwidth is not None:
+            (node / "access1/initiators" / node.name).mkdir(parents=True)
+            (node / "access1/initiators/read_bandwidth").write_text(f"{bandwidth}\n")
+    return root
+
+
+def test_dram_that_hbm_caches_is_not_called_hbm(tmp_path: Path) -> None:
+    """Though it is as large; without the firmware's tables nothing tells, and the plan says so."""
+    for name, facts, kind, warned in (
+        ("cached", {"cache": True}, "dram", False),
+        ("hmat", {"bandwidth": 500_000}, "hbm", False),
+        ("both", {"cache": True, "bandwidth": 200_000}, "dram", False),
+        ("neither", {}, "hbm", True),
+    ):
+        root = max_with_64_gib(tmp_path / name, **facts)
+        machine = read_machine(root)
+        assert {node.kind for node in machine.numa_nodes} == {kind}, name
+        assert any("the firmware does not tell" in warning for warning in machine.warnings) == warned, name
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            tar.add(root, arcname=name)
+        assert find_machine(str(tmp_path / f"{name}.tar")) == machine
+
+
 def test_a_tarball_keeps_what_tells_memories_apart(tmp_path: Path) -> None:
     for name, facts in (("phi", {"cpuinfo": PHI}), ("hmat", {"bandwidth": (100, 400)}), ("tier", {"tier": 22})):
         machine = with_memories(tmp_path / name, **facts)
