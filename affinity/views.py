@@ -128,13 +128,17 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, 
     return "\n\n".join(part for part in parts if part)
 
 
+def processor(machine: Machine) -> str:
+    """Return the processor's name and vector extensions: "AMD EPYC (avx2, avx512f)"."""
+    return machine.model + (f" ({', '.join(machine.isa)})" if machine.isa else "")
+
+
 def _headline(machine: Machine) -> str:
-    isa = f" ({', '.join(machine.isa)})" if machine.isa else ""
     limit = (
         "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them available to this process"
     )
     return (
-        f"{machine.name}: {machine.model}{isa}\n"
+        f"{machine.name}: {processor(machine)}\n"
         f"{plural(len(machine.packages), 'package')}, {plural(len(machine.numa_nodes), 'NUMA node')}, "
         f"{plural(len(machine.cores), 'core')}, {plural(len(machine.pus), 'CPU')}{limit}"
     )

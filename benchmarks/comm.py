@@ -22,6 +22,7 @@ import torch
 
 from cputrain.affinity.ranks import Rank
 from cputrain.affinity.topology import this_machine
+from cputrain.affinity.views import processor
 from cputrain.comm.ccl.environment import Transport, find_libraries, settings
 from cputrain.mpi.supervise import free_port
 from cputrain.native_build import compiler
@@ -78,6 +79,7 @@ def show_allreduce(rounds: int, bare: Path, scratch: Path) -> None:
         for name, run in contenders.items():
             print(f"round {number + 1}/{rounds}  {name}", file=sys.stderr)
             measured[name].append(run())
+    print(f"{processor(this_machine())}\n")
     names = " | ".join(f"{name}, us" for name in contenders)
     print(f"| bytes | {names} | ccl/bare, mpi | ccl/bare, ofi | gloo/ccl, mpi |")
     print("|---" * (len(contenders) + 4) + "|")

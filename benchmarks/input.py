@@ -24,6 +24,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
+from cputrain.affinity.topology import this_machine
+from cputrain.affinity.views import processor
 from cputrain.bench import (
     COUNT,
     generated_photos,
@@ -67,6 +69,7 @@ def main() -> None:
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in tqdm([turn for _ in range(options.rounds) for turn in runs], file=sys.stderr):
         rates.setdefault(turn, []).append(images_per_cpu_s(runs[turn], TIMES * len(originals)))
+    print(f"{processor(this_machine())}\n")
     print(f"| images per CPU-second, {len(originals)} files | original | of ours | prepared | of ours |")
     print("|---|---|---|---|---|")
     for name in contenders:

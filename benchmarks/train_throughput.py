@@ -23,6 +23,8 @@ import numpy as np
 from PIL import Image
 
 from cputrain.affinity.planner import find_runtime, target_of
+from cputrain.affinity.topology import this_machine
+from cputrain.affinity.views import processor
 from cputrain.runs import read_events
 
 GLOBAL_BATCH, CORES = 32, 2
@@ -58,6 +60,7 @@ def main() -> None:
                 rates[name].append(run(i))
                 print(f"round {i + 1}/{options.rounds}  {rates[name][-1]:5.2f} img/s  {name}", file=sys.stderr)
     precision = "bf16" if options.bf16 else "float32"
+    print(f"{processor(this_machine())}\n")
     show(rates, f"{precision}, {options.workers} x {CORES // options.workers} threads{', AVX2' * options.avx2}")
 
 

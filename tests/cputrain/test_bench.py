@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.input import main as bench_decoders
 from cputrain.affinity.topology import NumaNode, this_machine
+from cputrain.affinity.views import processor
 from cputrain.bench import (
     HEIGHT,
     WIDTH,
@@ -279,4 +280,5 @@ def test_the_benchmark_of_decoders_runs_to_its_end(
         torch.set_num_threads(threads)
         gc.unfreeze()
     out = capsys.readouterr().out
+    assert out.startswith(f"{processor(this_machine())}\n")
     assert "| images per CPU-second, 2 files |" in out and "an epoch permuted in" in out

@@ -21,6 +21,7 @@ FOREIGN = {
     "--batch-size",
     "--bf16",
     "--account",
+    "--avx2",
     "--bind-to",
     "--check",
     "--constraint",
