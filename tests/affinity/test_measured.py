@@ -131,6 +131,18 @@ def test_training_is_faster_in_bf16_where_there_are_instructions_for_it(name: st
     assert ("in bf16" in reason.why) == (precision == "bf16")
 
 
+def test_a_rate_measured_on_arm_replaces_the_assumed_one() -> None:
+    machine, measured = (
+        find_machine("graviton4-1s"),
+        Measured(rates=(rate("training resnet50 at 224 x 224, float32", 33.0),)),
+    )
+    for found, gflops, assumed in ((Measured(), 50, True), (measured, 33, False)):
+        assert core_rates(machine, WORKLOAD, found).gflops == gflops
+        plan = plan_machine(machine, Request(), measured=found)
+        why = reason_of(plan, "loader cores per worker").why
+        assert ("assumed" in why, "measured on 2026-01-02" in why) == (assumed, not assumed)
+
+
 def test_the_explanation_shows_what_was_measured_beside_what_is_cited() -> None:
     plan = plan_machine(MACHINE, REQUEST, measured=Measured(rates=(rate("all-reduce ccl", 2.5e9),)))
     text = " ".join(plan_to_text(plan, explained=True).split())

@@ -274,9 +274,12 @@ def test_caches_of_several_core_types_are_shared_for_their_types() -> None:
 
 
 def test_an_assumed_rate_is_called_so() -> None:
-    for isa, found in (((), True), (("asimd", "sve"), True), (("avx2",), False)):
+    arm = ("asimd", "sve", "sve2", "bf16")
+    for isa, assumed in (((), 20), (arm[:1], 20), (arm[:2], 40), (arm, 50), (("avx2",), None)):
         plan = plan_machine(replace(build_machine(1, 1, 16, 1), isa=isa), Request(), Runtime())
-        assert ("(assumed: 20 GFLOP/s per core)" in reason_of(plan, "loader cores per worker").why) == found
+        why = reason_of(plan, "loader cores per worker").why
+        assert ("(assumed: " in why) == (assumed is not None)
+        assert assumed is None or f"(assumed: {assumed} GFLOP/s per core)" in why
 
 
 def test_one_node_with_memory_is_one_of_the_machine() -> None:
