@@ -13,8 +13,9 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel import bind_process, differences, running_on, set_memory_policy
 from cputrain.affinity.kernel.binding import observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
+from cputrain.affinity.ranks import ENV
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import cputrain, need
+from tests.support.commands import cputrain, mpi_path, need
 
 BIND = [sys.executable, "-m", "cputrain.affinity.bind"]
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
@@ -57,6 +58,22 @@ def test_a_user_s_preload_stays_behind_the_plan_s(tmp_path: Path) -> None:
     plan["workers"][0]["env"]["LD_PRELOAD"] = "libm.so.6"
     result = bind(plan, tmp_path, "--local-rank", "0", LD_PRELOAD="libdl.so.2")
     assert json.loads(result.stdout)[1]["LD_PRELOAD"] == "libm.so.6:libdl.so.2"
+
+
+def test_ranks_of_a_pmix_launcher_without_mpi_say_what_to_give() -> None:
+    """PMIx exports a rank, and has all other numbers in its server; mpirun of the same Open MPI exports them."""
+    path = mpi_path("openmpi")
+    prefix = Path(path["PATH"].partition(":")[0]).parent
+    for program, numbers in (("prterun", None), ("mpirun", ["0", "1", "0", "1"])):
+        argv = [str(prefix / "bin" / program), "--allow-run-as-root", "--prefix", str(prefix), "-n", "1"]
+        command = [*BIND, "--plan-here", '{"ppn": 1}', "--", sys.executable, "-c", PRINT]
+        result = subprocess.run([*argv, *command], capture_output=True, text=True, env={**os.environ, **path})
+        if numbers is None:
+            line = next(line for line in result.stderr.splitlines() if line.startswith("cputrain.affinity.bind: "))
+            assert result.returncode == 2 and "PMIX_RANK is set, but no world size, " in line and "set RANK, " in line
+        else:
+            env = json.loads(result.stdout)[1]
+            assert [env[name] for name in ENV.rank_names] == numbers
 
 
 WRAPPERS = {
