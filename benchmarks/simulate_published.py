@@ -84,7 +84,7 @@ def table() -> list[tuple[str, ...]]:
                     str(run.local_batch),
                     f"{run.images_per_s:,.0f}",
                     f"{predicted:,.0f}",
-                    f"{error(predicted, run):+.1f} %",
+                    f"{error(predicted, run):+.1f} %" + (" contradicted" if run.contradicts else ""),
                     left_out,
                     run.source,
                 )
@@ -162,12 +162,14 @@ def command_of(run: PublishedRun, start: PublishedRun) -> tuple[str, ...]:
         *(f"model.name={run.network}", f"data.crop={run.crop}", "data.train_images=1281167"),
         *(f"batch.local={run.local_batch}", f"plan.ppn={run.workers}"),
         *(f"optim.name={run.optimizer}", f"precision={run.precision}"),
+        *(() if run.comm_cores is None else (f"plan.comm_cores={run.comm_cores}",)),
+        *(() if run.loader_cores is None else (f"plan.loader_cores={run.loader_cores}",)),
     )
 
 
 def others_of(run: PublishedRun, runs: list[PublishedRun]) -> list[PublishedRun]:
     """Return the other runs of a family, preferably those of the same network."""
-    others = [other for other in runs if other is not run]
+    others = [other for other in runs if other is not run and other.contradicts is None]
     return [other for other in others if other.network == run.network] or others
 
 

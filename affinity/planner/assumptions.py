@@ -95,7 +95,8 @@ class PublishedRun:
     `images_per_s` is the total of all hosts; if `derived`, it was computed as images x epochs / time, otherwise the
     source states it. `family` names a group of runs with the same processor, framework and fabric. `gbit` is the link's
     speed if it is not the fabric's usual one. `processor` is part of the machine's model name. `name` is for
-    `simulate --from`.
+    `simulate --from`. `comm_cores` and `loader_cores` are per worker; None leaves them to the planner. `contradicts`
+    names a run of the family that no model can predict from the same speed of a host.
     """
 
     name: str
@@ -108,12 +109,15 @@ class PublishedRun:
     gbit: float | None = None
     hosts: int
     workers: int
+    comm_cores: int | None = None
+    loader_cores: int | None = None
     local_batch: int
     crop: int = 224
     optimizer: str = "momentum"
     precision: str = "float32"
     images_per_s: float
     derived: bool = True
+    contradicts: str | None = None
     efficiency: float | None = None
 
 

@@ -61,8 +61,8 @@ CORE_RATE_FIGURES = (
         what=REDUCED,
         value=f"{COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
         why="assumed for receiving, adding and sending in an all-reduce: half of one core's memory read bandwidth. "
-        "Measured with oneCCL between two ranks of an AMD EPYC host: 2-3.4; with as many comm cores as that would "
-        "need, AlexNet on 2,048 packages is predicted 40 % too fast. Xeon Phi: four cores for 12.5 GB/s (Intel Caffe)",
+        "Measured with oneCCL between two ranks of an AMD EPYC host: 2-3.4; `cputrain simulate` assumes 2, and "
+        "--best tries more comm cores. Xeon Phi: four cores for 12.5 GB/s (Intel Caffe)",
     ),
 )
 UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of the figures, in units of the measured rates

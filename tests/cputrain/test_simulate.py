@@ -69,17 +69,22 @@ def predictions() -> list[tuple[str, ...]]:
     return table()
 
 
-# Percent of the published rate, where it is more than 10; why: docs/benchmarks.md.
-LARGEST_ERRORS = {"caffe-8160-448": 25, "you-8160-800": 15, "you-7250-512-alexnet": 60}
-
-
 def test_published_runs_follow_from_the_smallest_of_their_family(predictions: list[tuple[str, ...]]) -> None:
     head, *rows = predictions
     runs = [run for runs in families().values() for run in runs]
-    errors = [abs(float(row[head.index("error")].removesuffix(" %"))) for row in rows]
+    errors = [abs(float(row[head.index("error")].partition(" ")[0])) for row in rows]
     for run, found in zip(runs, errors, strict=True):
-        assert found < LARGEST_ERRORS.get(run.name, 5 if run.hosts == 256 else 10), run.name
+        assert found < (16 if run.contradicts else 5 if run.hosts == 256 else 10), run.name
         assert found < 0.1 or run is not first_of(runs_of(run.family)), run.name
+
+
+def test_the_contradicted_run_is_faster_than_in_proportion_to_its_images() -> None:
+    """Even a step without any fixed cost would be too slow by 6 % or more."""
+    runs = {run.name: run for run in published_runs()}
+    (run,) = (run for run in runs.values() if run.contradicts)
+    other = runs[run.contradicts or ""]
+    own_s, other_s = (each.hosts * each.workers * each.local_batch / each.images_per_s for each in (run, other))
+    assert own_s < 0.94 * other_s * run.local_batch / other.local_batch
 
 
 @pytest.mark.parametrize("known", published_efficiencies(), ids=lambda known: known.network)
@@ -254,8 +259,7 @@ def test_the_command_makes_the_predictions_of_the_table(
 
 def test_a_rate_of_several_hosts_is_as_good_as_the_run_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     named, given = (
-        json_of(capsys, "--nodes", "8,256", "--local-batch", "32", "--from", start)["rows"]
-        for start in ("caffe-8160-64", "6303@64x2x32")
+        json_of(capsys, "--nodes", "8,256", "--from", start)["rows"] for start in ("tf-8160-256", "16400@256x2x48")
     )
     assert named == given
 
@@ -290,7 +294,7 @@ def test_text_names_the_rate_and_energy_follows_from_watts(capsys: pytest.Captur
     assert main([*KNOWN, "--nodes", "1,2,...,4", "--watts", "400", "--explain"]) == 0
     text = capsys.readouterr().out
     assert "79.1 images/s on 1 host (SURFsara-Intel best known methods, 2018" in text and "kWh" in text
-    assert "host_variation 0.18 (0.03 to 0.26): " in text and "memory_share 1 (0.8 to 1.15): " in text
+    assert "host_variation 0.2 (0.03 to 0.26): " in text and "memory_share 1 (0.8 to 1.15): " in text
     row = json_of(capsys, "--nodes", "4", "--watts", "400")["rows"][0]
     assert row["energy_kwh"] == pytest.approx(0.4 * row["node_hours"])
 
