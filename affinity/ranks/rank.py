@@ -255,31 +255,34 @@ def pals_application(env: Mapping[str, str]) -> PalsApplication | None:
     """Read the file PALS_APINFO, which PALS writes for Cray's PMI; None if there is none.
 
     Its format is in Slurm's plugin mpi/cray_shasta (apinfo.c): a header with size, offset and count of each table, and
-    the tables. Raises InputError if the file has another format.
+    the tables. Raises InputError if the file cannot be read or has another format.
     """
     path = Path(env.get(APINFO, ""))
-    if not path.is_file():
+    remedy = "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
+    try:
+        data = path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        raise InputError(f"cannot read {APINFO}={str(path)[:100]} ({error.strerror}): {remedy}") from None
+    application = None if data is None else _application_in(data)
+    if data is not None and application is None:
+        raise InputError(f"{APINFO}={str(path)[:100]} is not a description of ranks by PALS: {remedy}")
+    return application
+
+
+def _application_in(data: bytes) -> PalsApplication | None:
+    if len(data) < APINFO_HEADER.size:
         return None
-    data = path.read_bytes()
-    if len(data) >= APINFO_HEADER.size:
-        *_, rank_size, ranks_at, ranks, host_size, hosts_at, hosts = APINFO_HEADER.unpack_from(data)
-        if (
-            rank_size >= APINFO_RANK.size
-            and host_size > struct.calcsize("@i")
-            and ranks > 0
-            and hosts > 0
-            and max(ranks_at + ranks * rank_size, hosts_at + hosts * host_size) <= len(data)
-        ):
-            host_of = (APINFO_RANK.unpack_from(data, ranks_at + i * rank_size)[2] for i in range(ranks))
-            records = (data[at : at + host_size] for at in range(hosts_at, hosts_at + hosts * host_size, host_size))
-            names = (record[struct.calcsize("@i") :].partition(b"\0")[0] for record in records)
-            return PalsApplication(
-                host_of=tuple(host_of), hosts=tuple(name.decode("ascii", errors="replace") for name in names)
-            )
-    raise InputError(
-        f"{APINFO}={str(path)[:100]} is not a description of ranks by PALS: set RANK, WORLD_SIZE, LOCAL_RANK and "
-        "LOCAL_WORLD_SIZE for each rank"
-    )
+    *_, rank_size, ranks_at, ranks, host_size, hosts_at, hosts = APINFO_HEADER.unpack_from(data)
+    name_at = struct.calcsize("@i")
+    if rank_size < APINFO_RANK.size or host_size <= name_at or ranks < 1 or hosts < 1:
+        return None
+    if max(ranks_at + ranks * rank_size, hosts_at + hosts * host_size) > len(data):
+        return None
+    host_of = tuple(APINFO_RANK.unpack_from(data, ranks_at + i * rank_size)[2] for i in range(ranks))
+    starts = (hosts_at + i * host_size for i in range(hosts))
+    records = (data[start + name_at : start + host_size] for start in starts)
+    names = tuple(record.partition(b"\0")[0].decode("ascii", errors="replace") for record in records)
+    return PalsApplication(host_of=host_of, hosts=names) if {*host_of} <= {*range(hosts)} else None
 
 
 def _pals_rank(env: Mapping[str, str]) -> Rank:

@@ -1,5 +1,6 @@
 import struct
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from cputrain.affinity.ranks import (
     START_IDS,
     Rank,
     local_rank_of,
+    pals_application,
     rank_from_env,
     rendezvous,
     rendezvous_address,
@@ -104,10 +106,30 @@ def test_pals_without_sizes_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^PALS_RANKID is set, but not PMI_SIZE, .* PALS_APINFO is not .*: set RANK,"):
         rank_from_env(APPLICATION)
     file = pals_file(tmp_path, (0, 1), (b"n1", b"n2"))
-    for content in (b"", file.read_bytes()[:-1], b"\xff" * 200):
+    other_host = file.read_bytes().replace(APINFO_RANK.pack(0, 0, 1), APINFO_RANK.pack(0, 0, 2))
+    for content in (b"", file.read_bytes()[:-1], b"\xff" * 200, other_host):
         file.write_bytes(content)
         with pytest.raises(InputError, match=r"^PALS_APINFO=.* is not a description of ranks by PALS: set RANK,"):
             rank_from_env({**APPLICATION, "PALS_APINFO": str(file)})
+
+
+def test_a_file_of_pals_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(InputError, match=r"^cannot read PALS_APINFO=x{100} \(File name too long\): set RANK, "):
+        rank_from_env({**APPLICATION, "PALS_APINFO": "x" * 5000})
+
+
+@given(st.binary(max_size=150), st.integers(0, 200), st.binary(max_size=40))
+def test_any_file_of_pals_is_read_or_refused(header: bytes, at: int, edit: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        file = pals_file(Path(folder), (0, 0, 1), (b"n1", b"n2"))
+        valid = file.read_bytes()
+        for data in (header, valid[:at] + edit + valid[at + len(edit) :]):
+            file.write_bytes(data)
+            try:
+                found = pals_application({"PALS_APINFO": str(file)})
+            except InputError:
+                continue
+            assert found is not None and all(0 <= host < len(found.hosts) for host in found.host_of)
 
 
 def test_pmix_alone_says_what_to_give() -> None:
