@@ -2,7 +2,8 @@
 
 In each round, every candidate that may still win is measured once, in random order, so that disturbances affect all of
 them. Candidates are compared within rounds by the logarithm of their cost, and those that are significantly slower than
-the best are dropped, usually all but a few after two rounds: racing (Maron and Moore 1993, Hoeffding races).
+the best are dropped, usually all but a few after two rounds: racing (Maron and Moore 1993, Hoeffding races). A trial
+that is far slower than the same candidate's other ones was disturbed, and is repeated before any is dropped.
 """
 
 import json
@@ -13,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.domains import SMALL_HOST_CORES
@@ -203,10 +204,14 @@ def _planned(current: PlannedTraining, values: Mapping[str, str], env: Mapping[s
 # to be equal do not suggest zero noise.
 LEAST_FREEDOM = 4
 PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
+NORMAL = 1.4826  # a normal distribution's standard deviation relative to its median absolute deviation
 # In standard errors of a difference: SURE makes a candidate significantly slower, even as one of a few dozen; LIKELY is
 # half of an interval that contains the true ratio nine times in ten, even after a few rounds.
 SURE, LIKELY = 3.0, 2.3
 MOST_ROUNDS = 64
+DISTURBED = (
+    5.0  # times the robust noise that a cost exceeds its candidate's median, relative to the others of its round
+)
 
 Cost = Callable[[int], float | None]
 """Measures a candidate by its index: seconds per image, None if it fails."""
@@ -236,6 +241,8 @@ class Race:
     costs: list[list[float]] = field(init=False)
     running: list[int] = field(init=False)
     failed: list[int] = field(default_factory=list)
+    repeated: set[tuple[int, int]] = field(default_factory=set)
+    """Candidates and rounds whose costs were measured again."""
 
     def __post_init__(self) -> None:
         self.costs = [[] for _ in range(self.count)]
@@ -244,7 +251,7 @@ class Race:
     @property
     def trials(self) -> int:
         """Number of successful measurements so far."""
-        return sum(map(len, self.costs))
+        return sum(map(len, self.costs)) + len(self.repeated)
 
     @property
     def tried(self) -> list[int]:
@@ -297,14 +304,50 @@ class Race:
         return self.noise * math.sqrt(2 / min(len(self.costs[candidate]), len(self.costs[other])))
 
     def add_round(self, measured: dict[int, float | None]) -> None:
-        """Add a cost for each running candidate, and drop those that cannot be faster than the leader by more than the
-        resolution."""
+        """Add a cost for each running candidate."""
         for candidate, cost in measured.items():
             if cost is None:
                 self.failed.append(candidate)
                 self.running.remove(candidate)
             else:
                 self.costs[candidate].append(math.log(cost))
+
+    def disturbed(self) -> list[tuple[int, int]]:
+        """Return the running candidates and rounds whose costs were disturbed and not yet repeated: DISTURBED times the
+        noise above the candidate's median, without the changes of all. As most changes are not disturbed, the noise is
+        estimated from their median."""
+        common = self._common()
+        if len(common) < 2:
+            return []
+        own = {i: [cost - of_all for cost, of_all in zip(self.costs[i], common, strict=True)] for i in self.running}
+        changes = [abs(after - before) for each in own.values() for before, after in pairwise(each)]
+        limit = DISTURBED * max(NORMAL * median(changes) / math.sqrt(2), PRIOR_NOISE)
+        return [
+            (candidate, number)
+            for candidate, each in own.items()
+            for number, cost in enumerate(each)
+            if cost - median_low(each) > limit and (candidate, number) not in self.repeated
+        ]
+
+    def _common(self) -> list[float]:
+        """Return by how much the running candidates' costs have changed in each round since the first: sums of medians,
+        which a few disturbed costs do not move."""
+        rounds = zip(*(self.costs[i] for i in self.running), strict=True)
+        changes = (median(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(rounds))
+        return [*accumulate(changes, initial=0.0)] if self.running else []
+
+    def repeat(self, candidate: int, number: int, cost: float | None) -> None:
+        """Replace a cost of round `number` by one measured after the last round, without the others' change since."""
+        if cost is None:
+            self.failed.append(candidate)
+            self.running.remove(candidate)
+            return
+        changes = [self.costs[i][-1] - self.costs[i][number] for i in self.running if i != candidate]
+        self.costs[candidate][number] = math.log(cost) - (median(changes) if changes else 0.0)
+        self.repeated.add((candidate, number))
+
+    def drop_slower(self) -> None:
+        """Drop the candidates that cannot be faster than the leader by more than the resolution."""
         if self.running and self.knows_noise:
             leader = min(self.running, key=self.mean)
             self.running = [
@@ -330,8 +373,8 @@ def run_race(
 ) -> Race:
     """Measure candidates 0 to count - 1 until one is left, MOST_ROUNDS are done, or `stop` returns True.
 
-    `stop` is called before each measurement; an interrupted round does not count. `watch` is called with the race after
-    each round.
+    `stop` is called before each measurement; an interrupted round does not count, and while disturbed costs are not
+    repeated nothing is dropped. `watch` is called with the race after each round.
     """
     race, rng = Race(count=count, resolution=resolution), random.Random(seed)
     for _ in range(MOST_ROUNDS):
@@ -342,6 +385,12 @@ def run_race(
                 return race
             measured[candidate] = cost(candidate)
         race.add_round(measured)
+        for candidate, number in race.disturbed():
+            if stop():
+                return race
+            if candidate in race.running:
+                race.repeat(candidate, number, cost(candidate))
+        race.drop_slower()
         watch(race)
         if len(race.running) < 2:
             break

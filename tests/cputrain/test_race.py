@@ -110,3 +110,56 @@ def test_a_race_ends_soon_where_the_winner_is_far_ahead() -> None:
 
 def test_a_ratio_reads_as_in_a_reason() -> None:
     assert str(Ratio(value=1.312, low=1.27, high=1.359)) == "1.31 (1.27-1.36)"
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 30])
+def test_a_disturbed_first_trial_neither_costs_the_best_its_place_nor_keeps_others(count: int) -> None:
+    """The best candidate's first trial takes twice as long, as if something else ran meanwhile."""
+    true = [1.2 + 0.02 * i for i in range(count)]
+    true[1] = 1.0
+    for seed in range(10):
+        cost = NoisyCost(true, noise=0.01, seed=seed)
+        seen: list[int] = []
+
+        def disturbed(i: int, cost: NoisyCost = cost, seen: list[int] = seen) -> float:
+            seen.append(i)
+            return cost(i) * (2.0 if i == 1 and seen.count(1) == 1 else 1.0)
+
+        race = run_race(count, disturbed, seed=seed, resolution=0.02)
+        assert race.running == [1], (seed, count)
+        assert race.repeated == {(1, 0)} and race.trials == len(seen)
+        assert abs(math.log(race.ratio(1, 0).value / 1.2)) < 0.05
+        assert len(seen) <= 4 * count + 16
+
+
+def test_a_candidate_that_is_disturbed_later_is_measured_again_in_the_same_scale() -> None:
+    """All become slower by 50 % from the second round on; candidate 2 is also disturbed in it."""
+    slow = {0: iter([1.0, 1.5, 1.5]), 1: iter([1.1, 1.65, 1.65]), 2: iter([1.2, 5.0, 1.8]), 3: iter([1.3, 1.95, 1.95])}
+    race = Race(count=4, resolution=0.02)
+    for _ in range(2):
+        race.add_round({i: next(slow[i]) for i in range(4)})
+    assert race.disturbed() == [(2, 1)]
+    race.repeat(2, 1, 1.8)
+    assert race.costs[2] == pytest.approx([math.log(1.2), math.log(1.8)]) and not race.disturbed()
+    race.add_round({i: next(slow[i]) for i in range(4)})
+    race.repeat(0, 0, 1.5)
+    assert race.costs[0][0] == pytest.approx(math.log(1.0)), "measured in the last round's conditions"
+    race.drop_slower()
+    assert race.running == [0]
+
+
+def test_a_noisy_machine_repeats_few_trials() -> None:
+    cost = NoisyCost([1.0] * 20, noise=0.1, seed=1)
+    race = run_race(20, cost, seed=1, resolution=0.02, stop=lambda: cost.trials > 400)
+    assert len(race.repeated) < 8
+
+
+def test_without_time_to_repeat_a_disturbed_trial_nothing_is_dropped() -> None:
+    seen: list[int] = []
+
+    def cost(i: int) -> float:
+        seen.append(i)
+        return (1.0 + i / 5) * (2.0 if i == 0 and seen.count(0) == 1 else 1.0)
+
+    race = run_race(6, cost, seed=1, resolution=0.02, stop=lambda: len(seen) == 12)
+    assert race.running == list(range(6)) and race.disturbed() == [(0, 0)] and not race.repeated

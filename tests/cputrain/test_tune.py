@@ -187,6 +187,7 @@ def test_an_undecided_race_is_not_sure_whichever_plan_leads(leader: int) -> None
     for number in range(12):
         costs = {i: 1.5 + 0.1 * ((number + i) % 3) for i in range(4)}
         race.add_round({**costs, leader: costs[leader] - 0.03})
+        race.drop_slower()
     undecided = replace(found, race=race)
     assert race.knows_noise and len(race.running) > 1 and not undecided.sure
     assert "not decided" in outcome_text(undecided)
