@@ -1,6 +1,7 @@
 """Heartbeats: silence, stops, strangers, and a job of many ranks."""
 
 import math
+import signal
 import socket
 import subprocess
 import time
@@ -202,6 +203,27 @@ def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkey
         connections[0].send(Signaled(number=15))
         poll_until(monitor, lambda: not monitor.failed())
         assert monitor.failed() == [], "all of them: the job was ended"
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.02, 0.1, 0.5])
+def test_an_agent_ends_with_its_rank_at_whatever_moment_a_signal_stops_it(
+    monitor: Monitor, tmp_path: Path, delay_s: float | None
+) -> None:
+    """After its Hello; None: as soon as the rank runs, which signals its agent."""
+    at_once = "kill -TERM $PPID; " if delay_s is None else ""
+    rank = ("sh", "-c", f"echo $$ > {tmp_path}/pid; {at_once}exec sleep 300")
+    with agent_process(monitor, tmp_path / "logs", *rank) as process:
+        await_hello(monitor, 1)
+        if delay_s is not None:
+            poll_until(monitor, lambda: None, delay_s)
+            process.send_signal(signal.SIGTERM)
+        poll_until(monitor, lambda: process.poll() is not None, 60)
+        assert process.poll() in (1, -signal.SIGTERM), "the latter before it has started the rank"
+    pid = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
+    assert not pid or not Path(f"/proc/{pid}").exists()
+    poll_until(monitor, lambda: None, 0.2)
+    status = monitor.ranks[0]
+    assert status.exit is None or (status.signal, status.by_job) == (signal.SIGTERM, True)
 
 
 def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path: Path) -> None:
