@@ -75,6 +75,15 @@ def test_mpi_ends_with_a_communicator_that_only_one_rank_has_left() -> None:
         assert passed(job) == ["messages_are_left"] * 3
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_over_mpi_a_rank_that_leaves_an_operation_in_flight_ends_with_its_own_status(status: int) -> None:
+    """mpirun returns it; it would return 255 if the rank did not end MPI."""
+    left = mpirun("leaves_in_flight", str(status))
+    with command(*left["argv"], **left["env"], **QUIET) as job:
+        end = ended(job, LIMIT_S)
+    assert end.status == status, end.err
+
+
 def test_messages_between_some_ranks_do_not_confuse_who_has_joined_a_collective() -> None:
     """Neither a timeout's message nor PyTorch's comparison of what ranks call; a callback that waits for a collective
     which fails with its own ends at the timeout too."""

@@ -365,6 +365,15 @@ def messages_are_left() -> None:
     say(passed="messages_are_left")
 
 
+def leaves_in_flight(status: str) -> None:
+    """Rank 1 exits while its all-reduce is in flight, which rank 0 does not join."""
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(10), async_op=True)
+        sys.exit(int(status))
+    time.sleep(3)
+    sys.exit(0)
+
+
 def callbacks_fail() -> None:
     """A timeout fails a collective whose callback waits for another collective, which it fails too."""
     say(error=ccl_callbacks.error_of_a_callback_that_waits_for_another_one_that_fails())
@@ -482,6 +491,7 @@ TASKS = {
         suspended,
         killed,
         killed_before,
+        leaves_in_flight,
         fork_while_stuck,
         fork_while_beating,
         joins_late,

@@ -17,6 +17,8 @@ namespace cputrain {
 namespace {
 
 constexpr auto kExitGrace = std::chrono::seconds(1);  // limit for operations in flight for which no caller waits
+constexpr auto kEndOfMpi = std::chrono::seconds(30);  // limit for MPI to end with operations in flight
+constexpr auto kSupervised = "CPUTRAIN_RANKS";  // variable of the ranks of cputrain launch (mpi/supervise/guard.py)
 constexpr auto kExitPause = std::chrono::microseconds(100);
 // Limit for a call of oneCCL to return before a fork; a call that waits for a lost rank does not return.
 constexpr auto kForkPatience = std::chrono::seconds(5);
@@ -84,15 +86,36 @@ bool Engine::end_operations(Clock::time_point deadline) {
   return false;
 }
 
+// Exits with this status at a deadline, in case the main thread is stuck in MPI.
+static void exit_at(Clock::time_point deadline, int status) {
+  std::thread([=] {
+    std::this_thread::sleep_until(deadline);
+    _exit(status);
+  }).detach();
+}
+
 // Runs before oneCCL's exit handlers. If an operation is still in flight after a grace period, these would crash or
 // hang, so the process exits without them. So does a forked child, which shares oneCCL's memory and connections with
-// its parent. If a communicator still exists, oneCCL does not finalize MPI, and the launcher kills ranks that do. MPI is
-// therefore finalized here, unless this rank has failed, because MPI_Finalize would wait for ranks that wait for this one.
+// its parent. If a communicator still exists, oneCCL does not finalize MPI, and the launcher kills the other ranks and
+// returns 255. MPI is therefore ended here: finalized after success; aborted after a failure, as MPI_Finalize would
+// wait for ranks that wait for this one, unless our launcher supervises the ranks: it reports failures and ends jobs.
 void Engine::on_process_exit(int status) {
   leaving_ = true;  // before taking the lock, which driving threads would otherwise take again and again
   const bool ended = !forked_ && end_operations(Clock::now() + kExitGrace);
-  const bool mpi_ended = ended && communicators_ > 0 && status == 0 && end_mpi();
-  if (!ended || mpi_ended) {
+  if (!forked_ && (!ended || communicators_ > 0)) {
+    std::fflush(nullptr);
+    if (!ended) {
+      exit_at(Clock::now() + kEndOfMpi, status);
+    }
+    if (status == 0) {
+      if (end_mpi()) {
+        _exit(status);
+      }
+    } else if (std::getenv(kSupervised) == nullptr) {
+      abort_mpi(status);
+    }
+  }
+  if (!ended) {
     std::fflush(nullptr);
     _exit(status);
   }
