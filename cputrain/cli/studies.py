@@ -411,6 +411,7 @@ def simulate_command(
 
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
+    trace_unknown(training)
     found = find_machine(machine)
     env = os.environ
     records, rates = read_records(found, env), read_measured(found, request_of(training), env)

@@ -37,6 +37,7 @@ from .schema import OPTIMIZERS_WITH as OPTIMIZERS_WITH
 from .schema import OWN_NETWORKS as OWN_NETWORKS
 from .schema import RESNETS as RESNETS
 from .schema import SYNTHETIC as SYNTHETIC
+from .schema import TIMM as TIMM
 from .schema import TORCHVISION as TORCHVISION
 from .schema import USER_SAMPLES as USER_SAMPLES
 from .schema import AugmentSection as AugmentSection

@@ -1,5 +1,6 @@
 """The files of networks against torch's own networks."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, R
 from cputrain.simulate import layers_of
 from tools.network_table import all_names, differences, main
 
+needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
+
 
 def recipe_of(name: str, crop: int = 224, **model: str) -> Recipe:
     return Recipe(model=ModelSection.model_validate({"name": name, **model}), data=DataSection(crop=crop))
@@ -43,6 +46,23 @@ def test_the_layers_are_exact_at_any_side(name: str, side: int) -> None:
 def test_so_are_those_of_torchvision_s_classifiers(name: str) -> None:
     assert differences(f"torchvision:{name}") == []
     assert workload_of(recipe_of(f"torchvision:{name}")).assumed is False
+
+
+@needs_timm
+@pytest.mark.parametrize("name", ["convnext_atto", "vit_tiny_patch16_224", "mobilenetv3_small_100"])
+def test_so_are_those_of_timm_s(name: str) -> None:
+    assert differences(f"timm:{name}") == []
+    assert workload_of(recipe_of(f"timm:{name}.some_weights")).assumed is False
+
+
+@needs_timm
+def test_a_network_of_timm_without_a_file_is_traced() -> None:
+    recipe = recipe_of("timm:test_vit", 64)
+    with pytest.raises(InputError, match=r"does not know the layers of model.name=timm:test_vit"):
+        layers_of(recipe)
+    trace_unknown(recipe)
+    weights = [p.numel() for p in build_model(recipe.model, classes=1000, side=64).parameters()]
+    assert sum(sum(layer.weights) for layer in layers_of(recipe)) == sum(weights)
 
 
 def test_a_wrong_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
