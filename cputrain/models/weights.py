@@ -21,7 +21,7 @@ from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import EMA, MODEL, SUFFIX, is_checkpoint, read_file, read_manifest, read_tensors
 from cputrain.files import check_downloaded
 from cputrain.models.vision import import_torchvision
-from cputrain.recipe.schema import TORCHVISION
+from cputrain.recipe.schema import TIMM, TORCHVISION
 
 # Keys under which training programs save their networks, in order of preference: averaged weights first, because these
 # programs evaluate them and timm's load_checkpoint prefers them.
@@ -411,6 +411,12 @@ def find_pretrained(network: str, weights: str | None = None, mirror: str | None
 
     Raises InputError if the network or the weights are unknown.
     """
+    if network.startswith(TIMM):
+        name = network.removeprefix(TIMM)
+        raise InputError(
+            f"{network} is not torchvision's: download model.safetensors of {name} from https://huggingface.co/timm "
+            "and set model.weights to it"
+        )
     models: Any = import_torchvision("models")
     name = network.removeprefix(TORCHVISION)
     known = models.list_models(module=models)

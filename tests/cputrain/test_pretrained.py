@@ -55,6 +55,13 @@ def test_a_file_is_fetched_once_and_checked(server: str, tmp_path: Path) -> None
         fetch(wanted)
 
 
+def test_timm_s_files_are_named_with_their_place() -> None:
+    with pytest.raises(
+        InputError, match=r"timm:resnet50.a1_in1k is not torchvision's: download model.safetensors of res"
+    ):
+        find_pretrained("timm:resnet50.a1_in1k")
+
+
 def test_torchvision_s_files_are_known_and_without_a_network_named(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
