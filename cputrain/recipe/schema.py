@@ -620,10 +620,11 @@ class Recipe(Section):
     """Number of steps between comparisons of the workers' weights and optimizer state; null: none. They must be
     identical bit for bit: a difference, as from faulty memory or a faulty processor, ends the training. They are also
     compared before every checkpoint."""
-    log: tuple[Literal["csv", "mlperf", "tensorboard"], ...] = ()
+    log: tuple[Literal["csv", "mlflow", "mlperf", "tensorboard", "wandb"], ...] = ()
     """Formats in which the run is logged in addition to events.jsonl, in its folder metrics/. csv: steps.csv and
-    epochs.csv; mlperf: lines in the format of MLPerf's rules; tensorboard: scalars, which needs the extra
-    cputrain[tensorboard]; empty: none."""
+    epochs.csv; mlperf: lines in the format of MLPerf's rules; tensorboard: scalars; mlflow, wandb: parameters, metrics
+    and report to the experiment tracker that its own variables name. tensorboard, mlflow and wandb need the extra of
+    that name, as in cputrain[mlflow]; empty: none."""
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()

@@ -31,3 +31,6 @@ from .folder import reason_not_to_resume as reason_not_to_resume
 from .folder import run_of as run_of
 from .folder import values_by_key as values_by_key
 from .folder import with_same_global_batch as with_same_global_batch
+from .trackers import Trackers as Trackers
+from .trackers import follow as follow
+from .trackers import read_record as read_record

@@ -334,13 +334,18 @@ def open_events(recipe: Recipe) -> Iterator[Events]:
             export(recipe)
 
 
+PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
+
+
 def check_log_formats(recipe: Recipe) -> None:
     """Raise InputError if a log format needs a package that is not installed."""
-    if "tensorboard" in recipe.log and find_spec("tensorboard") is None:
-        raise InputError(
-            "log=tensorboard needs the package tensorboard, which is not installed: pip install "
-            '"cputrain[tensorboard]", or remove it from log'
-        )
+    for name in [each for each in recipe.log if each in PACKAGES]:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a folder, such as wandb/ with offline runs, has no origin
+            raise InputError(
+                f"log={name} needs the package {name}, which is not installed: pip install "
+                f'"cputrain[{name}]", or remove it from log'
+            )
 
 
 class TensorBoardEvents(Events):

@@ -49,8 +49,9 @@ from cputrain.optim import build_optimizer
 from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import USER_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.report.page import write_report
-from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
+from cputrain.runs.events import EventLog, SilentEvents, check_log_formats, open_events, time_spent
 from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
+from cputrain.runs.trackers import Trackers
 from cputrain.training.engine import autocast, bf16_speedups, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
@@ -66,6 +67,7 @@ from cputrain.training.saving import Loaded, Position, check_savable, load_newes
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
 from cputrain.training.step import Loss, TrainResult, TrainState, UserTask, make_train_state, sum_of
+from cputrain.training.watchers import TrackerCheck
 from cputrain.variables import is_restarted, lock_name_in
 
 
@@ -172,32 +174,34 @@ def train_rank(
         session = with_measured_engine(session)
     # After a restart, `resume` depends on the run folder, which another host's file system may show later.
     options = replace(options, resume=all_gather(options.resume)[0])
-    with ExitStack() as stack:
-        message = None
-        if not options.prepared:
-            ends = options.resume and own is None
-            message = run_on_main_rank(lambda: _make_run(session, stack, options, ends=ends))
-        if finished_run := all_gather(message)[0]:
-            if session.is_main_rank:
-                print(finished_run, flush=True)
-            end_group(session.group)
-            return None
-        if not options.prepared:
-            stack.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
-        stack.enter_context(staged(session.data.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
-        result = _run_training(session, options)
-    peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    ignore_preemption()
-    end_group(session.group)
-    if session.is_main_rank:  # after the group has ended: waiting ranks would keep their cores busy
-        with no_exit_limit():
-            _print_summary(session, result, max(peaks))
+    with Trackers() as trackers:
+        with ExitStack() as stack:
+            message = None
+            if not options.prepared:
+                ends = options.resume and own is None
+                message = run_on_main_rank(lambda: _make_run(session, stack, options, ends=ends))
+            if finished_run := all_gather(message)[0]:
+                if session.is_main_rank:
+                    print(finished_run, flush=True)
+                end_group(session.group)
+                return None
+            if not options.prepared:
+                stack.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
+            stack.enter_context(staged(session.data.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
+            result = _run_training(session, options, trackers)
+        peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        ignore_preemption()
+        end_group(session.group)
+        if session.is_main_rank:  # after the group has ended: waiting ranks would keep their cores busy
+            with no_exit_limit():
+                _print_summary(session, result, max(peaks))
+                print(*(f"{line}\n" for line in trackers.finish()), sep="", end="", flush=True)  # with the report
     if result.ends_by:
         end_by(result.ends_by)
     return result
 
 
-def _run_training(session: Session, options: StartOptions) -> TrainResult:
+def _run_training(session: Session, options: StartOptions, trackers: Trackers) -> TrainResult:
     recipe, startup = session.recipe, session.context.startup
     bindings = all_gather(binding_record(session))
     if not session.is_main_rank:
@@ -229,6 +233,8 @@ def _run_training(session: Session, options: StartOptions) -> TrainResult:
             steps_per_epoch=session.sizes.steps_per_epoch,
             **session.scale.model_dump(),
         )
+        trackers.start(recipe.folder, recipe.log, session.context.loader_pus, session.context.env)
+        training.watchers.append(TrackerCheck(trackers=trackers, warn=training.log.warn))
         result = training.run()
         _write_end(events, session, result)
     return result
@@ -358,6 +364,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
     training = _own_recipe(recipe, settings)
+    check_log_formats(training)
     own = UserTask(
         network=network,
         loss=loss,

@@ -30,6 +30,7 @@ from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
 from cputrain.files import CHECKPOINTS
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
+from cputrain.runs.trackers import Trackers
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, load_newest, rename_damaged, restore
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
@@ -38,6 +39,19 @@ MODULUS = 1 << 64
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that the order of the tensors matters
 READS, BEYOND_CACHES = 3, 64 << 20  # number of read times to keep, and bytes above which they measure memory, not cache
 ROUNDING = 1e-4  # largest relative difference of a tensor, in its norm, that counts as rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerCheck(Watcher):
+    """Warns of each experiment tracker that has failed, once."""
+
+    trackers: Trackers
+    warn: Callable[[int, str], None]
+
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Look whether the trackers' processes are running."""
+        for failure in self.trackers.failures():
+            self.warn(step, failure)
 
 
 @dataclass(slots=True, kw_only=True)

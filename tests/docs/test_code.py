@@ -23,6 +23,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "mpi/supervise/agent.py",
     "cputrain/comm/ccl/check.py",
     "cputrain/doctor.py",
+    "cputrain/runs/trackers.py",
     # Called by torch, which hands nothing over, or by a user's own script.
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",

@@ -1,0 +1,179 @@
+"""log=[mlflow,wandb]: what the trackers' stores have of a run, read back with the packages' own clients."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cputrain.runs import Trackers, follow, read_record
+from tests.support.commands import cputrain
+from tests.support.run_folders import write_run
+from tests.support.trainings import SMALL
+
+ENDED = threading.Event()
+ENDED.set()
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+
+
+def sent_run(folder: Path, tracker: str, **env: str) -> list[str]:
+    """Send a run in two parts, stopped after 4 of its 6 steps, and resumed after step 2 with other settings; return
+    the IDs that the tracker gave it."""
+    write_run(folder, epochs=2, steps=3, usage=False)
+    (folder / "metrics").mkdir()
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines]
+    fourth = next(n for n, event in enumerate(events) if event["event"] == "step" and event["step"] == 4)
+    third = next(n for n, event in enumerate(events) if event["event"] == "step" and event["step"] == 3)
+    stopped = {"event": "end", "time": events[fourth]["time"], "status": "stopped", "steps": 4, "images": 512}
+    stopped |= {"top1": None, "top5": None, "time_to_train_s": 3.0}
+    (folder / "events.jsonl").write_text("".join(lines[: fourth + 1]) + f"{json.dumps(stopped)}\n")
+    ids = [follow(tracker, folder, ENDED, env).run_id]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines([lines[0], *lines[third:]])
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(f"{recipe}epochs: 10\n".replace("local: 32", "local: 16"))
+    (folder / "report.html").write_text("<p>the report")
+    return [*ids, follow(tracker, folder, ENDED, env).run_id]  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+def test_mlflow_has_parameters_metrics_and_report_of_a_resumed_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed")
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store.db")
+    monkeypatch.chdir(tmp_path)  # the store's artifacts are in ./mlruns
+    first, second = sent_run(tmp_path / "member-3", "mlflow")
+    client = MlflowClient()
+    assert first == second
+    experiment = client.get_experiment_by_name("demo")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (first, "member-3", "FINISHED")
+    params = run.data.params
+    assert (params["name"], params["model.name"], params["batch.local"]) == ("demo", "resnet50", "32")
+    planned = {"workers": "4", "hosts": "1", "ppn": "4", "threads": "44", "compute_cores": "44", "loader_cores": "4"}
+    assert {key: params[f"planned.{key}"] for key in planned} == planned
+    assert params["environment.torch"] == "2.13.0+cpu"
+    assert run.data.tags["resumed.batch.local"] == "16", "a parameter that MLflow lets nobody change"
+    assert params["epochs"] == "10", "a parameter that is new"
+    losses = client.get_metric_history(first, "train/loss")
+    assert [point.step for point in losses] == [1, 2, 3, 4, 5, 6]
+    events = [json.loads(line) for line in (tmp_path / "member-3/events.jsonl").read_text().splitlines()]
+    steps = {event["step"]: event for event in events if event["event"] == "step"}
+    assert [point.value for point in losses] == [steps[n]["loss"] for n in range(1, 7)]
+    assert losses[0].timestamp == round(1000 * steps[1]["time"])
+    assert [point.step for point in client.get_metric_history(first, "epoch/val_top1")] == [3, 6]
+    assert run.data.metrics["final/top1"] == events[-1]["top1"]
+    files = {file.path for file in client.list_artifacts(first)}
+    assert files == {"recipe.yaml", "plan.json", "environment.json", "report.html"}
+    assert list(tmp_path.glob(".*.partial")) == [], "of the database that the first run creates"
+    assert read_record(tmp_path / "member-3", "mlflow").where.startswith(f"run {first} in sqlite:")
+
+
+def records_of(path: Path) -> Iterator[Any]:
+    """The records in a file of W&B's offline runs: LevelDB's log format, blocks of 32 KiB with protobuf messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, parts = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _crc, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+@pytest.mark.slow
+def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path / "member-3"
+    first, second = sent_run(folder, "wandb", **OFFLINE)
+    wandb.teardown()  # as at a process's end: wandb-core writes what it still has
+    assert first == second
+    stores = sorted((folder / "metrics/wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))
+    assert len(stores) == 2, "one for each start, which wandb sync appends to one run"
+    records = [record for store in stores for record in records_of(store)]
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {(run.run_id, run.display_name, run.project) for run in runs} == {(first, "member-3", "demo")}
+    updates = [item for record in records for item in record.config.update]
+    config = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in updates}
+    assert (config["model.name"], config["batch.local"], config["planned.workers"]) == ("resnet50", 16, 4)
+    assert config["planned.threads"] == 44 and config["epochs"] == 10
+    rows = [
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+    assert [row["train/loss"] for row in rows] == [losses[n] for n in range(1, 7)]
+    assert [row["_step"] for row in rows if "epoch/val_top1" in row] == [3, 6]
+    assert rows[-1]["final/top1"] == events[-1]["top1"]
+    assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [1, 0]
+    assert (stores[1].parent / "files/report.html").read_text() == "<p>the report"
+    assert "wandb sync" in read_record(folder, "wandb").where
+
+
+@pytest.mark.slow
+def test_wandb_without_a_login_is_offline_and_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    (folder / "metrics").mkdir()
+    assert follow("wandb", folder, ENDED, {}).where.startswith("offline, to be sent by: wandb sync ")
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
+    silent_server: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    with Trackers() as trackers:
+        trackers.start(folder, ("csv", "mlflow"), (), {"MLFLOW_TRACKING_URI": silent_server})
+        assert trackers.failures() == []
+        begun = time.monotonic()
+        (line,) = trackers.finish(2.0)
+    assert 2.0 <= time.monotonic() - begun < 10.0
+    assert line == (
+        "warning: log=mlflow was not finished after 2 s: --resume or python -m cputrain.runs.trackers mlflow "
+        f"{folder} sends the rest"
+    )
+
+
+@pytest.mark.long
+def test_a_training_with_a_server_that_refuses_ends_well_with_one_warning(place: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again, so that nobody listens there
+    env = {"MLFLOW_TRACKING_URI": address, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    done = cputrain("train", "imagefolder", *SMALL, "log=[mlflow]", cwd=place, **env)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stdout.splitlines() if "mlflow" in line]
+    assert warning.startswith("warning: log=mlflow ")
