@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,5 +110,16 @@ def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypa
     with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):
         check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]))
     check_log_formats(load_recipe("demo-digits", ["log=[csv]"]))
+    with pytest.raises(InputError, match=r'log=mlflow needs .*: pip install "cputrain\[mlflow\]"'):
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]))
     with pytest.raises(InputError, match="log"):
         load_recipe("demo-digits", ["log=[xml]"])
+
+
+def test_a_folder_of_a_package_s_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb writes offline runs to ./wandb, which Python takes for a package without a file."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(InputError, match=r'pip install "cputrain\[wandb\]"'):
+        check_log_formats(Recipe(log=("wandb",)))

@@ -106,7 +106,7 @@ def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(tmp_path: Pat
     wandb.teardown()  # as at a process's end: wandb-core writes what it still has
     assert first == second
     stores = sorted((folder / "metrics/wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))
-    assert len(stores) == 2, "one for each start, which wandb sync appends to one run"
+    assert len(stores) == 2, "one for each start, with the same ID"
     records = [record for store in stores for record in records_of(store)]
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {(first, "member-3", "demo")}
@@ -165,6 +165,23 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
         "warning: log=mlflow was not finished after 2 s: --resume or python -m cputrain.runs.trackers mlflow "
         f"{folder} sends the rest"
     )
+
+
+@pytest.mark.slow
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    deadline, found = time.monotonic() + 300, []
+    with Trackers() as trackers:
+        trackers.start(folder, ("mlflow",), (), {"MLFLOW_TRACKING_URI": "none://nowhere"})
+        while not found:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            found = trackers.failures()
+        assert trackers.failures() == trackers.finish() == []
+    (warning,) = found
+    assert warning.startswith("log=mlflow failed and is dropped: ") and "none://nowhere" in warning
+    assert "Traceback" in (folder / "metrics/mlflow.log").read_text()
 
 
 @pytest.mark.long
