@@ -7,6 +7,7 @@ imports neither package, and its process is never forked: the new one is started
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -36,6 +37,7 @@ FAILED_S = 3.0  # the same when the training has failed, whose job is waiting
 NICENESS = 10  # the decoder threads, on the same PUs, go first
 MOST_EVENTS = 200  # per round: 5 metrics each, and MLflow takes 1,000 a request
 MOST_PARAMS, MOST_TEXT = 100, 6000  # MLflow's limits: parameters a request, characters a value
+PASSWORD = re.compile("//[^/@]*@")  # of a user, in the address of a database
 NO_PROJECT = str.maketrans(dict.fromkeys("/\\#?%:", "-"))  # characters that W&B refuses
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}  # unless the user sets them
 FINAL = {
@@ -119,7 +121,7 @@ class MLflow:
             tags = {"mlflow.source.name": "cputrain", "cputrain.output": str(folder.resolve()), **user}
             run = self._client.create_run(number, run_name=env.get("MLFLOW_RUN_NAME", folder.resolve().name), tags=tags)
             self.run_id = run.info.run_id
-        self.where = f"run {self.run_id} in {mlflow.get_tracking_uri()}"
+        self.where = f"run {self.run_id} in {PASSWORD.sub('//', mlflow.get_tracking_uri())}"
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -199,8 +201,8 @@ class WandB:
         )
         self._folder = folder
         self.run_id = self._run.id
-        offline = f"offline, to be sent by: wandb sync {self._run.settings.sync_dir}"
-        self.where = offline if self._run.offline else self._run.url or ""
+        runs = Path(self._run.settings.sync_dir).parent / f"offline-run-*-{self.run_id}"  # one of each start
+        self.where = f"offline, to be sent by: wandb sync {runs}" if self._run.offline else self._run.url or ""
 
     def set_params(self, params: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Set the run's config."""

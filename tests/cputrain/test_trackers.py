@@ -127,7 +127,8 @@ def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(tmp_path: Pat
     assert rows[-1]["final/top1"] == events[-1]["top1"]
     assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [1, 0]
     assert (stores[1].parent / "files/report.html").read_text() == "<p>the report"
-    assert "wandb sync" in read_record(folder, "wandb").where
+    where = f"offline, to be sent by: wandb sync {folder}/metrics/wandb/offline-run-*-{first}"
+    assert read_record(folder, "wandb").where == where
 
 
 @pytest.mark.slow
