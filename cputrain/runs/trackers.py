@@ -53,11 +53,13 @@ NAMES = {**SCALARS, "end": FINAL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a tracker has of a run, in metrics/NAME.json: the run's ID there and where to see it, the bytes of
-    events.jsonl that were sent, the last step of each kind of event among them, and the status after them."""
+    """What a tracker has of a run, in metrics/NAME.json: the run's ID there and where to see it; MLflow's default store
+    as an absolute address ("" if a variable names the store); the bytes of events.jsonl that were sent, the last step
+    of each kind of event among them, and the status after them."""
 
     run_id: str | None = None
     where: str = ""
+    store: str = ""
     sent: int = 0
     last_step: Mapping[str, int] | None = None
     status: str = "running"
@@ -74,6 +76,7 @@ class Tracker(Protocol):
 
     run_id: str
     where: str
+    store: str
 
     def set_params(self, params: Mapping[str, Any], files: Sequence[Path]) -> None:
         """Set the run's parameters and upload files; a resumed run does so again, perhaps with other values."""
@@ -106,13 +109,16 @@ def make_database(uri: str) -> None:
 class MLflow:
     """A run in MLflow. MLflow's own variables say where: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and the like."""
 
-    def __init__(self, folder: Path, experiment: str, run_id: str | None, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, experiment: str, record: Record, env: Mapping[str, str]) -> None:
         import mlflow
         from mlflow import MlflowClient
 
-        make_database(mlflow.get_tracking_uri())
-        self._client, self._metrics = MlflowClient(), []  # type: tuple[Any, list[Any]]
-        if known := run_id or env.get("MLFLOW_RUN_ID"):
+        given = env.get("MLFLOW_TRACKING_URI")
+        uri = given or record.store or mlflow.get_tracking_uri()  # a default of the working directory, which may change
+        make_database(uri)
+        self._client, self._metrics = MlflowClient(uri), []  # type: tuple[Any, list[Any]]
+        self.store = "" if given else uri
+        if known := record.run_id or env.get("MLFLOW_RUN_ID"):
             self.run_id = known
             self._client.update_run(known, status="RUNNING")
         else:
@@ -121,7 +127,7 @@ class MLflow:
             tags = {"mlflow.source.name": "cputrain", "cputrain.output": str(folder.resolve()), **user}
             run = self._client.create_run(number, run_name=env.get("MLFLOW_RUN_NAME", folder.resolve().name), tags=tags)
             self.run_id = run.info.run_id
-        self.where = f"run {self.run_id} in {PASSWORD.sub('//', mlflow.get_tracking_uri())}"
+        self.where = f"run {self.run_id} in {PASSWORD.sub('//', uri)}"
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -179,7 +185,9 @@ class WandB:
     the package starts, writes there and sends.
     """
 
-    def __init__(self, folder: Path, project: str, run_id: str | None, env: Mapping[str, str]) -> None:
+    store = ""
+
+    def __init__(self, folder: Path, project: str, record: Record, env: Mapping[str, str]) -> None:
         import wandb
 
         mode = env.get("WANDB_MODE")
@@ -191,7 +199,7 @@ class WandB:
         self._run: Any = wandb.init(
             project=env.get("WANDB_PROJECT", project.translate(NO_PROJECT)),
             name=env.get("WANDB_NAME", folder.resolve().name),
-            id=run_id or env.get("WANDB_RUN_ID"),
+            id=record.run_id or env.get("WANDB_RUN_ID"),
             resume="allow",
             dir=env.get("WANDB_DIR", str(folder / METRICS)),
             mode=mode,
@@ -228,7 +236,7 @@ class WandB:
         self._run.finish(exit_code=0 if status == "done" else 1)
 
 
-TRACKERS: dict[str, Callable[[Path, str, str | None, Mapping[str, str]], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
+TRACKERS: dict[str, Callable[[Path, str, Record, Mapping[str, str]], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
 
 
 def params_of(folder: Path, start: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,8 +302,8 @@ def follow(name: str, folder: Path, ended: threading.Event, env: Mapping[str, st
     included. Continues the tracker's run that the record names. Raises what the tracker's package raises."""
     recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     record, path = read_record(folder, name), folder / METRICS / f"{name}.json"
-    tracker = TRACKERS[name](folder, str(recipe["name"]), record.run_id, env)
-    record = replace(record, run_id=tracker.run_id, where=tracker.where)
+    tracker = TRACKERS[name](folder, str(recipe["name"]), record, env)
+    record = replace(record, run_id=tracker.run_id, where=tracker.where, store=tracker.store)
     while True:
         write_text(path, json.dumps(asdict(record)))
         is_last = ended.is_set()  # read before the events, so that none is missed

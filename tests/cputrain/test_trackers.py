@@ -1,6 +1,7 @@
 """log=[mlflow,wandb]: what the trackers' stores have of a run, read back with the packages' own clients."""
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -34,6 +35,8 @@ def sent_run(folder: Path, tracker: str, **env: str) -> list[str]:
     stopped |= {"top1": None, "top5": None, "time_to_train_s": 3.0}
     (folder / "events.jsonl").write_text("".join(lines[: fourth + 1]) + f"{json.dumps(stopped)}\n")
     ids = [follow(tracker, folder, ENDED, env).run_id]
+    (folder.parent / "elsewhere").mkdir()
+    os.chdir(folder.parent / "elsewhere")
     with (folder / "events.jsonl").open("a") as file:
         file.writelines([lines[0], *lines[third:]])
     recipe = (folder / "recipe.yaml").read_text()
@@ -50,10 +53,10 @@ def test_mlflow_has_parameters_metrics_and_report_of_a_resumed_run_once(
     pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed")
     from mlflow import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store.db")
-    monkeypatch.chdir(tmp_path)  # the store's artifacts are in ./mlruns
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)  # where the first start makes the default store, mlflow.db and mlruns/
     first, second = sent_run(tmp_path / "member-3", "mlflow")
-    client = MlflowClient()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     assert first == second
     experiment = client.get_experiment_by_name("demo")
     assert experiment is not None
@@ -77,7 +80,7 @@ def test_mlflow_has_parameters_metrics_and_report_of_a_resumed_run_once(
     files = {file.path for file in client.list_artifacts(first)}
     assert files == {"recipe.yaml", "plan.json", "environment.json", "report.html"}
     assert list(tmp_path.glob(".*.partial")) == [], "of the database that the first run creates"
-    assert read_record(tmp_path / "member-3", "mlflow").where.startswith(f"run {first} in sqlite:")
+    assert read_record(tmp_path / "member-3", "mlflow").where == f"run {first} in sqlite:///{tmp_path}/mlflow.db"
 
 
 def records_of(path: Path) -> Iterator[Any]:
@@ -99,8 +102,11 @@ def records_of(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(tmp_path: Path) -> None:
+def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "member-3"
     first, second = sent_run(folder, "wandb", **OFFLINE)
     wandb.teardown()  # as at a process's end: wandb-core writes what it still has
