@@ -20,6 +20,7 @@ from cputrain.affinity.errors import InputError, RequestError, as_option
 from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, read_host_plan, running_processes
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
+from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option
 from cputrain.affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
 from cputrain.affinity.topology.catalog import find_machine
@@ -119,7 +120,7 @@ def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
     elif share:
         raise RequestError(NOT_SHARED)
     else:
-        plan = plan_machine(find_machine(spec), request)
+        plan = checked_plan(find_machine(spec), request)
     _print(plan, output_format, env, explained=explain)
     return 0
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain.affinity.planner.request import ALGORITHM_OF, LINK_GBIT
+
 Setting = tuple[str, str, str]
 """Environment variable, value, reason."""
 
@@ -21,23 +23,28 @@ class Fabric:
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
 )
+LARGE_GRADIENTS = "assumed, not measured: bandwidth dominates for large gradients"
 FABRICS = {
     fabric.name: fabric
     for fabric in (
         Fabric(
             name="opa",
-            link_gbit=100,
+            link_gbit=LINK_GBIT["opa"],
             settings=(
                 ("FI_PROVIDER", "psm2", "Omni-Path's libfabric provider"),
                 ("HFI_NO_CPUAFFINITY", "1", "prevents PSM2 from changing the plan's core binding"),
                 ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open separate endpoints"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "rabenseifner", "assumed, not measured: bandwidth dominates for large gradients"),
+                (
+                    "CCL_ALLREDUCE",
+                    ALGORITHM_OF["opa"],
+                    "assumed, not measured: bandwidth dominates for large gradients",
+                ),
             ),
         ),
         Fabric(
             name="psm3",
-            link_gbit=100,
+            link_gbit=LINK_GBIT["psm3"],
             settings=(
                 ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as in Intel's MLPerf runs"),
                 ("PSM3_ALLOW_ROUTERS", "1", "hosts may be in several subnets"),
@@ -46,26 +53,30 @@ FABRICS = {
         ),
         Fabric(
             name="ib",
-            link_gbit=200,
+            link_gbit=LINK_GBIT["ib"],
             settings=(
                 ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
                 ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "assumed, not measured: bandwidth dominates for large gradients"),
+                ("CCL_ALLREDUCE", ALGORITHM_OF["ib"], LARGE_GRADIENTS),
             ),
         ),
         Fabric(
             name="ethernet",
-            link_gbit=25,
+            link_gbit=LINK_GBIT["ethernet"],
             settings=(
                 ("FI_PROVIDER", "tcp", "TCP sockets, which every network card supports"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "assumed, not measured: sends the fewest bytes over the slow link"),
+                (
+                    "CCL_ALLREDUCE",
+                    ALGORITHM_OF["ethernet"],
+                    "assumed, not measured: sends the fewest bytes over the slow link",
+                ),
             ),
         ),
         Fabric(
             name="efa",
-            link_gbit=100,
+            link_gbit=LINK_GBIT["efa"],
             settings=(
                 ("FI_PROVIDER", "efa", "Amazon's Elastic Fabric Adapter"),
                 ("FI_EFA_FORK_SAFE", "1", "scripts fork loader processes"),
@@ -74,7 +85,7 @@ FABRICS = {
         ),
         Fabric(
             name="slingshot",
-            link_gbit=200,
+            link_gbit=LINK_GBIT["slingshot"],
             settings=(
                 ("FI_PROVIDER", "cxi", "Slingshot's libfabric provider"),
                 ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no accelerator memory is used"),
@@ -83,7 +94,7 @@ FABRICS = {
         ),
         Fabric(
             name="shm",
-            link_gbit=100,
+            link_gbit=LINK_GBIT["shm"],
             settings=(("I_MPI_FABRICS", "shm", "one host, so shared memory only"),),
         ),
     )

@@ -2,6 +2,7 @@ from .assumptions import ASSUMPTIONS as ASSUMPTIONS
 from .assumptions import CONSTANTS as CONSTANTS
 from .assumptions import LINKED as LINKED
 from .assumptions import PublishedRun as PublishedRun
+from .assumptions import link_of as link_of
 from .assumptions import published_runs as published_runs
 from .assumptions import runs_on as runs_on
 from .domains import OTHER_TYPE as OTHER_TYPE
@@ -23,6 +24,7 @@ from .openmp import reconciled as reconciled
 from .openmp import target_of as target_of
 from .openmp import with_libiomp5 as with_libiomp5
 from .plan import NOTHING_MEASURED as NOTHING_MEASURED
+from .plan import NextBest as NextBest
 from .plan import Plan as Plan
 from .plan import WorkerPlan as WorkerPlan
 from .plan import plan_machine as plan_machine
@@ -41,6 +43,11 @@ from .plan_file import read_plan as read_plan
 from .plan_file import request_from_json as request_from_json
 from .plan_file import request_to_json as request_to_json
 from .plan_file import worker_of as worker_of
+from .predicted import LOSES as LOSES
+from .predicted import checked_plan as checked_plan
+from .predicted import choices_of as choices_of
+from .predicted import host_model as host_model
+from .predicted import published_core_flops as published_core_flops
 from .records import ENGINE as ENGINE
 from .records import FORMAT as FORMAT
 from .records import RATE as RATE
@@ -57,11 +64,13 @@ from .records import rate_of as rate_of
 from .records import read_measured as read_measured
 from .records import read_records as read_records
 from .records import record_path as record_path
+from .request import ALGORITHM_OF as ALGORITHM_OF
 from .request import ALL_REDUCE as ALL_REDUCE
 from .request import BF16 as BF16
 from .request import BYTES as BYTES
 from .request import DECODING as DECODING
 from .request import IMAGE_PIXELS as IMAGE_PIXELS
+from .request import LINK_GBIT as LINK_GBIT
 from .request import MEMORY as MEMORY
 from .request import OPTION_OF as OPTION_OF
 from .request import OPTIONS as OPTIONS

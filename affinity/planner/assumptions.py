@@ -6,8 +6,10 @@ from typing import Any
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml, shipped
-from cputrain.affinity.planner.request import ALL_REDUCE, Measured
-from cputrain.affinity.planner.step_time import Constants, Link
+from cputrain.affinity.planner.request import ALL_REDUCE, LINK_GBIT, MEMORY, Measured
+from cputrain.affinity.planner.step_time import Constants, Link, Speed
+from cputrain.affinity.topology.catalog import processor_facts
+from cputrain.affinity.topology.machine import Machine
 
 US = 1e-6
 
@@ -23,14 +25,14 @@ LINKED = tuple(_LINKS)
 """Names of the fabrics that connect hosts."""
 
 
-def link_at(fabric: str, nominal: float, latency_us: float | None = None) -> Link:
-    """Return the link of a fabric with a nominal speed in Gbit/s; `latency_us` (microseconds) replaces its usual one.
+def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
+    """Return the link of a fabric; `gbit` (Gbit/s) and `latency_us` (microseconds) replace its usual values.
 
     Raises InputError if the fabric does not connect hosts.
     """
     if fabric not in _LINKS:
         raise InputError(f"--fabric {fabric} does not connect hosts; choose one of {', '.join(LINKED)}")
-    kind = _LINKS[fabric]
+    kind, nominal = _LINKS[fabric], gbit or LINK_GBIT[fabric]
     low, usual, high = kind["latency_us"]
     if latency_us is not None:
         low = usual = high = latency_us
@@ -86,6 +88,21 @@ def measured_assumptions(measured: Measured) -> tuple[Assumption, ...]:
 # FLOP/s of all cores per byte/s of memory, by precision, if the memory bandwidth is unknown: the ratios of a Xeon 8160
 # and of an 8480+ in training.
 FLOP_PER_BYTE = {"float32": 12.0, "bf16": 25.0}
+
+
+def host_bytes_per_s(machine: Machine, measured: Measured | None = None) -> float | None:
+    """Return the bandwidth of a host's memory, measured or from its processor; None if unknown."""
+    rate = None if measured is None else measured.rate(MEMORY)
+    usual = processor_facts(machine.model).memory_bytes_per_s
+    if rate is not None:
+        return rate.value
+    return None if usual is None else len(machine.packages) * usual
+
+
+def speed_of(core_flops: float, cores: int, memory: float | None, precision: str, constants: Constants) -> Speed:
+    """Return the speed of a host with these cores and bytes/s of memory; None: as much as is usual for its FLOP/s."""
+    usual = memory or cores * core_flops / FLOP_PER_BYTE[precision]
+    return Speed(core_flops=core_flops, host_bytes_per_s=constants.memory_share * usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,11 @@ class Layout:
         """Sum of the workers' numbers of NUMA nodes."""
         return sum(len({core.numa_node for core in part}) for part in self.parts)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether a worker has cores of several types."""
+        return any(len({core.speed for core in part}) > 1 for part in self.parts)
+
     def pace(self, *, proportional: bool) -> float:
         """Throughput of all workers, in cores of the fastest type with local memory.
 
@@ -133,16 +138,17 @@ def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
 
 
 def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
-    """Choose the fastest layout of exactly ppn workers, at most one per core, each with cores of one type.
+    """Choose the fastest layout of exactly ppn workers, at most one per core.
 
     Layouts that fit in memory come first: `headroom` is the smallest ratio of a worker's memory to its need. Among
-    nearly equal layouts the one that uses most cores wins, then the one whose workers have the fewest NUMA nodes.
+    nearly equal layouts those whose workers have cores of one type win, then the one that uses most cores, then the one
+    whose workers have the fewest NUMA nodes.
     """
     layouts = _layouts(cores, ppn)
     layouts = [one for one in layouts if headroom(one) >= 1] or layouts
     return max(
         nearly_fastest(layouts, proportional=proportional),
-        key=lambda one: (len(one.used), -one.nodes, one.pace(proportional=proportional)),
+        key=lambda one: (not one.mixed, len(one.used), -one.nodes, one.pace(proportional=proportional)),
     )
 
 
@@ -165,8 +171,8 @@ def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:
 
 
 def _layouts(cores: Cores, ppn: int) -> list[Layout]:
-    """List the candidates: workers inside NUMA nodes, with or without a worker in each; across nodes if they are fewer
-    than the nodes."""
+    """List the candidates: workers inside NUMA nodes, with or without a worker in each; across nodes, or with cores of
+    several types, if they are fewer than the groups of equal cores."""
     groups = uniform_groups(cores)
     found = [inside_nodes(groups, ppn)]
     if ppn >= len(groups):
@@ -176,6 +182,8 @@ def _layouts(cores: Cores, ppn: int) -> list[Layout]:
         of_this_type = uniform_groups(used)
         if ppn < len(of_this_type):
             found += [Layout(parts=tuple(whole_groups(of_this_type, ppn))), Layout(parts=tuple(shares(used, ppn)))]
+        if speed < max(core.speed for core in cores) and ppn < len(groups):
+            found.append(Layout(parts=tuple(shares(tuple(core for core in cores if core.speed >= speed), ppn))))
     return found
 
 
@@ -360,16 +368,15 @@ TOO_FEW = "too few cores in their NUMA node; a worker there would slow down all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One worker's cores: `cores` of one type, which compute unless reserved, and `spare` cores that only load or
-    communicate."""
+    """One worker's cores: `cores`, which compute unless reserved, and `spare` cores that only load or communicate."""
 
     cores: Cores
     spare: Cores = ()
 
     @property
     def capacity(self) -> float:
-        """Throughput in cores of the fastest type."""
-        return sum(core.speed for core in self.cores)
+        """Throughput in cores of the fastest type; all cores run at the pace of the slowest."""
+        return len(self.cores) * min(core.speed for core in self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +403,8 @@ def partition_host(
 ) -> Partition:
     """Divide the allowed cores into ppn domains; None lets the rules choose the number, at most `most`.
 
-    With at least as many workers as NUMA nodes, no domain crosses a node. Domains have cores of one type. Cores whose
+    With at least as many workers as NUMA nodes, no domain crosses a node. Domains have cores of one type, unless there
+    are fewer than groups of equal cores and a mixed one is clearly faster. Cores whose
     worker would delay all others are left out. `proportional`: batches are proportional to the workers' cores, so that
     a small domain delays no other. `headroom`: smallest ratio of a worker's memory to its need. Raises RequestError if
     ppn exceeds the allowed cores.
@@ -422,7 +430,7 @@ def partition_host(
         unused=tuple(_unused(cores, domains)),
         reasons=(
             Reason(what="workers per host", value=formatted("{workers}", workers=len(domains)), why=ppn_why),
-            *_core_type_reasons(cores, layout.used, proportional=proportional),
+            *_core_type_reasons(cores, layout, proportional=proportional),
             *_cache_reasons(layout),
         ),
         warnings=tuple(_warnings(layout, faster, proportional=proportional)),
@@ -450,9 +458,9 @@ def _unused(cores: Cores, domains: tuple[Domain, ...]) -> list[Unused]:
     return [Unused(pus=core.pus, why=TOO_FEW if core.speed in computing else OTHER_TYPE) for core in idle]
 
 
-def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list[Reason]:
+def _core_type_reasons(cores: Cores, layout: Layout, *, proportional: bool) -> list[Reason]:
     """Explain which core types compute, if there are several."""
-    speeds = sorted({core.speed for core in cores}, reverse=True)
+    speeds, used = sorted({core.speed for core in cores}, reverse=True), layout.used
     if len(speeds) == 1:
         return []
     counts = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
@@ -460,6 +468,11 @@ def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list
         why = (
             "only cores of speed {speed:.2f} compute, as threads wait for the slowest core of their worker, and a step "
             "for the slowest worker; the other cores may load images and communicate"
+        )
+    elif layout.mixed:
+        why = (
+            "a worker computes on several types at the pace of the slowest, which is faster than one type alone; with "
+            "more workers each has cores of one type"
         )
     else:
         how = (

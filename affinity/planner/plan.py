@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -162,6 +163,22 @@ NOTHING_MEASURED = Measured()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextBest:
+    """The best other value of a decision, by the predicted step time.
+
+    what: the decision, as in the plan's reasons.
+    value: its value in this plan.
+    other: the other value.
+    slower_percent: by how much fewer images/s are predicted with it, in percent; negative if more.
+    """
+
+    what: str
+    value: Count
+    other: Count
+    slower_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Plan of a host: its workers, with a reason for every value, and the measurements it is based on.
 
@@ -176,6 +193,7 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
     measured: Measured = NOTHING_MEASURED
+    next_best: tuple[NextBest, ...] = ()
 
     @property
     def oversubscribed(self) -> bool:
@@ -203,10 +221,12 @@ def plan_machine(
     request: Request | None = None,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
+    chosen: Mapping[str, tuple[int, str]] = MappingProxyType({}),
 ) -> Plan:
     """Plan one host: by default by the rules alone, for torch's own libgomp and glibc.
 
-    `measured` replaces figures that the rules assume. Invariants, checked before returning: domains are disjoint and
+    `measured` replaces figures that the rules assume; `chosen` has values of request fields that are None, each with
+    its reason, for which no rule decides. Invariants, checked before returning: domains are disjoint and
     inside the allowed set; no two workers share a core, unless the request allows it; every allowed PU is used or
     listed as unused with a reason; the estimated memory fits. Raises InputError if the request does not fit the host.
     """
@@ -216,6 +236,9 @@ def plan_machine(
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
     usable = usable_cores(machine, request)
     full, default_why = with_defaults(usable.machine, request, measured)
+    values: dict[str, Any] = {name: value for name, (value, _) in chosen.items()}
+    full = replace(full, **values)
+    default_why |= {name: why for name, (_, why) in chosen.items()}
     loaded, runtime_warnings = planned_runtime(
         runtime or Runtime(), full.openmp, default_why.get("openmp", SET), request.allocator
     )

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cputrain.affinity.errors import InputError, RequestError
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.plan import NextBest, Plan, Request, WorkerPlan
 from cputrain.affinity.planner.request import Measured, Reason, Unused, check_request
 from cputrain.affinity.ranks.host_names import find_host, find_this_host
 from cputrain.affinity.terminal import printable
@@ -66,6 +66,8 @@ class WrittenPlan(Struct, kw_only=True):
     unused: allowed PUs that no worker uses, with the reason.
     reasons: each decision, with its reason.
     oversubscribed: whether workers share cores.
+    next_best: the best other numbers of workers, comm cores and loader cores, by the predicted step time; absent if the
+        plan was not checked against it.
     warnings: warnings about this plan. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 
@@ -77,6 +79,7 @@ class WrittenPlan(Struct, kw_only=True):
     workers: Annotated[tuple[WorkerPlan, ...], Meta(min_length=1)]
     unused: tuple[Unused, ...]
     reasons: tuple[Reason, ...]
+    next_best: tuple[NextBest, ...] | UnsetType = UNSET
     oversubscribed: bool
     warnings: tuple[str, ...]
 
@@ -105,6 +108,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         workers=plan.workers,
         unused=plan.unused,
         reasons=plan.reasons,
+        next_best=plan.next_best or UNSET,
         oversubscribed=plan.oversubscribed,
         warnings=plan.warnings,
     )
@@ -165,6 +169,7 @@ def plan_from_dict(data: Any) -> Plan:
         reasons=written.reasons,
         warnings=written.warnings,
         measured=written.measured,
+        next_best=() if written.next_best is UNSET else written.next_best,
     )
     for problem in _inconsistencies(plan):
         raise InputError(f"the plan is damaged: {problem}; plan again")

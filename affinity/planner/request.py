@@ -280,6 +280,10 @@ def training_name(workload: str, precision: str) -> str:
     return f"training {workload}, {precision}"
 
 
+# Fabrics: the usual link speed of a host in Gbit/s, and oneCCL's all-reduce where settings choose one.
+LINK_GBIT = {"opa": 100, "psm3": 100, "ib": 200, "ethernet": 25, "efa": 100, "slingshot": 200, "shm": 100}
+ALGORITHM_OF = {"opa": "rabenseifner", "ib": "ring", "ethernet": "ring"}
+
 # Kinds of options: a number or "auto", a number, Gbit/s, a CPU list as for taskset, one of several words, auto|on|off
 # for a boolean field, and a flag.
 NUMBER, COUNT, SPEED, CPUS, CHOICE, SWITCH, FLAG = "number", "count", "speed", "CPUs", "choice", "switch", "flag"
@@ -450,6 +454,7 @@ class Request:
         that it starts later (data loaders, for example) inherit that single PU unless they change their affinity mask.
     nodes: number of hosts in the job; with more than one, cores may be reserved for communication.
     link_gbit: link speed of a host in Gbit/s.
+    fabric: the fabric between hosts, whose latency and all-reduce the predicted step time has.
     profile: published settings for all fields that are None.
     balance: "equal" local batches, or "batch": proportional to each worker's cores.
     local_batch: images per step and worker, the mean over the host's workers.
@@ -476,6 +481,7 @@ class Request:
     pin_threads: bool = True
     nodes: OneOrMore = 1
     link_gbit: float = 100.0
+    fabric: str = "opa"
     profile: str = "auto"
     balance: str = "equal"
     local_batch: Count | None = None

@@ -337,7 +337,7 @@ def local_batches(
     """
     if local_batch is None or not proportional:
         return (local_batch,) * len(domains)
-    speeds = [domain.cores[0].speed * count for domain, count in zip(domains, threads, strict=True)]
+    speeds = [min(core.speed for core in domain.cores) * count for domain, count in zip(domains, threads, strict=True)]
     total = local_batch * len(domains)
     exact = [total * speed / sum(speeds) for speed in speeds]
     batches = [max(1, int(share)) for share in exact]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from cputrain.affinity.planner.domains import LOST_BY_REMOTE_MEMORY
+from cputrain.affinity.planner.request import BYTES
 from cputrain.affinity.wording import MIB
-
-BYTES = 4  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,9 @@ class Setup:
 
     `move_bytes_per_s` replaces the assumed speed at which a worker's cores move messages, if known. `link` is None on
     one host. `clock_range` is the largest relative increase of the all-core clock over the base clock, of which hosts
-    reach different fractions. `bucket_mib` is None if the trainer chooses the size.
+    reach different fractions. `bucket_mib` is None if the trainer chooses the size. `pace` is the speed of the slowest
+    computing core, as threads wait for it, relative to the host's fastest type; `remote` the part of a worker's memory
+    that is on other NUMA nodes than a core.
     """
 
     layers: tuple[Layer, ...]
@@ -184,6 +186,8 @@ class Setup:
     clock_range: float = 0.0
     decoded_per_core_s: float | None = None
     move_bytes_per_s: float | None = None
+    pace: float = 1.0
+    remote: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -199,6 +203,16 @@ class Setup:
     def gradient_bytes(self) -> int:
         """Bytes of a worker's gradients in float32."""
         return sum(layer.weight_bytes for layer in self.layers)
+
+
+# Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
+# LARS and LAMB read weights and gradients once more, for their norms.
+PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
+
+
+def passes_over_weights(copies: int, *, norms: bool = False) -> int:
+    """Return the number of passes over the weights in an optimizer step, by the size of its state in copies."""
+    return PLAIN_PASSES + PASSES_PER_COPY * copies + (NORM_READS if norms else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +238,7 @@ REORDERING_PASSES = (2, 4)
 class Work:
     """Seconds of a worker that computes at the mean speed: each layer's passes, in the order of the forward pass.
 
-    `decoding_s` is the computing threads' time for decoding in each backward pass, if there are no loader cores;
+    `decoding_s` is the time that computing waits for decoding before each backward pass, if there are no loader cores;
     `loading_s` the loader cores' time per step, which is a lower bound of the step. `memory_bytes_per_s` is the
     worker's share of the memory bandwidth.
     """
@@ -240,8 +254,9 @@ class Work:
 def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
     """Return the computation of a worker's step."""
     serial = constants.serial_fraction
-    flops = speed.core_flops / ((1 - serial) / setup.threads + serial)
-    memory = speed.host_bytes_per_s / setup.workers
+    local = 1 - LOST_BY_REMOTE_MEMORY * setup.remote
+    flops = setup.pace * local * speed.core_flops / ((1 - serial) / setup.threads + serial)
+    memory = local * speed.host_bytes_per_s / setup.workers
     overhead = constants.layer_overhead_s * (constants.phi_core_slowness if setup.phi else 1.0)
     reordered = min(memory, setup.threads * constants.core_reorder_bytes_per_s)
     width = HALF if setup.precision == "bf16" else 1.0
@@ -259,7 +274,7 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
         if setup.loader_cores:
             loading = each * setup.accumulation / setup.loader_cores
         else:
-            decoding = each / setup.threads
+            decoding = each  # by a single thread, which shares a core with a compute thread that all others wait for
     return Work(
         forward_s=tuple(seconds(layer, 0) for layer in setup.layers),
         backward_s=tuple(seconds(layer, 1) for layer in setup.layers),
@@ -483,7 +498,7 @@ def _path(setup: Setup, constants: Constants) -> Path:
     )
 
 
-LARGEST, STEPS = 10.0, 2000  # upper limit of the numerical integration in standard deviations, and its steps
+LARGEST, STEPS = 10.0, 500  # upper limit of the numerical integration in standard deviations, and its steps
 
 
 @lru_cache(maxsize=256)
@@ -551,6 +566,39 @@ def seconds_at(setup: Setup, constants: Constants) -> Callable[[Speed], float]:
     """Return a function from the host's speed to the seconds of a setup's step."""
     messages, slowness = messages_of(setup, constants), _slowness(setup, constants)
     return lambda speed: _step(setup, work_of(setup, speed, constants), messages, slowness).step_s
+
+
+def step_seconds(setup: Setup, work: Work, messages: tuple[Message, ...], constants: Constants) -> float:
+    """Return the seconds of a setup's step with this work and these messages."""
+    return _step(setup, work, messages, _slowness(setup, constants)).step_s
+
+
+SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
+PRECISE, TRIES = 1e-6, 100
+
+
+def solve_core_flops(seconds: Callable[[float], float], target_s: float) -> float | None:
+    """Solve for the FLOP/s of a core at which `seconds` is the target (regula falsi, Illinois); None if no speed
+    reaches it."""
+
+    def excess(seconds_per_flop: float) -> float:
+        """Return the seconds by which a step exceeds the target, nearly linear in the argument."""
+        return seconds(1 / seconds_per_flop) - target_s
+
+    low, high = 1 / FASTEST, 1 / SLOWEST
+    below, above = excess(low), excess(high)
+    if not below <= 0 <= above:
+        return None
+    for _ in range(TRIES):
+        middle = (low * above - high * below) / (above - below)
+        found = excess(middle)
+        if abs(found) <= PRECISE * target_s:
+            return 1 / middle
+        if found > 0:
+            high, above, below = middle, found, below / 2
+        else:
+            low, below, above = middle, found, above / 2
+    return 1 / middle
 
 
 def _slowness(setup: Setup, constants: Constants) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
-from cputrain.affinity.planner.assumptions import LINKED, published_runs, runs_on
+from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, runs_on
 from cputrain.affinity.planner.step_time import ALGORITHMS
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, plural
@@ -43,7 +43,7 @@ from cputrain.reproduce import (
     tables_text,
 )
 from cputrain.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
-from cputrain.simulate.setup import find, link_of, unreadable
+from cputrain.simulate.setup import find, unreadable
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN

@@ -13,8 +13,9 @@ from cputrain.affinity.errors import InputError, RequestError, RunError
 from cputrain.affinity.kernel.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import PLAN_FILE
+from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
 from cputrain.affinity.ranks.host_names import (
@@ -105,7 +106,11 @@ def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
 
 def request_of_options(options: PlanningOptions, base: Request) -> Request:
     """Apply the options to `base`, a recipe's request or the default."""
-    changes: dict[str, Any] = {"nodes": len(options.hosts) * options.pods, "link_gbit": network_of(options).link_gbit}
+    changes: dict[str, Any] = {
+        "nodes": len(options.hosts) * options.pods,
+        "link_gbit": network_of(options).link_gbit,
+        "fabric": network_of(options).name,
+    }
     given = ((option, options.given[option.name]) for option in OPTIONS if hasattr(base, option.name))
     changes |= {option.name: option.requested(value) for option, value in given if value is not None}
     return replace(base, **changes)
@@ -125,7 +130,7 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
         return plan_this_machine(request, env, command)
     # The other machine's libraries cannot be inspected from here; its ranks run this Python, with torch's libgomp.
     machine = find_machine(options.machine)
-    return plan_machine(machine, request, Runtime(), read_measured(machine, request, env))
+    return checked_plan(machine, request, Runtime(), read_measured(machine, request, env))
 
 
 def plan_hosts(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.assumptions import LINKED, published_runs, reference_run
+from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
 from cputrain.affinity.planner.step_time import Setup, Step
@@ -26,7 +26,7 @@ from cputrain.simulate.predict import (
     rows_of,
     scenario_setup,
 )
-from cputrain.simulate.setup import NOT_MEASURED, find, link_of, unreadable
+from cputrain.simulate.setup import NOT_MEASURED, find, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,7 @@
 """Predict a training on one host, from measured or published rates, and on up to thousands; and search for a plan."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -9,22 +9,24 @@ from math import ceil
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.assumptions import (
     CONSTANTS,
-    FLOP_PER_BYTE,
     Assumption,
     PublishedRun,
     constants_of,
+    host_bytes_per_s,
+    link_of,
     machines_with_rates,
     measured_assumptions,
     reference_run,
     runs_on,
+    speed_of,
 )
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_MEASURED, Request, plan_machine
-from cputrain.affinity.planner.request import MEMORY, PROFILES, Measured, is_phi
+from cputrain.affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
+from cputrain.affinity.planner.predicted import checked_plan
+from cputrain.affinity.planner.request import BYTES, PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.planner.step_time import (
     ALGORITHMS,
-    BYTES,
     Constants,
     Layer,
     Link,
@@ -32,10 +34,11 @@ from cputrain.affinity.planner.step_time import (
     Speed,
     Step,
     seconds_at,
+    solve_core_flops,
     step_of,
     work_of,
 )
-from cputrain.affinity.topology.catalog import named_machine, processor_facts
+from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import first_named, join_or
 from cputrain.launch.local import request_of
@@ -51,18 +54,8 @@ from cputrain.recipe.schema import (
     PlanSection,
     Recipe,
 )
-from cputrain.simulate.setup import (
-    MeasuredTraining,
-    Measurement,
-    layers_of,
-    link_of,
-    reuse_slowness,
-    set_slowness,
-    setup_of,
-)
+from cputrain.simulate.setup import MeasuredTraining, Measurement, layers_of, reuse_slowness, set_slowness, setup_of
 
-SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
-PRECISE, TRIES = 1e-6, 100
 MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
 NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link
 RATE_RANGE = 0.03  # assumed error of a published rate: rounded times, evaluations included
@@ -121,14 +114,18 @@ def planned_setup(
     algorithm: str | None = None,
     request: Request | None = None,
     measured: Measured = NOTHING_MEASURED,
+    plan: Callable[..., Plan] = plan_machine,
 ) -> Setup:
-    """Return a recipe's setup under the plan of `cputrain plan`. Raises InputError if it does not fit the machine."""
-    requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit)
-    return setup_of(recipe, plan_machine(machine, requested, Runtime(), measured), link, algorithm)
+    """Return a recipe's setup under a plan, by the rules unless `plan` is another planner.
+
+    Raises InputError if it does not fit the machine.
+    """
+    requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit, fabric=link.name)
+    return setup_of(recipe, plan(machine, requested, Runtime(), measured), link, algorithm)
 
 
-def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
-    """Return the setup of a scenario on `hosts` hosts."""
+def scenario_setup(scenario: Scenario, hosts: int, plan: Callable[..., Plan] = checked_plan) -> Setup:
+    """Return the setup of a scenario on `hosts` hosts, under the plan of `cputrain plan` or by another planner."""
     setup = planned_setup(
         scenario.recipe,
         scenario.machine,
@@ -137,6 +134,7 @@ def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
         algorithm=scenario.algorithm,
         request=scenario.request,
         measured=scenario.measured,
+        plan=plan,
     )
     return replace(setup, layers=reuse_slowness(setup.layers, scenario.reference.setup.layers))
 
@@ -217,14 +215,6 @@ def reference_at(
     )
 
 
-def host_bytes_per_s(machine: Machine, measured: Measured = NOTHING_MEASURED) -> float | None:
-    """Return the bandwidth of a host's memory, measured or from its processor; None if unknown."""
-    rate, usual = measured.rate(MEMORY), processor_facts(machine.model).memory_bytes_per_s
-    if rate is not None:
-        return rate.value
-    return None if usual is None else len(machine.packages) * usual
-
-
 def run_recipe(run: PublishedRun | Measurement, data: DataSection | None = None) -> Recipe:
     """Return a recipe with the settings of a run that affect the speed; the data default to ImageNet's training set."""
     return Recipe(
@@ -250,39 +240,24 @@ def speed_at(
         cores, memory, precision = machine.cores, machine.host_bytes_per_s, machine.setup.precision
     else:
         cores, memory = len(machine.allowed_cores), host_bytes_per_s(machine, measured)
-    usual = memory or cores * core_flops / FLOP_PER_BYTE[precision]
-    return Speed(core_flops=core_flops, host_bytes_per_s=constants.memory_share * usual)
+    return speed_of(core_flops, cores, memory, precision, constants)
 
 
 def core_flops_of(reference: Reference, constants: Constants) -> float:
-    """Solve for the FLOP/s of a core at which the reference's setup reaches its images/s (regula falsi, Illinois).
+    """Solve for the FLOP/s of a core at which the reference's setup reaches its images/s.
 
     Raises InputError if no core speed reaches it, because memory or communication alone take longer.
     """
     target = reference.setup.global_batch / reference.images_per_s
     seconds = seconds_at(reference.setup, constants)
 
-    def excess(seconds_per_flop: float) -> float:
-        """Return the seconds by which a step exceeds the target, nearly linear in the argument."""
-        return seconds(speed_at(1 / seconds_per_flop, machine=reference, constants=constants)) - target
-
-    low, high = 1 / FASTEST, 1 / SLOWEST
-    below, above = excess(low), excess(high)
-    if not below <= 0 <= above:
+    found = solve_core_flops(lambda flops: seconds(speed_at(flops, machine=reference, constants=constants)), target)
+    if found is None:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
             f"{reference.setup.ranks} workers; check the rate"
         )
-    for _ in range(TRIES):
-        middle = (low * above - high * below) / (above - below)
-        found = excess(middle)
-        if abs(found) <= PRECISE * target:
-            return 1 / middle
-        if found > 0:
-            high, above, below = middle, found, below / 2
-        else:
-            low, below, above = middle, found, above / 2
-    return 1 / middle
+    return found
 
 
 RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
@@ -598,9 +573,9 @@ def _with_plan(scenario: Scenario, batch: int | None = None, **plan: object) -> 
 
 
 def _fitting(scenario: Scenario, hosts: int) -> Setup | None:
-    """Return the scenario's setup; None if it does not fit the host."""
+    """Return the scenario's setup by the rules; None if it does not fit the host."""
     try:
-        return scenario_setup(scenario, hosts)
+        return scenario_setup(scenario, hosts, plan_machine)
     except InputError:
         return None
 

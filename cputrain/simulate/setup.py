@@ -9,18 +9,15 @@ import msgspec
 from msgspec import Meta
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.assumptions import link_at
 from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.predicted import setup_of_plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
-from cputrain.affinity.planner.request import is_phi
-from cputrain.affinity.planner.rules import core_rates
-from cputrain.affinity.planner.step_time import Layer, Link, Setup, Work, layer_of
-from cputrain.affinity.topology.catalog import processor_facts
+from cputrain.affinity.planner.request import ALGORITHM_OF
+from cputrain.affinity.planner.step_time import Layer, Link, Setup, Work, layer_of, passes_over_weights
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
 from cputrain.models.sizes import COPIES, layer_sizes, workload_of
-from cputrain.mpi.fabric import FABRICS
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import OWN_NETWORKS, Recipe
 
@@ -120,63 +117,34 @@ def _rate_of(record: Record) -> Measurement | None:
         return None
 
 
-USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
-# Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
-# LARS and LAMB read weights and gradients once more, for their norms.
-PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
-
-
 def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
     """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
-    hosts, workers = plan.request.nodes, len(plan.workers)
-    rates = core_rates(plan.machine, workload_of(recipe), plan.measured)
-    clock_range = processor_facts(plan.machine.model).clock_range
-    return Setup(
+    ranks = plan.request.nodes * len(plan.workers)
+    planned = setup_of_plan(replace(plan, request=replace(plan.request, workload=workload_of(recipe))))
+    link = link if plan.request.nodes > 1 else None
+    return replace(
+        planned,
         layers=layers_of(recipe),
-        hosts=hosts,
-        workers=workers,
-        # the worker with the fewest threads, as every step waits for it
-        threads=min(worker.intra_op for worker in plan.workers),
-        comm_cores=min(len(_cores(plan, worker.comm_pus)) for worker in plan.workers),
-        loader_cores=min(len(_cores(plan, worker.loader_pus)) for worker in plan.workers),
-        local_batch=largest_local_batch(recipe.batch, hosts * workers),
-        accumulation=passes_per_step(recipe.batch, hosts * workers),
-        precision=recipe.precision,
+        local_batch=largest_local_batch(recipe.batch, ranks),
+        accumulation=passes_per_step(recipe.batch, ranks),
         compression=recipe.comm.compression,
         optimizer_passes=optimizer_passes(recipe.optim.name),
         bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
         backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
-        algorithm=algorithm or usual_algorithm(link if hosts > 1 else None, recipe.comm.backend),
-        link=link if hosts > 1 else None,
-        phi=is_phi(plan.machine),
-        clock_range=USUAL_CLOCK_RANGE if clock_range is None else clock_range,
-        decoded_per_core_s=None if recipe.data.generated else rates.decoded_per_s,
+        algorithm=algorithm or usual_algorithm(link, recipe.comm.backend),
+        link=link,
+        decoded_per_core_s=None if recipe.data.generated else planned.decoded_per_core_s,
     )
 
 
 def optimizer_passes(name: str) -> int:
     """Return the number of passes over the weights in an optimizer step."""
-    return PLAIN_PASSES + PASSES_PER_COPY * COPIES[name] + (NORM_READS if name in ("lars", "lamb") else 0)
+    return passes_over_weights(COPIES[name], norms=name in ("lars", "lamb"))
 
 
 def usual_algorithm(link: Link | None, backend: str) -> str:
     """Return the algorithm that the fabric's settings choose for oneCCL; gloo only has a ring."""
-    if link is None or backend == "gloo":
-        return "ring"
-    return next((value for name, value, _ in FABRICS[link.name].settings if name == "CCL_ALLREDUCE"), "ring")
-
-
-def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
-    """Return the link of a fabric; `gbit` (Gbit/s) and `latency_us` (microseconds) replace its usual values.
-
-    Raises InputError if the fabric does not connect hosts.
-    """
-    return link_at(fabric, gbit or (FABRICS[fabric].link_gbit if fabric in FABRICS else 0.0), latency_us)
-
-
-def _cores(plan: Plan, pus: tuple[int, ...]) -> set[int]:
-    """Return the cores of these PUs, each as its first PU."""
-    return {core.pus[0] for core in plan.machine.cores if not set(core.pus).isdisjoint(pus)}
+    return "ring" if link is None or backend == "gloo" else ALGORITHM_OF.get(link.name, "ring")
 
 
 NOT_MEASURED = (1.0, 1.0)

@@ -6,8 +6,9 @@ from typing import Any
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
+from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.ranks.host_names import is_loopback, is_this_host, network_name, repeated_host
 from cputrain.affinity.ranks.rank import LOOPBACK, address_to
 from cputrain.affinity.topology.machine import Machine
@@ -42,7 +43,7 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         same = "" if twice[0] == twice[1] else f", as {twice[0]}"
         raise InputError(f"host {twice[1]} is in two groups{same}: name each host once")
     whole = replace(request, nodes=len(hosts))
-    planned = tuple(HostGroup(hosts=names, plan=plan_machine(machine, whole, Runtime())) for names, machine in groups)
+    planned = tuple(HostGroup(hosts=names, plan=checked_plan(machine, whole, Runtime())) for names, machine in groups)
     threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})
     uneven = (
         (f"workers have {threads[0]} to {threads[-1]} threads: the smallest sets the pace of each step on all hosts",)

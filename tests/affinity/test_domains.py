@@ -63,24 +63,27 @@ def test_a_shared_cache_is_reported() -> None:
     assert found.numbers == {"each": (2, 2), "shared": 1, "caches": 3}
 
 
-def test_no_worker_computes_on_two_core_types() -> None:
-    """4 fast cores and 8 of 0.6: fast ones as four workers of one core, the slow ones as one of eight, do most."""
+def test_only_a_single_worker_computes_on_two_core_types() -> None:
+    """4 fast cores and 8 of 0.6: together 7.2 fast ones for one worker, and each type for itself with more workers."""
     machine = hybrid()
     speed = {pu: core.speed for core in machine.cores for pu in core.pus}
     for ppn in (None, *range(1, 13)):
         for balance in ("equal", "batch"):
             made = plan(machine, ppn=ppn, balance=balance, local_batch=64)
             for worker in made.workers:
-                assert len({speed[pu] for pu in worker.compute_pus}) == 1
+                assert len({speed[pu] for pu in worker.compute_pus}) == (2 if ppn == 1 else 1)
             assert ppn is None or len(made.workers) == ppn
 
 
-def test_one_worker_computes_on_the_type_that_does_most_and_loads_on_the_others() -> None:
-    made = plan(hybrid(), ppn=1)
-    worker = made.workers[0]
-    assert worker.compute_pus == tuple(range(8, 16))  # 8 x 0.6 is more than 4 x 1
-    assert worker.loader_pus == (0, 1)  # a fast core, which would only wait, decodes
-    assert {item.why: item.pus for item in made.unused}[OTHER_TYPE] == (2, 3, 4, 5, 6, 7)
+def test_one_worker_computes_on_all_types_if_that_does_most_and_else_loads_on_the_others() -> None:
+    """12 cores at 0.6 do more than 4 at 1; at 0.3, the four fast ones do more and the others load."""
+    machine = hybrid()
+    worker = plan(machine, ppn=1).workers[0]
+    assert (worker.intra_op, worker.loader_pus) == (11, (0, 1))
+    halves = tuple(replace(core, speed=core.speed / 2 if core.speed < 1 else 1.0) for core in machine.cores)
+    made = plan(replace(machine, cores=halves), ppn=1)
+    assert (made.workers[0].compute_pus, made.workers[0].loader_pus) == ((0, 2, 4, 6), (8,))
+    assert {item.why: item.pus for item in made.unused}[OTHER_TYPE] == tuple(range(9, 16))
 
 
 def test_every_core_of_a_hybrid_processor_has_work() -> None:

@@ -29,6 +29,7 @@ from cputrain.affinity.planner import (
     Setup,
     Speed,
     Step,
+    link_of,
     messages_of,
     published_runs,
     step_of,
@@ -37,7 +38,7 @@ from cputrain.affinity.planner import (
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
 from cputrain.recipe import load_recipe
-from cputrain.simulate import checkpoints_saved, core_flops_of, link_of, published_reference, speed_at
+from cputrain.simulate import checkpoints_saved, core_flops_of, published_reference, speed_at
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 
@@ -310,14 +311,14 @@ def test_pictures_are_svg(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_best_plan_beats_the_published_one_within_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    """The published 2 x 22 + 2 costs little against the best plan of as large a batch, a smaller batch much."""
+    """The published 2 x 22 + 2, without loader cores, costs little against the best plan of as large a batch."""
     best = ("--nodes", "256", "--best", "plan.profile=bkm-2018")
     assert main([*KNOWN, *best, "--format", "json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     own, found = plans[0], plans[-1]
     assert (own["workers"], own["threads"], own["comm_cores"]) == (2, 22, 2) and found["name"] == "best"
     assert found["global_batch"] <= own["global_batch"] == 24_576
-    assert 1 <= own["time_to_train_s"] / found["time_to_train_s"] < 1.05
+    assert 1 <= own["time_to_train_s"] / found["time_to_train_s"] < 1.1
     assert all(found["time_to_train_s"] <= plan["time_to_train_s"] for plan in plans)
     assert main([*KNOWN, *best, "--batch-limit", "16384"]) == 0
     lines = capsys.readouterr().out.splitlines()

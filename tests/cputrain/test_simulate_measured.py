@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import CONSTANTS, Layer, machine_name, read_records
+from cputrain.affinity.planner import CONSTANTS, Layer, link_of, machine_name, read_records
 from cputrain.affinity.topology import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
@@ -20,7 +20,6 @@ from cputrain.simulate import (
     Scenario,
     find,
     layers_of,
-    link_of,
     model_of,
     reference_of,
     rows_of,
@@ -162,7 +161,8 @@ def test_a_step_in_time_follows_from_the_measured_times_of_layers(measured: Meas
     keep(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
     found = find(read_records(machine, env), RECIPE)
     assert found is not None and found.rate.layers == passes(table)
-    recipe = load_recipe("resnet50-skx-256node", ("data.path=synthetic",))
+    cores = ("plan.comm_cores=1", "plan.loader_cores=1")  # nearly the threads of the measurement
+    recipe = load_recipe("resnet50-skx-256node", ("data.path=synthetic", *cores))
     scenario = Scenario(
         recipe=recipe, machine=machine, link=link_of("opa"), reference=reference_of(machine, recipe, measured=found)
     )
