@@ -18,7 +18,7 @@ from typing import Any
 from cputrain.affinity import bind
 from cputrain.affinity.errors import InputError, RequestError, as_option
 from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, read_host_plan, running_processes
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
 from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option

@@ -11,18 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cputrain.models import LayerSize, import_torchvision, layers_at, network_file, read_network
+from cputrain.affinity.planner import LayerSize, layers_at
+from cputrain.models import import_torchvision, network_file, read_network
 from cputrain.models.tracing import SIDE, TracedRow, sums_of, table_of, traced
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, TIMM, TORCHVISION
 
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import CLASSES, LayerSize, layers_at
-from cputrain.models import build_model, gflop_of, import_torchvision, network_file, read_network
-from cputrain.models.networks import OWN_NETWORKS as BY_SIDE
-from cputrain.recipe import NETWORKS, OWN_NETWORKS, TORCHVISION, ModelSection
-
-SIDE = 224  # the default crop for tracing a new network
-IMAGES = 11  # does not divide the size of any layer
 KEPT_TOLERANCE = 0.02  # as the files scale with the image's area
 
 

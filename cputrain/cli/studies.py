@@ -43,7 +43,7 @@ from cputrain.reproduce import (
     tables_text,
 )
 from cputrain.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
-from cputrain.simulate.setup import find, unreadable
+from cputrain.simulate.setup import find, trace_unknown, unreadable
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN

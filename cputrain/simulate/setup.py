@@ -17,9 +17,9 @@ from cputrain.affinity.planner.step_time import Layer, Link, Setup, Work, layer_
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.models.sizes import COPIES, layer_sizes, workload_of
+from cputrain.models.sizes import COPIES, keep_network, layer_sizes, read_network, workload_of
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
-from cputrain.recipe.schema import OWN_NETWORKS, Recipe
+from cputrain.recipe.schema import OWN_NETWORKS, TIMM, Recipe
 
 
 def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
@@ -29,9 +29,21 @@ def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
         known = join_or(OWN_NETWORKS)
         raise InputError(
             f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
-            "another classifier of torchvision"
+            "another classifier of torchvision or timm"
         )
     return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
+
+
+def trace_unknown(recipe: Recipe) -> None:
+    """Trace the network of a recipe if it is timm's and has no file of sizes, at the recipe's crop.
+
+    Imports torch and timm. Raises InputError if timm does not have the network or it does not accept this crop.
+    """
+    name = recipe.model.name
+    if name.startswith(TIMM) and read_network(name) is None:
+        from cputrain.models.tracing import table_of  # torch, which other networks do not need here
+
+        keep_network(name, table_of(name, recipe.data.crop))
 
 
 Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer

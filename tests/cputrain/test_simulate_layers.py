@@ -21,7 +21,7 @@ from cputrain.affinity.planner import (
 )
 from cputrain.models import build_model, read_network, workload_of
 from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
-from cputrain.simulate import layers_of
+from cputrain.simulate import layers_of, trace_unknown
 from tools.network_table import all_names, differences, main
 
 needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
