@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -70,7 +70,7 @@ def main() -> None:
         sys.exit("--seeds: one seed has no range; set it to 2 or more")
     with tempfile.TemporaryDirectory() as scratch:
         results = {
-            study.name: trained(study, Path(scratch), options.seeds, CHANGES[options.change], options.settings)
+            study.name: trained(study, Path(scratch), options.seeds, [options.change], options.settings)[options.change]
             for study in studies(Path(scratch), options.mnist)
             if any(word in study.name for word in options.only or [""])
         }
@@ -90,9 +90,11 @@ def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
         yield Study(name="MNIST, LeNet, LARS, batch 4,096", recipe="large-batch-mnist", data=shards, settings=LARS_4096)
 
 
-def trained(study: Study, scratch: Path, seeds: int, change: tuple[str, ...], settings: list[str]) -> Result:
-    """Train each seed without and with the change, alternating."""
-    found: dict[tuple[str, ...], list[float]] = {DIRECT: [], change: []}
+def trained(
+    study: Study, scratch: Path, seeds: int, changes: Collection[str], settings: list[str]
+) -> dict[str, Result]:
+    """Train each seed without and with each of the changes, alternating; return the results by change."""
+    found: dict[tuple[str, ...], list[float]] = {DIRECT: [], **{CHANGES[change]: [] for change in changes}}
     for seed in range(1, seeds + 1):
         for own, top1 in found.items():
             run = scratch / "run"
@@ -100,7 +102,8 @@ def trained(study: Study, scratch: Path, seeds: int, change: tuple[str, ...], se
             start("train", study.recipe, *places, *own, *study.settings, *settings, "--quiet", "--overwrite")
             top1.append(next(event["top1"] for event in read_events(run) if event["event"] == "end"))
             print(f"{study.name}: seed {seed}, {' '.join(own)}: {top1[-1]:.2f} %", file=sys.stderr, flush=True)
-    return Result(before=tuple(found[DIRECT]), after=tuple(found[change]))
+    before = tuple(found[DIRECT])
+    return {change: Result(before=before, after=tuple(found[CHANGES[change]])) for change in changes}
 
 
 def show(change: str, results: dict[str, Result]) -> None:
