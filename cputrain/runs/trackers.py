@@ -370,7 +370,7 @@ class Trackers:
         return f"log={name} failed and is dropped: {reason} ({log}; {self._rest(name)})"
 
     def _rest(self, name: str) -> str:
-        return f"--resume or python -m cputrain.runs.trackers {name} {self._folder} sends the rest"
+        return f"{shlex.join(('python', '-m', 'cputrain.runs.trackers', name, str(self._folder)))} sends the rest"
 
     def __enter__(self) -> "Trackers":
         return self

@@ -169,7 +169,7 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
         (line,) = trackers.finish(2.0)
     assert 2.0 <= time.monotonic() - begun < 10.0
     assert line == (
-        "warning: log=mlflow was not finished after 2 s: --resume or python -m cputrain.runs.trackers mlflow "
+        "warning: log=mlflow was not finished after 2 s: python -m cputrain.runs.trackers mlflow "
         f"{folder} sends the rest"
     )
 
