@@ -163,7 +163,6 @@ def command_of(run: PublishedRun, start: PublishedRun) -> tuple[str, ...]:
         *(f"batch.local={run.local_batch}", f"plan.ppn={run.workers}"),
         *(f"optim.name={run.optimizer}", f"precision={run.precision}"),
         *(() if run.comm_cores is None else (f"plan.comm_cores={run.comm_cores}",)),
-        *(() if run.loader_cores is None else (f"plan.loader_cores={run.loader_cores}",)),
     )
 
 

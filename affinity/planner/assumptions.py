@@ -112,8 +112,8 @@ class PublishedRun:
     `images_per_s` is the total of all hosts; if `derived`, it was computed as images x epochs / time, otherwise the
     source states it. `family` names a group of runs with the same processor, framework and fabric. `gbit` is the link's
     speed if it is not the fabric's usual one. `processor` is part of the machine's model name. `name` is for
-    `simulate --from`. `comm_cores` and `loader_cores` are per worker; None leaves them to the planner. `contradicts`
-    names a run of the family that no model can predict from the same speed of a host.
+    `simulate --from`. `comm_cores` are per worker; None leaves them to the planner. `contradicts` names a run of the
+    family that no model can predict from the same speed of a host.
     """
 
     name: str
@@ -127,7 +127,6 @@ class PublishedRun:
     hosts: int
     workers: int
     comm_cores: int | None = None
-    loader_cores: int | None = None
     local_batch: int
     crop: int = 224
     optimizer: str = "momentum"

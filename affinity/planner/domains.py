@@ -173,7 +173,7 @@ def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:
 def _layouts(cores: Cores, ppn: int) -> list[Layout]:
     """List the candidates: workers inside NUMA nodes, with or without a worker in each; across nodes, or with cores of
     several types, if they are fewer than the groups of equal cores."""
-    groups = uniform_groups(cores)
+    groups, nodes = uniform_groups(cores), {core.numa_node for core in cores}
     found = [inside_nodes(groups, ppn)]
     if ppn >= len(groups):
         found.append(_in_each(groups, ppn))
@@ -183,7 +183,8 @@ def _layouts(cores: Cores, ppn: int) -> list[Layout]:
         if ppn < len(of_this_type):
             found += [Layout(parts=tuple(whole_groups(of_this_type, ppn))), Layout(parts=tuple(shares(used, ppn)))]
         if speed < max(core.speed for core in cores) and ppn < len(groups):
-            found.append(Layout(parts=tuple(shares(tuple(core for core in cores if core.speed >= speed), ppn))))
+            mixed = Layout(parts=tuple(shares(tuple(core for core in cores if core.speed >= speed), ppn)))
+            found += [mixed] if ppn < len(nodes) or not mixed.across else []
     return found
 
 

@@ -211,6 +211,7 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
     )
     request = Request(
         ppn=run.workers,
+        comm_cores=run.comm_cores,
         nodes=run.hosts,
         fabric=run.fabric,
         link_gbit=run.gbit or LINK_GBIT[run.fabric],
@@ -269,14 +270,15 @@ class Choice:
 
 
 def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
-    """Compare the plan's number of workers with half, twice, one per package, and one fewer and more, if they fit.
+    """Compare the plan's number of workers with half, twice, one per package, and one fewer and more, if they fit and
+    workers stay equal.
 
     Each has its comm and loader cores by the rules, or none if that is faster and nothing sets them.
     """
     own, cores = len(plan.workers), plan.machine.allowed_cores
     near = {own // 2, 2 * own, len({core.package for core in cores})}
-    if len(uniform_groups(cores)) == 1:  # otherwise one fewer or more are unequal workers
-        near |= {own - 1, own + 1}
+    if len(uniform_groups(cores)) == 1:
+        near |= {count for count in (own - 1, own + 1) if count and len(cores) % count == 0}
     request, plans = plan.request, {own: plan}
     most = len(cores) if request.most_workers is None else max(1, request.most_workers // request.nodes)
     for count in sorted(near - {own}):

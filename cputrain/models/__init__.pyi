@@ -19,6 +19,7 @@ from .networks import GhostBatchNorm2d as GhostBatchNorm2d
 from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms
 from .networks import build_model as build_model
+from .networks import inputs_note as inputs_note
 from .sizes import COPIES as COPIES
 from .sizes import gflop_of as gflop_of
 from .sizes import layer_sizes as layer_sizes

@@ -143,9 +143,9 @@ def published_reference(run: PublishedRun) -> Reference:
     """Turn a published run into the reference of its machine."""
     machine = named_machine(run.machine)
     recipe = run_recipe(run)
-    cores = {"comm_cores": run.comm_cores, "loader_cores": run.loader_cores}
-    plan = recipe.plan.model_copy(update={key: value for key, value in cores.items() if value is not None})
-    recipe = recipe.model_copy(update={"plan": plan})
+    if run.comm_cores is not None:
+        plan = recipe.plan.model_copy(update={"comm_cores": run.comm_cores})
+        recipe = recipe.model_copy(update={"plan": plan})
     setup = planned_setup(recipe, machine, run.hosts, link_of(run.fabric, gbit=run.gbit))
     return reference_at(setup, machine, run.images_per_s, run.source)
 
