@@ -43,7 +43,7 @@ def set_scene(topology: Topology) -> Scene:
         set_online(pu, online=False)
     scene = Scene(topology=topology, machine=this_machine(), plan=plan_here())
     # the boot may leave no 2 MiB of free memory in one piece, which transparent huge pages need
-    Path("/proc/sys/vm/compact_memory").write_text("1")
+    Path("/proc/sys/vm/compact_memory").write_text("1", encoding="ascii")
     for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
         (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
     return scene
