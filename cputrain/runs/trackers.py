@@ -329,8 +329,8 @@ class Trackers:
     def start(self, folder: Path, log: Sequence[str], pus: tuple[int, ...], env: Mapping[str, str]) -> None:
         """Start the trackers among the formats in `log`, on PUs; their output goes to metrics/NAME.log."""
         self._folder = folder
-        (folder / METRICS).mkdir(exist_ok=True)
         for name in {each for each in log if each in TRACKERS}:
+            (folder / METRICS).mkdir(exist_ok=True)
             command = (*isolated_command("cputrain.runs.trackers"), name, str(folder), FOLLOWED)
             with (folder / METRICS / f"{name}.log").open("wb") as output, running_on(pus):
                 self._processes[name] = subprocess.Popen(

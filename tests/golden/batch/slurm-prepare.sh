@@ -64,7 +64,7 @@ esac
 passed=()
 while IFS= read -r name; do
     case "$name" in
-        TORCHELASTIC_* | OMPI_* | PRTE_* | PMIX_* | MV2_* | PMI_* | MPI_* | I_MPI_* | HYDRA_* | HYDI_* | PALS_* | SLURM_* | PBS_* | \
+        TORCHELASTIC_* | OMPI_* | PRTE_* | PMIX_* | MV2_* | PMI_* | MPI_* | I_MPI_* | HYDRA_* | HYDI_* | SLURM_* | PALS_* | PBS_* | \
             RANK | WORLD_SIZE | LOCAL_RANK | LOCAL_WORLD_SIZE | MASTER_* | FI_* | PSM2_* | PSM3_* | HFI_* | UCX_* | CCL_* | \
             GLOO_* | TORCH_* | OMP_* | KMP_* | GOMP_* | MKL_* | MALLOC_* | TQDM_* | CPUTRAIN_* | PYTHONNOUSERSITE | \
             HOME | USER | LOGNAME | http_proxy | https_proxy | no_proxy) passed+=(--env "$name") ;;
