@@ -334,8 +334,8 @@ class OptimSection(Section):
     """Weight decay: the factor of the L2 penalty that is added to the gradients. adamw and lamb subtract it from the
     weights instead (decoupled), adagrad_da adds it to the function that it minimizes; 0 turns it off."""
     decay_bn_and_bias: bool = True
-    """Whether weight_decay also applies to batch-norm parameters and biases, and to the position embeddings and class
-    tokens of timm's networks."""
+    """Whether weight_decay also applies to batch-norm parameters and biases. With timm's networks these include position
+    embeddings and class tokens."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the gradient over all layers. Larger gradients are scaled down to it; null: no clipping."""
     beta1: Decay = 0.9
