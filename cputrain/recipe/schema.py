@@ -334,7 +334,7 @@ class OptimSection(Section):
     """Weight decay: the factor of the L2 penalty that is added to the gradients. adamw and lamb subtract it from the
     weights instead (decoupled), adagrad_da adds it to the function that it minimizes; 0 turns it off."""
     decay_bn_and_bias: bool = True
-    """Whether weight_decay also applies to batch-norm parameters and biases. With timm's networks these include position
+    """Whether weight_decay also applies to batch-norm parameters and biases. In timm's networks these include position
     embeddings and class tokens."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the gradient over all layers. Larger gradients are scaled down to it; null: no clipping."""
@@ -363,8 +363,8 @@ class OptimSection(Section):
     """Whether momentum is rescaled when the learning rate changes (Goyal et al. 2017, section 3). For lars with
     lars_variant=caffe."""
     adapt_bn_and_bias: bool = False
-    """Whether the parameters named at decay_bn_and_bias also get layer-wise learning rates, as in Intel Caffe but not
-    in MLPerf. For lars and lamb."""
+    """Whether the parameters of decay_bn_and_bias also get layer-wise learning rates, as in Intel Caffe but not in
+    MLPerf. For lars and lamb."""
 
     @model_validator(mode="after")
     def _options_are_read(self) -> "OptimSection":
