@@ -6,8 +6,7 @@ from textwrap import TextWrapper, wrap
 
 from cputrain.affinity.errors import InputError, Wording, as_field, describe
 from cputrain.affinity.planner import domains, memory, request, rules
-from cputrain.affinity.planner.plan import Plan, WorkerPlan
-from cputrain.affinity.planner.predicted import checked_plan
+from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import RESNET50, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.machine import Core, Machine, format_list
@@ -61,7 +60,7 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = checked_plan(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).render(
+            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).render(
                 wording
             )
         except InputError as error:

@@ -4,6 +4,7 @@ python -m benchmarks.plan_model [FOLDER]
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from cputrain.affinity.planner import (
     USUAL_BATCH,
     Plan,
     Request,
-    checked_plan,
     choices_of,
     host_model,
     plan_machine,
@@ -25,34 +25,26 @@ from cputrain.affinity.terminal import markdown_table
 from cputrain.affinity.topology import Machine, catalog_machines, described_machines, find_machine
 
 HOSTS, GBIT = (1, 16, 256), (100.0, 200.0)
-HEAD = ("machine", "hosts", "Gbit/s", "rules", "loses by the model", "auto", "loses")
+HEAD = ("machine", "hosts", "Gbit/s", "plan", "slower than the best number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A machine on some hosts over some link: its plans by the rules and by auto, and what each loses by the model: the
-    largest loss of one of its values, in parts of the speed with the best, and both values."""
+    """A machine on some hosts over some link, its plan, and the largest loss of one of the plan's numbers by the model:
+    in parts of the speed with the best number, and both numbers."""
 
     machine: str
     request: Request
-    rules: Plan
-    auto: Plan
-    before: tuple[float, str]
-    after: tuple[float, str]
+    plan: Plan
+    loss: float
+    numbers: str
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The case as a row under HEAD."""
-        (loss, what), (left, _) = self.before, self.after
-        return (
-            self.machine,
-            str(self.request.nodes),
-            f"{self.request.link_gbit:g}",
-            layout(self.rules),
-            f"{loss:.1%}: {what}",
-            layout(self.auto),
-            f"{left:.1%}",
-        )
+        request = self.request
+        lost = f"{self.loss:.1%}: {self.numbers}"
+        return self.machine, str(request.nodes), f"{request.link_gbit:g}", layout(self.plan), lost
 
 
 def layout(plan: Plan) -> str:
@@ -79,25 +71,23 @@ def cases(machines: list[Machine]) -> Iterator[Case]:
             for gbit in GBIT[: 1 if nodes == 1 else None]:
                 request = Request(nodes=nodes, link_gbit=gbit, local_batch=USUAL_BATCH, workload=RESNET50)
                 try:
-                    rules, auto = plan_machine(machine, request), checked_plan(machine, request)
+                    plan = plan_machine(machine, request)
                 except InputError as error:
                     print(f"{machine.name}: {error}", file=sys.stderr)
                     continue
-                before, after = worst(rules), worst(auto)
-                yield Case(machine=machine.name, request=request, rules=rules, auto=auto, before=before, after=after)
+                loss, numbers = worst(plan)
+                yield Case(machine=machine.name, request=request, plan=plan, loss=loss, numbers=numbers)
 
 
 def summary(found: list[Case]) -> str:
-    """Count the cases that lose more than LOSES before and after."""
-    before, after = (
-        sum(loss > LOSES for loss, _ in each)
-        for each in ([case.before for case in found], [case.after for case in found])
-    )
-    return f"{len(found)} cases; more than {LOSES:.0%} lost by the rules: {before}, by auto: {after}"
+    """Count the cases that lose more than LOSES, by what loses."""
+    kinds = Counter(case.numbers.partition(" per")[0] for case in found if case.loss > LOSES)
+    each = ", ".join(f"{count} by the {kind}" for kind, count in kinds.most_common())
+    return f"{len(found)} cases; more than {LOSES:.0%} lost in {kinds.total()}: {each}"
 
 
 def main(arguments: list[str]) -> int:
-    """Print a row for each case in which the rules lose more than LOSES, and their number before and after."""
+    """Print a row for each case in which the rules lose more than LOSES, and their number."""
     machines = list(catalog_machines())
     for folder in map(Path, arguments):
         for path in described_machines(folder):
@@ -106,7 +96,7 @@ def main(arguments: list[str]) -> int:
             except InputError as error:
                 print(f"{path.name}: {error}", file=sys.stderr)
     found = list(cases(machines))
-    print(markdown_table([HEAD, *(case.cells for case in found if max(case.before[0], case.after[0]) > LOSES)]))
+    print(markdown_table([HEAD, *(case.cells for case in found if case.loss > LOSES)]))
     print(f"\n{summary(found)}")
     return 0
 

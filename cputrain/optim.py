@@ -470,8 +470,8 @@ def build_optimizer(model: nn.Module, optim: "OptimSection") -> Optimizer:
     Biases and batch-norm parameters form a separate group, with those that the network's no_weight_decay() names: in
     timm's networks position embeddings and class tokens.
     """
-    exempt: Callable[[], Iterable[str]] = getattr(model, "no_weight_decay", tuple)
-    apart = set(exempt())
+    exempt: Callable[[], Iterable[str]] | None = getattr(model, "no_weight_decay", None)
+    apart = set(exempt()) if callable(exempt) else set()
     trained = {p: p.ndim <= 1 or name in apart for name, p in model.named_parameters() if p.requires_grad}
     layers = {"params": [p for p, is_apart in trained.items() if not is_apart], "decays": True}
     channels = {

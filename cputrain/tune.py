@@ -209,9 +209,8 @@ NORMAL = 1.4826  # a normal distribution's standard deviation relative to its me
 # half of an interval that contains the true ratio nine times in ten, even after a few rounds.
 SURE, LIKELY = 3.0, 2.3
 MOST_ROUNDS = 64
-DISTURBED = (
-    5.0  # times the robust noise that a cost exceeds its candidate's median, relative to the others of its round
-)
+# Times the robust noise that a disturbed cost exceeds its candidate's median, relative to the others of its round.
+DISTURBED = 5.0
 
 Cost = Callable[[int], float | None]
 """Measures a candidate by its index: seconds per image, None if it fails."""

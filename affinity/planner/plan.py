@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -221,12 +220,10 @@ def plan_machine(
     request: Request | None = None,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
-    chosen: Mapping[str, tuple[int, str]] = MappingProxyType({}),
 ) -> Plan:
     """Plan one host: by default by the rules alone, for torch's own libgomp and glibc.
 
-    `measured` replaces figures that the rules assume; `chosen` has values of request fields that are None, each with
-    its reason, for which no rule decides. Invariants, checked before returning: domains are disjoint and
+    `measured` replaces figures that the rules assume. Invariants, checked before returning: domains are disjoint and
     inside the allowed set; no two workers share a core, unless the request allows it; every allowed PU is used or
     listed as unused with a reason; the estimated memory fits. Raises InputError if the request does not fit the host.
     """
@@ -236,9 +233,6 @@ def plan_machine(
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
     usable = usable_cores(machine, request)
     full, default_why = with_defaults(usable.machine, request, measured)
-    values: dict[str, Any] = {name: value for name, (value, _) in chosen.items()}
-    full = replace(full, **values)
-    default_why |= {name: why for name, (_, why) in chosen.items()}
     loaded, runtime_warnings = planned_runtime(
         runtime or Runtime(), full.openmp, default_why.get("openmp", SET), request.allocator
     )

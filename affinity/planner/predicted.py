@@ -1,4 +1,4 @@
-"""A plan checked against the predicted step time: what the next best values cost, and faster ones where a rule loses.
+"""A plan beside the predicted step time: what the next best numbers of workers, comm and loader cores would cost.
 
 The model is that of `cputrain simulate` (step_time.py): the same layers, constants, links and speed of the host.
 """
@@ -51,7 +51,7 @@ from cputrain.affinity.wording import plural
 if TYPE_CHECKING:
     from cputrain.affinity.planner.assumptions import PublishedRun
 
-LOSES = 0.03  # a rule's value stays if it is predicted to lose no more
+LOSES = 0.03  # smaller losses are below what the model can tell
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 WORKERS, COMM, LOADER = "workers per host", "comm cores per worker", "loader cores per worker"
 NOUNS = {WORKERS: "worker", COMM: "comm core", LOADER: "loader core"}
@@ -117,7 +117,7 @@ class HostModel:
     def of(self, plan: Plan) -> Setup:
         """Return the setup of another plan with as many images a host and step."""
         images, workers = self.setup.local_batch * self.setup.accumulation * self.setup.workers, len(plan.workers)
-        share = max(1, round(images / workers))
+        share = ceil(images / workers)
         passes = min(share, self.setup.accumulation)
         return replace(
             self.setup, workers=workers, local_batch=ceil(share / passes), accumulation=passes, **slowest_part(plan)
@@ -180,7 +180,7 @@ def host_model(plan: Plan) -> HostModel | None:
     flops = None if run is None else published_core_flops(run, constants)
     source = "" if run is None else f"that of the published {run.name}"
     if flops is None:
-        alone = replace(setup, decoded_per_core_s=None, pace=1.0, remote=0.0, workers=1)
+        alone = replace(setup, decoded_per_core_s=None, pace=1.0, remote=0.0)
         cores = len(machine.allowed_cores)
 
         def seconds(core_flops: float) -> float:
@@ -232,7 +232,7 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
 class Choice:
     """A decision: what it is, its value, and the predicted images/s of a host by value.
 
-    `refused` are values that published practice speaks against: they are shown, but not taken.
+    `refused` are values that published practice speaks against, which are shown but are no `best`.
     """
 
     what: str
@@ -258,15 +258,7 @@ class Choice:
             return None
         other = max(others, key=lambda value: self.rates[value])
         slower = 100 * (1 - self.rates[other] / self.rates[self.value])
-        return NextBest(what=self.what, value=self.value, other=other, slower_percent=round(slower, 1))
-
-    @property
-    def why(self) -> str:
-        """Why the best value replaces the rule's."""
-        return (
-            f"the rule's {self.value} would be {self.loss:.1%} slower: {self.rates[self.value]:.3g} against "
-            f"{self.rates[self.best]:.3g} images/s a host, as `cputrain simulate` predicts"
-        )
+        return NextBest(what=self.what, value=self.value, other=other, slower_percent=round(slower, 1) + 0.0)  # not -0
 
 
 def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
@@ -287,10 +279,11 @@ def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
             plans[count] = other
 
     def rate(planned: Plan) -> float:
-        setup = model.of(planned)
-        reserved = (COMM, setup.comm_cores), (LOADER, setup.loader_cores)
-        others = (_with_cores(planned, setup, what, 0, model) for what, count in reserved if count and what in free)
-        return max(model.images_per_s(each) for each in (setup, *others) if each is not None)
+        setups = [model.of(planned)]
+        for what in (COMM, LOADER):
+            others = (_with_cores(planned, each, what, 0, model) for each in setups if what in free)
+            setups += [each for each in others if each is not None]
+        return max(map(model.images_per_s, setups))
 
     # Several workers were up to twice as fast as a large one, whose threads the model takes to scale.
     large = {count for count in plans if count < own and len(cores) > MOST_CORES_PER_WORKER * count}
@@ -360,8 +353,7 @@ def checked_plan(
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
 ) -> Plan:
-    """Plan one host by the rules, and replace a value that neither the request, a profile nor a measurement has set if
-    the predicted step time of another is clearly less. The plan has the predicted cost of the next best values.
+    """Plan one host by the rules, with the predicted cost of the next best numbers of workers, comm and loader cores.
 
     Raises InputError if the request does not fit the host.
     """
@@ -371,29 +363,13 @@ def checked_plan(
     model = None if plan.oversubscribed or small else host_model(plan)
     if model is None:
         return plan
-    free = free_choices(plan)
-    chosen: dict[str, tuple[int, str]] = {}
-
-    def choose(choice: Choice) -> Choice:
-        """Let the best value replace the rule's if that loses too much."""
-        nonlocal plan
-        field = FIELDS[choice.what]
-        if choice.what not in free or choice.loss <= LOSES:
-            return choice
-        chosen[field] = choice.best, choice.why
-        plan = plan_machine(machine, request, runtime, measured, chosen)
-        return replace(choice, value=choice.best)
-
-    found = [choose(worker_choice(plan, model, free))]
-    for what in core_kinds(plan):
-        found.append(choose(core_choice(what, plan, model)))
-    best = tuple(each for each in (choice.next_best for choice in found) if each is not None)
+    best = tuple(each for each in (choice.next_best for choice in choices_of(plan, model)) if each is not None)
     return replace(plan, reasons=(*plan.reasons, *_reasons(plan, best, model, measured)), next_best=best)
 
 
 def _reasons(plan: Plan, best: tuple[NextBest, ...], model: HostModel, measured: Measured) -> list[Reason]:
     """Explain the predicted cost of the next best values, and of a profile."""
-    source = f"predicted as by `cputrain simulate` at the same images per step; the host's speed is {model.source}"
+    source = f"predicted by the model of `cputrain simulate` for the same images per step; the speed is {model.source}"
     reasons = []
     if best:
         value = ", ".join(f"{plural(each.other, NOUNS[each.what])} {_slower(each.slower_percent)}" for each in best)

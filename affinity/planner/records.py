@@ -16,7 +16,6 @@ from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import cache_folder, installed_version
 from cputrain.affinity.planner.openmp import find_runtime, installed_allocators, target_of
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.request import OPTION_OF, Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
@@ -227,4 +226,6 @@ def plan_this_machine(
     if tuned in installed_allocators(target):
         allocator = tuned
     runtime = find_runtime(target, env, openmp=request.openmp, allocator=allocator)
+    from cputrain.affinity.planner.predicted import checked_plan  # ranks that only read a plan need no model
+
     return checked_plan(machine, request, runtime, measured)

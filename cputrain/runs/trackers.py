@@ -325,22 +325,27 @@ class Trackers:
     def __init__(self) -> None:
         self._folder = Path()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._not_started: list[str] = []
 
     def start(self, folder: Path, log: Sequence[str], pus: tuple[int, ...], env: Mapping[str, str]) -> None:
         """Start the trackers among the formats in `log`, on PUs; their output goes to metrics/NAME.log."""
         self._folder = folder
         for name in {each for each in log if each in TRACKERS}:
-            (folder / METRICS).mkdir(exist_ok=True)
             command = (*isolated_command("cputrain.runs.trackers"), name, str(folder), FOLLOWED)
-            with (folder / METRICS / f"{name}.log").open("wb") as output, running_on(pus):
-                self._processes[name] = subprocess.Popen(
-                    command, env={**QUIET, **env}, stdin=subprocess.PIPE, stdout=output, stderr=output
-                )
+            try:
+                (folder / METRICS).mkdir(exist_ok=True)
+                with open(self._log(name), "wb", opener=_private) as output, running_on(pus):
+                    self._processes[name] = subprocess.Popen(
+                        command, env={**QUIET, **env}, stdin=subprocess.PIPE, stdout=output, stderr=output
+                    )
+            except OSError as error:
+                self._not_started.append(f"log={name} did not start: {error}; {self._rest(name)}")
 
     def failures(self) -> list[str]:
         """Return a warning for each tracker that has failed since the last call; it is dropped."""
+        not_started, self._not_started = self._not_started, []
         ended = [name for name, process in self._processes.items() if process.poll() is not None]
-        return [self._failure(name, self._processes.pop(name)) for name in ended]
+        return [*not_started, *(self._failure(name, self._processes.pop(name)) for name in ended)]
 
     def finish(self, limit_s: float = END_S) -> list[str]:
         """Let the trackers send the rest, the report included; kill them after `limit_s`. Return a line for each: where
@@ -358,25 +363,36 @@ class Trackers:
                 process.kill()  # not awaited: a process in a system call of a file server does not end
                 lines.append(f"warning: log={name} was not finished after {limit_s:g} s: {self._rest(name)}")
                 continue
-            failed = process.returncode != 0
-            where = read_record(self._folder, name).where
-            lines.append(f"warning: {self._failure(name, process)}" if failed else f"{name:<20} {where}")
+            if process.returncode != 0:
+                lines.append(f"warning: {self._failure(name, process)}")
+            else:
+                lines.append(f"{name:<20} {read_record(self._folder, name).where}")
         return lines
 
     def _failure(self, name: str, process: "subprocess.Popen[bytes]") -> str:
-        log = self._folder / METRICS / f"{name}.log"
-        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        reason = last or f"exit status {process.returncode}"
-        return f"log={name} failed and is dropped: {reason} ({log}; {self._rest(name)})"
+        try:
+            last = self._log(name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        except OSError as error:
+            last = f"exit status {process.returncode}, and its log cannot be read ({error.strerror})"
+        reason = PASSWORD.sub("//", last) or f"exit status {process.returncode}"
+        return f"log={name} failed and is dropped: {reason} ({self._log(name)}; {self._rest(name)})"
+
+    def _log(self, name: str) -> Path:
+        return self._folder / METRICS / f"{name}.log"
 
     def _rest(self, name: str) -> str:
-        return f"{shlex.join(('python', '-m', 'cputrain.runs.trackers', name, str(self._folder)))} sends the rest"
+        return f"{shlex.join((sys.executable, '-m', 'cputrain.runs.trackers', name, str(self._folder)))} sends the rest"
 
     def __enter__(self) -> "Trackers":
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.finish(FAILED_S)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, as the output of packages may have the server's password."""
+    return os.open(path, flags, 0o600)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -387,8 +403,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"trackers {shlex.join(arguments)}: give mlflow or wandb, and a run folder", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if FOLLOWED in followed:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the training, which ends standard input
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(each, signal.SIG_IGN)  # for the training, which ends standard input
         os.nice(NICENESS)
 
         def wait() -> None:

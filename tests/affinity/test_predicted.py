@@ -43,7 +43,7 @@ def test_22_and_2_on_the_8160_come_out_of_the_model(nodes: int) -> None:
     assert [(worker.intra_op, len(worker.comm_pus), len(worker.loader_pus)) for worker in plan.workers] == [
         (22, 2, 2)  # CPUs: two of the core that communicates, two of the one that loads
     ] * 2
-    assert all(each.slower_percent > 1 for each in plan.next_best)
+    assert plan.next_best and all(each.slower_percent > 1 for each in plan.next_best)
 
 
 def test_the_planner_and_simulate_derive_the_same_speed_from_a_published_run() -> None:
@@ -80,14 +80,16 @@ def test_what_next_best_says_is_what_a_plan_with_that_value_is_predicted() -> No
         assert f"{abs(each.slower_percent):g} % {'slower' if each.slower_percent >= 0 else 'faster'}" in reason.value
 
 
-def test_a_rule_that_loses_gives_way_with_both_numbers_and_what_is_set_stays() -> None:
+def test_a_rule_that_loses_stays_and_the_faster_number_is_shown() -> None:
     machine = find_machine("numa:1(memory=68719476736) core:8 pu:1")
-    rules, auto = (plan(machine, asked()) for plan in (plan_machine, checked_plan))
-    assert (len(rules.workers[0].loader_pus), len(auto.workers[0].loader_pus)) == (1, 0)
-    assert images_per_s(auto, rules) > (1 + LOSES) * images_per_s(rules)
-    (reason,) = (reason for reason in auto.reasons if reason.what == "loader cores per worker")
-    assert reason.why.startswith("the rule's 1 would be")
-    assert len(checked_plan(machine, asked(loader_cores=1)).workers[0].loader_pus) == 1
+    rules, plan = (make(machine, asked()) for make in (plan_machine, checked_plan))
+    assert [len(each.workers[0].loader_pus) for each in (rules, plan)] == [1, 1]
+    (loader,) = (each for each in plan.next_best if each.what == "loader cores per worker")
+    assert loader.other == 0 and loader.slower_percent < -100 * LOSES
+    model = host_model(plan)
+    assert model is not None
+    (lost,) = (choice.loss for choice in choices_of(plan, model) if choice.what == loader.what)
+    assert lost > LOSES
 
 
 def test_unequal_domains_wait_for_the_slowest() -> None:
@@ -112,14 +114,6 @@ def test_small_hosts_keep_the_measured_worker_a_core() -> None:
     plan = checked_plan(find_machine("numa:1(memory=34359738368) core:2 pu:1"), asked())
     assert len(plan.workers) == 2
     assert plan.next_best == ()
-
-
-def test_no_value_of_a_checked_plan_loses_much() -> None:
-    for name in ("skx-8160-2s", "genoa-9654-2s-nps4", "grace-superchip-2s"):
-        plan = checked_plan(named_machine(name), asked(16, 200.0))
-        model = host_model(plan)
-        assert model is not None
-        assert [choice.what for choice in choices_of(plan, model) if choice.loss > LOSES] == []
 
 
 def test_a_larger_worker_than_published_practice_has_is_shown_but_not_taken() -> None:

@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cputrain.runs import Trackers, follow, read_record
@@ -157,6 +160,14 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+def ignores_sigterm(pid: int) -> bool:
+    status = dict(
+        line.split(":", 1)
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    )
+    return bool(int(status["SigIgn"], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
     silent_server: str, tmp_path: Path
 ) -> None:
@@ -164,14 +175,28 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
     with Trackers() as trackers:
         trackers.start(folder, ("csv", "mlflow"), (), {"MLFLOW_TRACKING_URI": silent_server})
+        (tracker,) = (child for child in psutil.Process().children() if str(folder) in child.cmdline())
+        while not ignores_sigterm(tracker.pid):
+            time.sleep(0.05)
+        tracker.terminate()  # as a scheduler signals all processes of a job
+        time.sleep(0.2)
         assert trackers.failures() == []
         begun = time.monotonic()
         (line,) = trackers.finish(2.0)
     assert 2.0 <= time.monotonic() - begun < 10.0
     assert line == (
-        "warning: log=mlflow was not finished after 2 s: python -m cputrain.runs.trackers mlflow "
-        f"{folder} sends the rest"
+        f"warning: log=mlflow was not finished after 2 s: {sys.executable} -m cputrain.runs.trackers mlflow {folder} "
+        "sends the rest"
     )
+
+
+def test_a_tracker_that_cannot_start_is_a_warning(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    (folder / "metrics").write_text("")
+    with Trackers() as trackers:
+        trackers.start(folder, ("mlflow",), (), {})
+        (warning,) = trackers.failures()
+        assert warning.startswith("log=mlflow did not start: ") and trackers.failures() == trackers.finish() == []
 
 
 @pytest.mark.slow
@@ -180,15 +205,17 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> Non
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
     deadline, found = time.monotonic() + 300, []
     with Trackers() as trackers:
-        trackers.start(folder, ("mlflow",), (), {"MLFLOW_TRACKING_URI": "none://nowhere"})
+        trackers.start(folder, ("mlflow",), (), {"MLFLOW_TRACKING_URI": "none://me:secret@nowhere"})
         while not found:
             assert time.monotonic() < deadline
             time.sleep(0.1)
             found = trackers.failures()
         assert trackers.failures() == trackers.finish() == []
     (warning,) = found
-    assert warning.startswith("log=mlflow failed and is dropped: ") and "none://nowhere" in warning
-    assert "Traceback" in (folder / "metrics/mlflow.log").read_text()
+    assert warning.startswith("log=mlflow failed and is dropped: ")
+    assert "none://nowhere" in warning and "secret" not in warning
+    log = folder / "metrics/mlflow.log"
+    assert "Traceback" in log.read_text() and log.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.long
