@@ -3,6 +3,7 @@
 import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 from cputrain.affinity.__main__ import main as affinity_main
 from cputrain.affinity.kernel.bound_plan import inspect_process
@@ -10,7 +11,7 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
 from cputrain.affinity.wording import MIB
-from tests.lab.guest.scene import NotApplicableError, Scene, plan_here, set_online
+from tests.lab.guest.scene import NotApplicableError, Scene, compact_memory, plan_here, set_online
 from tests.lab.guest.workers import bound, nodes_of, running_workers
 
 HUGE_MIB = 4  # what the probe touches in pages of 2 MiB
@@ -20,9 +21,11 @@ POLICIES = {"bind": "bind", "interleave": "interleave", "preferred": "prefer", "
 
 def workers(scene: Scene) -> None:
     """Each worker has its planned mask and policy, and pages of all sizes lie on its planned nodes."""
+    compact_memory()
     for worker, (_, report) in zip(scene.plan.workers, running_workers(scene.plan), strict=True):
         as_planned(worker, report)
-        assert report["transparent_kib"] >= 4096, f"no transparent huge pages: {report}"
+        free = Path("/proc/buddyinfo").read_text(encoding="ascii")
+        assert report["transparent_kib"] >= 4096, f"no transparent huge pages: {free} {report}"
 
 
 def as_planned(worker: WorkerPlan, report: dict) -> None:

@@ -42,11 +42,15 @@ def set_scene(topology: Topology) -> Scene:
     for pu in topology.offline:
         set_online(pu, online=False)
     scene = Scene(topology=topology, machine=this_machine(), plan=plan_here())
-    # the boot may leave no 2 MiB of free memory in one piece, which transparent huge pages need
-    Path("/proc/sys/vm/compact_memory").write_text("1", encoding="ascii")
     for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
         (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
     return scene
+
+
+def compact_memory() -> None:
+    """Free memory in pieces of 2 MiB, which transparent huge pages need; the boot and other checks may leave none."""
+    for name in ("drop_caches", "compact_memory"):
+        Path(f"/proc/sys/vm/{name}").write_text("1", encoding="ascii")
 
 
 def plan_here(**fields: object) -> Plan:
