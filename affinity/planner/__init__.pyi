@@ -47,6 +47,7 @@ from .predicted import LOSES as LOSES
 from .predicted import checked_plan as checked_plan
 from .predicted import choices_of as choices_of
 from .predicted import host_model as host_model
+from .predicted import layers_of_workload as layers_of_workload
 from .predicted import published_core_flops as published_core_flops
 from .records import ENGINE as ENGINE
 from .records import FORMAT as FORMAT
@@ -101,6 +102,7 @@ from .step_time import CLASSES as CLASSES
 from .step_time import DEFAULT_BUCKETS as DEFAULT_BUCKETS
 from .step_time import MAX_BUCKET_BYTES as MAX_BUCKET_BYTES
 from .step_time import MIN_BUCKET_BYTES as MIN_BUCKET_BYTES
+from .step_time import NETWORKS as NETWORKS
 from .step_time import Layer as Layer
 from .step_time import LayerSize as LayerSize
 from .step_time import Link as Link
@@ -117,6 +119,8 @@ from .step_time import expected_maximum as expected_maximum
 from .step_time import fit_alpha_beta as fit_alpha_beta
 from .step_time import layers_at as layers_at
 from .step_time import messages_of as messages_of
+from .step_time import network_file as network_file
+from .step_time import read_network as read_network
 from .step_time import seconds_at as seconds_at
 from .step_time import slowest as slowest
 from .step_time import step_of as step_of

@@ -3,7 +3,6 @@
 The model is that of `cputrain simulate` (step_time.py): the same layers, constants, links and speed of the host.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.domains import MOST_CORES_PER_WORKER, SMALL_HOST_CORES, capacity, uniform_groups
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_MEASURED, NextBest, Plan, plan_machine
@@ -40,6 +38,7 @@ from cputrain.affinity.planner.step_time import (
     layers_at,
     messages_of,
     passes_over_weights,
+    read_network,
     solve_core_flops,
     step_seconds,
     work_of,
@@ -89,8 +88,8 @@ TRACED = re.compile(r"(?P<name>\S+) at (?P<side>\d+) x \d+$")
 def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
     """Return the layers of a workload's traced network; a single layer of all its operations if it was not traced."""
     found = TRACED.match(workload.name.replace("ResNet-50", "resnet50"))
-    file = shipped("networks") / f"{found['name'].replace(':', '/')}.json" if found else None
-    if found is None or file is None or not file.exists():
+    network = read_network(found["name"]) if found else None
+    if found is None or network is None:
         gflop = workload.gflop * 1e9
         moved = float(workload.activation_bytes)
         return (
@@ -101,7 +100,7 @@ def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
                 moved_bytes=(2 * moved, 4 * moved),
             ),
         )
-    sizes = layers_at(json.loads(file.read_text(encoding="utf-8")), int(found["side"]))
+    sizes = layers_at(network, int(found["side"]))
     return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
 
 
@@ -201,7 +200,8 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
     from cputrain.affinity.planner.assumptions import host_bytes_per_s, speed_of
 
     machine = named_machine(run.machine)
-    network = json.loads((shipped("networks") / f"{run.network}.json").read_text(encoding="utf-8"))
+    network = read_network(run.network)
+    assert network is not None, "published runs are of traced networks"
     workload = Workload(
         name=f"{run.network} at {run.crop} x {run.crop}",
         parameters=network["parameters"],

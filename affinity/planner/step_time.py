@@ -8,12 +8,15 @@ numbers of messages are from Thakur, Rabenseifner and Gropp 2005 (Optimization o
 MPICH) and, for the ring, from Patarasuk and Yuan 2009.
 """
 
+import json
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.domains import LOST_BY_REMOTE_MEMORY
 from cputrain.affinity.planner.request import BYTES
 from cputrain.affinity.wording import MIB
@@ -101,6 +104,32 @@ class LayerSize:
     inputs: int
     outputs: int
     flop: tuple[int, int]
+
+
+NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
+
+
+def network_file(name: str) -> pathlib.Path:
+    """Return the path of a network's sizes, which exists if it was traced. torchvision:resnet50 shares resnet50's, and
+    timm:resnet50.a1_in1k, whose tag is of weights, timm:resnet50's."""
+    file = NETWORKS / f"{name.replace(':', '/').partition('.')[0]}.json"
+    return file if file.exists() else NETWORKS / f"{name.removeprefix('torchvision:')}.json"
+
+
+_traced: dict[str, dict[str, Any]] = {}  # sizes by name, of networks without a file
+
+
+def keep_network(name: str, sizes: dict[str, Any]) -> None:
+    """Keep the sizes of a network that has no file, for this process."""
+    _traced[name] = sizes
+    read_network.cache_clear()
+
+
+@lru_cache(maxsize=8)
+def read_network(name: str) -> dict[str, Any] | None:
+    """Read a network's sizes; None if it was not traced."""
+    file = network_file(name)
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else _traced.get(name)
 
 
 def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:

@@ -23,8 +23,6 @@ from .networks import inputs_note as inputs_note
 from .sizes import COPIES as COPIES
 from .sizes import gflop_of as gflop_of
 from .sizes import layer_sizes as layer_sizes
-from .sizes import network_file as network_file
-from .sizes import read_network as read_network
 from .sizes import state_copies as state_copies
 from .sizes import workload_of as workload_of
 from .vision import import_torchvision as import_torchvision

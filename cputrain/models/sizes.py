@@ -1,14 +1,10 @@
 """Sizes of networks, without torch, from the files that tools/network_table.py writes: configs/networks/NAME.json."""
 
-import json
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
-from cputrain.affinity.planner.step_time import CLASSES, LayerSize, layers_at
-from cputrain.recipe.schema import LINE, NETWORKS, TORCHVISION, OptimSection, Recipe
+from cputrain.affinity.planner.step_time import CLASSES, LayerSize, layers_at, read_network
+from cputrain.recipe.schema import LINE, OptimSection, Recipe
 
 SIDE = 224  # image side of all traced networks
 BF16_KEPT = 0.55  # memory of activations with bf16 relative to float32; 0.51 to 0.59, depending on the network
@@ -27,29 +23,6 @@ COPIES = {
     "adadelta": 2,
     "adagrad_da": 3,
 }
-
-
-def network_file(name: str) -> Path:
-    """Return the path of a network's sizes, which exists if it was traced. torchvision:resnet50 shares resnet50's, and
-    timm:resnet50.a1_in1k, whose tag is of weights, timm:resnet50's."""
-    file = NETWORKS / f"{name.replace(':', '/').partition('.')[0]}.json"
-    return file if file.exists() else NETWORKS / f"{name.removeprefix(TORCHVISION)}.json"
-
-
-_traced: dict[str, dict[str, Any]] = {}  # sizes by name, of networks without a file
-
-
-def keep_network(name: str, sizes: dict[str, Any]) -> None:
-    """Keep the sizes of a network that has no file, for this process."""
-    _traced[name] = sizes
-    read_network.cache_clear()
-
-
-@lru_cache(maxsize=8)
-def read_network(name: str) -> dict[str, Any] | None:
-    """Read a network's sizes; None if it was not traced."""
-    file = network_file(name)
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else _traced.get(name)
 
 
 def gflop_of(layers: tuple[LayerSize, ...]) -> float:

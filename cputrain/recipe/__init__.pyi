@@ -32,7 +32,6 @@ from .loading import shipped_recipes as shipped_recipes
 from .loading import tuples as tuples
 from .loading import with_absolute_paths as with_absolute_paths
 from .schema import LINE as LINE
-from .schema import NETWORKS as NETWORKS
 from .schema import OPTIMIZERS_WITH as OPTIMIZERS_WITH
 from .schema import OWN_NETWORKS as OWN_NETWORKS
 from .schema import RESNETS as RESNETS

@@ -18,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
+from cputrain.affinity.planner.step_time import NETWORKS
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import join_or
 
@@ -202,7 +202,6 @@ class DataSection(Section):
 
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
 OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
 TORCHVISION, TIMM = "torchvision:", "timm:"
 LIBRARY_NETWORK = re.compile(rf"{TORCHVISION}[a-z]\w*|{TIMM}[a-z]\w*(\.\w+)?")

@@ -13,11 +13,20 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.predicted import setup_of_plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
 from cputrain.affinity.planner.request import ALGORITHM_OF
-from cputrain.affinity.planner.step_time import Layer, Link, Setup, Work, layer_of, passes_over_weights
+from cputrain.affinity.planner.step_time import (
+    Layer,
+    Link,
+    Setup,
+    Work,
+    keep_network,
+    layer_of,
+    passes_over_weights,
+    read_network,
+)
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.models.sizes import COPIES, keep_network, layer_sizes, read_network, workload_of
+from cputrain.models.sizes import COPIES, layer_sizes, workload_of
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import OWN_NETWORKS, TIMM, Recipe
 

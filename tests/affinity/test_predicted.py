@@ -15,6 +15,7 @@ from cputrain.affinity.planner import (
     checked_plan,
     choices_of,
     host_model,
+    layers_of_workload,
     plan_from_dict,
     plan_machine,
     plan_to_json,
@@ -132,3 +133,8 @@ def test_one_worker_of_a_gb10_computes_on_all_cores_at_the_pace_of_the_slow_ones
     fast = plan_machine(machine, asked(ppn=1, e_cores="off", loader_cores=0))
     assert fast.workers[0].intra_op == 10
     assert images_per_s(plan, plan) / images_per_s(fast, plan) == pytest.approx(0.72 * 19 / 10, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50.a1_in1k", "resnet50"])
+def test_a_library_s_network_is_predicted_layer_by_layer(name: str) -> None:
+    assert len(layers_of_workload(replace(RESNET50, name=f"{name} at 224 x 224"))) > 100
