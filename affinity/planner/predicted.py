@@ -375,7 +375,7 @@ def _reasons(plan: Plan, best: tuple[NextBest, ...], model: HostModel, measured:
         value = ", ".join(f"{plural(each.other, NOUNS[each.what])} {_slower(each.slower_percent)}" for each in best)
         reasons.append(Reason(what="next best", value=value, why=source))
     if plan.request.profile != "auto":
-        own = checked_plan(plan.machine, replace(plan.request, profile="auto"), plan.runtime, measured)
+        own = plan_machine(plan.machine, replace(plan.request, profile="auto"), plan.runtime, measured)
         slower = 100 * (1 - model.images_per_s(model.of(own)) / model.images_per_s(model.setup))
         reasons.append(Reason(what="without the profile", value=_slower(round(slower, 1)), why=source))
     return reasons
