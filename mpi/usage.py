@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 
@@ -248,18 +248,23 @@ class HostCounters:
 class Sampler:
     """Write folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
 
+    `started_at` is when this process started the ranks (monotonic): their use counts from then, as a command of a
+    moment can be over before it is first read. Without it, use counts from now.
     Sampling takes less than MOST_OF_A_CORE of a core. If a file cannot be written or a counter cannot be read, a
     warning is logged and the run continues without sampling.
     """
 
-    def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
+    def __init__(
+        self, folder: Path, pids: Mapping[int, int], *, whole_host: bool, started_at: float | None = None
+    ) -> None:
         self._host = socket.gethostname()
         self._pids = dict(pids)
-        spent, self._at = time.thread_time(), time.monotonic()
+        spent, self._at = time.thread_time(), time.monotonic() if started_at is None else started_at
         self._reaped_s = _reaped_s()
         self._off = False
         try:
-            self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
+            trees = {rank: read_tree(pid) for rank, pid in pids.items()}
+            self._trees = trees if started_at is None else {rank: replace(trees[rank], cpu_s=0.0) for rank in trees}
             self._counters = read_host() if whole_host else None
             self._wait(spent)
             self._workers = {rank: UsageFile(worker_file(folder, rank), WorkerUse) for rank in pids}

@@ -230,13 +230,14 @@ TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """A started rank. `exited_at` is when its exit was noticed (monotonic)."""
+    """A started rank. `started_at` and `exited_at` are when it was started and its exit was noticed (monotonic)."""
 
     rank: int
     process: subprocess.Popen[bytes]
     log: BinaryIO
     stack_file: int
     meter: ActivityMeter
+    started_at: float
     streams: list[Stream] = field(default_factory=list)
     exited_at: float | None = None
     shortage: OutOfMemory | None = None
@@ -317,7 +318,7 @@ class RankSupervisor:
         """Start rank `number`; its lines are shown after the label. Raises InputError if the program does not exist,
         OSError if the log cannot be opened."""
         log = (self._log_dir / f"rank-{number}.log").open("wb", buffering=0)
-        stack = stack_file()
+        stack, started_at = stack_file(), time.monotonic()
         try:
             process = self._group.start(argv, env, stack, inherit_files=inherit_files)
         except OSError as error:
@@ -325,7 +326,7 @@ class RankSupervisor:
             os.close(stack)
             raise InputError(f"cannot start {argv[0]!r}: {error.strerror}") from None
         meter = ActivityMeter(process.pid, self.clock.now())
-        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter)
+        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter, started_at=started_at)
         self.ranks.append(rank)
         pipes = (process.stdout, process.stderr)
         for pipe, terminal, live in zip(pipes, self._terminals, self._live, strict=True):
@@ -340,7 +341,8 @@ class RankSupervisor:
     def sample(self, *, whole_host: bool) -> None:
         """Start to sample the resource use of the ranks and, with `whole_host`, of the host."""
         pids = {rank.rank: rank.process.pid for rank in self.ranks}
-        self._sampler = Sampler(self._log_dir.parent / USAGE, pids, whole_host=whole_host)
+        started_at = min(rank.started_at for rank in self.ranks)
+        self._sampler = Sampler(self._log_dir.parent / USAGE, pids, whole_host=whole_host, started_at=started_at)
 
     def watch(self, connection: socket.socket, receive: Callable[[], None]) -> None:
         """Call `receive` in `poll` when the connection has data."""
