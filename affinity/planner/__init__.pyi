@@ -49,6 +49,7 @@ from .predicted import choices_of as choices_of
 from .predicted import host_model as host_model
 from .predicted import layers_of_workload as layers_of_workload
 from .predicted import published_core_flops as published_core_flops
+from .predicted import setup_of_plan as setup_of_plan
 from .records import ENGINE as ENGINE
 from .records import FORMAT as FORMAT
 from .records import RATE as RATE

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -159,6 +160,9 @@ def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[R
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 NOTHING_MEASURED = Measured()
+Chosen = Mapping[str, tuple[int, str]]
+"""Numbers that replace those of the rules, by field of the request, each with its reason."""
+NOTHING_CHOSEN: Chosen = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,12 +224,14 @@ def plan_machine(
     request: Request | None = None,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
+    chosen: Chosen = NOTHING_CHOSEN,
 ) -> Plan:
     """Plan one host: by default by the rules alone, for torch's own libgomp and glibc.
 
-    `measured` replaces figures that the rules assume. Invariants, checked before returning: domains are disjoint and
-    inside the allowed set; no two workers share a core, unless the request allows it; every allowed PU is used or
-    listed as unused with a reason; the estimated memory fits. Raises InputError if the request does not fit the host.
+    `measured` replaces figures that the rules assume, `chosen` numbers that they choose. Invariants, checked before
+    returning: domains are disjoint and inside the allowed set; no two workers share a core, unless the request allows
+    it; every allowed PU is used or listed as unused with a reason; the estimated memory fits. Raises InputError if the
+    request does not fit the host.
     """
     request = request or Request()
     check_request(request)
@@ -233,6 +239,9 @@ def plan_machine(
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
     usable = usable_cores(machine, request)
     full, default_why = with_defaults(usable.machine, request, measured)
+    values: dict[str, Any] = {name: value for name, (value, _) in chosen.items()}
+    full = replace(full, **values)
+    default_why |= {name: why for name, (_, why) in chosen.items()}
     loaded, runtime_warnings = planned_runtime(
         runtime or Runtime(), full.openmp, default_why.get("openmp", SET), request.allocator
     )

@@ -1,4 +1,4 @@
-"""A plan beside the predicted step time: what the next best numbers of workers, comm and loader cores would cost.
+"""A plan checked against the predicted step time: what the next best numbers cost, and faster ones where a rule loses.
 
 The model is that of `cputrain simulate` (step_time.py): the same layers, constants, links and speed of the host.
 """
@@ -7,14 +7,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.domains import MOST_CORES_PER_WORKER, SMALL_HOST_CORES, capacity, uniform_groups
+from cputrain.affinity.planner.domains import (
+    MOST_CORES_PER_WORKER,
+    SMALL_HOST_CORES,
+    capacity,
+    uniform_groups,
+    usable_cores,
+)
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_MEASURED, NextBest, Plan, plan_machine
+from cputrain.affinity.planner.plan import NOTHING_CHOSEN, NOTHING_MEASURED, Chosen, NextBest, Plan, plan_machine
 from cputrain.affinity.planner.request import (
     ALGORITHM_OF,
     LINK_GBIT,
@@ -29,6 +34,7 @@ from cputrain.affinity.planner.request import (
 )
 from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates
 from cputrain.affinity.planner.step_time import (
+    FASTEST,
     Constants,
     Layer,
     Message,
@@ -50,10 +56,11 @@ from cputrain.affinity.wording import plural
 if TYPE_CHECKING:
     from cputrain.affinity.planner.assumptions import PublishedRun
 
-LOSES = 0.03  # smaller losses are below what the model can tell
+LOSES = 0.03  # a rule's number stays if it is predicted to lose no more, which is below what the model can tell
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 WORKERS, COMM, LOADER = "workers per host", "comm cores per worker", "loader cores per worker"
-NOUNS = {WORKERS: "worker", COMM: "comm core", LOADER: "loader core"}
+COMPUTING = "computing cores per host"
+NOUNS = {WORKERS: "worker", COMM: "comm core", LOADER: "loader core", COMPUTING: "computing core"}
 FIELDS = {WORKERS: "ppn", COMM: "comm_cores", LOADER: "loader_cores"}
 
 
@@ -135,9 +142,11 @@ def setup_of_plan(plan: Plan) -> Setup:
 
     machine, request, several = plan.machine, plan.request, plan.request.nodes > 1
     workload, workers = request.workload or RESNET50, len(plan.workers)
-    limit = request.local_batch or USUAL_BATCH
-    share = limit if request.global_batch is None else max(1, request.global_batch // (request.nodes * workers))
-    passes = ceil(share / limit)
+    limit, passes = request.local_batch or USUAL_BATCH, request.accumulation
+    share = limit * passes
+    if request.global_batch is not None:
+        share = max(1, request.global_batch // (request.nodes * workers))
+        passes = ceil(share / limit)
     fabric = request.fabric if request.fabric in LINKED else "opa"
     clock = processor_facts(machine.model).clock_range
     return Setup(
@@ -147,8 +156,12 @@ def setup_of_plan(plan: Plan) -> Setup:
         local_batch=ceil(share / passes),
         accumulation=passes,
         precision=workload.precision,
-        optimizer_passes=passes_over_weights(workload.optimizer_copies),
-        algorithm=ALGORITHM_OF.get(fabric, "ring") if several else "ring",
+        compression=workload.compression,
+        optimizer_passes=passes_over_weights(workload.optimizer_copies, norms=workload.norms),
+        bucket_mib=workload.bucket_mib,
+        backend=workload.backend,
+        # Settings choose oneCCL's algorithm; gloo only has a ring.
+        algorithm=ALGORITHM_OF.get(fabric, "ring") if several and workload.backend == "ccl" else "ring",
         link=link_of(fabric, gbit=request.link_gbit) if several else None,
         phi=is_phi(machine),
         clock_range=USUAL_CLOCK_RANGE if clock is None else clock,
@@ -157,13 +170,8 @@ def setup_of_plan(plan: Plan) -> Setup:
     )
 
 
-def host_model(plan: Plan) -> HostModel | None:
-    """Return the model of a plan's host, with the speed that was measured, published or else cited for its cores.
-
-    None without PyYAML, which reads the constants.
-    """
-    if find_spec("yaml") is None:
-        return None
+def host_model(plan: Plan) -> HostModel:
+    """Return the model of a plan's host, with the speed that was measured, published or else cited for its cores."""
     from cputrain.affinity.planner.assumptions import (  # reads a file
         constants_of,
         host_bytes_per_s,
@@ -175,29 +183,43 @@ def host_model(plan: Plan) -> HostModel | None:
     machine, setup, measured = plan.machine, setup_of_plan(plan), plan.measured
     workload, constants = plan.request.workload or RESNET50, constants_of(measured_assumptions(measured))
     rates, memory = core_rates(machine, workload, measured), host_bytes_per_s(machine, measured)
+    cores = len(machine.allowed_cores)
     run = None if TRAINING in rates.measured else reference_run(machine.model, workload.precision)
     flops = None if run is None else published_core_flops(run, constants)
     source = "" if run is None else f"that of the published {run.name}"
     if flops is None:
-        alone = replace(setup, decoded_per_core_s=None, pace=1.0, remote=0.0)
-        cores = len(machine.allowed_cores)
-
-        def seconds(core_flops: float) -> float:
-            work = work_of(alone, speed_of(core_flops, cores, memory, workload.precision, constants), constants)
-            return sum(work.forward_s) + sum(work.backward_s)
-
-        target = setup.local_batch * workload.gflop / (setup.threads * rates.gflops)
-        # Where the memory alone takes longer, the cores' rate is taken as it is.
-        flops = solve_core_flops(seconds, target) or 1e9 * rates.gflops
+        # A rate is that of whole steps of one host with generated images; a cited one, of cores near their memory.
+        alone = replace(setup, hosts=1, link=None, algorithm="ring", comm_cores=0, decoded_per_core_s=None)
+        if TRAINING not in rates.measured:
+            alone = replace(alone, pace=1.0, remote=0.0)
+        target_s = alone.local_batch * alone.accumulation * workload.gflop / (alone.threads * rates.gflops)
+        flops = core_flops(alone, target_s, cores, memory, constants)
+        if flops is None:  # the memory's bandwidth contradicts the rate
+            memory = None
+            flops = core_flops(alone, target_s, cores, memory, constants) or FASTEST  # overheads alone take longer
         source = f"{rates.gflops:.3g} GFLOP/s a core{rates.since(TRAINING)}"
-    speed = speed_of(flops, len(machine.allowed_cores), memory, workload.precision, constants)
+    speed = speed_of(flops, cores, memory, workload.precision, constants)
     return HostModel(setup=setup, speed=speed, constants=constants, source=source)
+
+
+def core_flops(setup: Setup, step_s: float, cores: int, memory: float | None, constants: Constants) -> float | None:
+    """Return the FLOP/s of a core at which a step takes `step_s` seconds on hosts with these cores and bytes/s of
+    memory; None if no speed does."""
+    from cputrain.affinity.planner.assumptions import speed_of
+
+    messages = messages_of(setup, constants)
+
+    def seconds(flops: float) -> float:
+        speed = speed_of(flops, cores, memory, setup.precision, constants)
+        return step_seconds(setup, work_of(setup, speed, constants), messages, constants)
+
+    return solve_core_flops(seconds, step_s)
 
 
 def published_core_flops(run: "PublishedRun", constants: Constants) -> float | None:
     """Return the FLOP/s of a core at which a published run, planned by the rules, reaches its images/s; None if no
     speed does."""
-    from cputrain.affinity.planner.assumptions import host_bytes_per_s, speed_of
+    from cputrain.affinity.planner.assumptions import host_bytes_per_s
 
     machine = named_machine(run.machine)
     network = read_network(run.network)
@@ -219,20 +241,15 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
         workload=workload,
     )
     setup = setup_of_plan(plan_machine(machine, request))
-    cores, memory, messages = len(machine.allowed_cores), host_bytes_per_s(machine), messages_of(setup, constants)
-
-    def seconds(core_flops: float) -> float:
-        speed = speed_of(core_flops, cores, memory, run.precision, constants)
-        return step_seconds(setup, work_of(setup, speed, constants), messages, constants)
-
-    return solve_core_flops(seconds, setup.global_batch / run.images_per_s)
+    step_s = setup.global_batch / run.images_per_s
+    return core_flops(setup, step_s, len(machine.allowed_cores), host_bytes_per_s(machine), constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A decision: what it is, its value, and the predicted images/s of a host by value.
 
-    `refused` are values that published practice speaks against, which are shown but are no `best`.
+    `refused` are values that published practice speaks against: they are shown, but not taken.
     """
 
     what: str
@@ -267,7 +284,7 @@ def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
 
     Each has its comm and loader cores by the rules, or none if that is faster and nothing sets them.
     """
-    own, cores = len(plan.workers), plan.machine.allowed_cores
+    own, cores = len(plan.workers), usable_cores(plan.machine, plan.request).machine.allowed_cores
     near = {own // 2, 2 * own, len({core.package for core in cores})}
     if len(uniform_groups(cores)) == 1:
         near |= {count for count in (own - 1, own + 1) if count and len(cores) % count == 0}
@@ -292,16 +309,32 @@ def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
 
 
 def core_choice(what: str, plan: Plan, model: HostModel) -> Choice:
-    """Compare the plan's number of comm or loader cores with none, one fewer and one more."""
+    """Compare the plan's number of comm or loader cores with smaller ones and larger ones."""
     setup = model.of(plan)
     own, most = (setup.comm_cores, MOST_COMM_CORES) if what == COMM else (setup.loader_cores, setup.loader_cores + 1)
-    near = {0, own - 1, own + 1} & set(range(max(own, most) + 1)) if setup.hosts > 1 or what == LOADER else set()
-    others = {count: _with_cores(plan, setup, what, count, model) for count in near - {own}}
+    counts = range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER else ()
+    others = {count: _with_cores(plan, setup, what, count, model) for count in counts if count != own}
     rates = {count: model.images_per_s(each) for count, each in others.items() if each is not None}
-    return Choice(what=what, value=own, rates={own: model.images_per_s(setup), **rates})
+    # Published trainings reserve cores for communication; without them, only a few cores were measured.
+    refused = frozenset({0} if what == COMM and own else ())
+    return Choice(what=what, value=own, rates={own: model.images_per_s(setup), **rates}, refused=refused)
 
 
-def _replanned(plan: Plan, **fields: int) -> Plan | None:
+def computing_choice(plan: Plan, model: HostModel) -> Choice | None:
+    """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""
+
+    def computing(planned: Plan) -> int:
+        core_of = {pu: core for core in planned.machine.cores for pu in core.pus}
+        return len({core_of[pu] for worker in planned.workers for pu in worker.compute_pus})
+
+    fast = _replanned(plan, e_cores="off") if len({core.speed for core in plan.machine.allowed_cores}) > 1 else None
+    if fast is None or computing(fast) == computing(plan):
+        return None
+    rates = {computing(each): model.images_per_s(model.of(each)) for each in (plan, fast)}
+    return Choice(what=COMPUTING, value=computing(plan), rates=rates)
+
+
+def _replanned(plan: Plan, **fields: int | str) -> Plan | None:
     """Return the plan for other values of the request; None if it does not fit the host or its memory."""
     workload = plan.request.workload
     known = workload and replace(workload, assumed=False)  # refused if it does not fit
@@ -336,9 +369,11 @@ def free_choices(plan: Plan) -> frozenset[str]:
 
 
 def choices_of(plan: Plan, model: HostModel) -> Iterator[Choice]:
-    """Compare the plan's numbers of workers, comm cores and loader cores with others, each alone."""
+    """Compare the plan's numbers of workers, comm, loader and computing cores with others, each alone."""
     yield worker_choice(plan, model, free_choices(plan))
     yield from (core_choice(what, plan, model) for what in core_kinds(plan))
+    computing = computing_choice(plan, model)
+    yield from () if computing is None else (computing,)
 
 
 def core_kinds(plan: Plan) -> tuple[str, ...]:
@@ -352,19 +387,54 @@ def checked_plan(
     request: Request | None = None,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
+    chosen: Chosen = NOTHING_CHOSEN,
 ) -> Plan:
-    """Plan one host by the rules, with the predicted cost of the next best numbers of workers, comm and loader cores.
+    """Plan one host by the rules, and let a number that is predicted to be clearly faster replace the rule's. The plan
+    has the predicted cost of the next best numbers.
 
-    Raises InputError if the request does not fit the host.
+    A number stays if the request, a profile, a measurement or `chosen` sets it, if the network is assumed, and the
+    number of workers also if it sets the global batch. Raises InputError if the request does not fit the host.
     """
-    plan = plan_machine(machine, request, runtime, measured)
+    plan = plan_machine(machine, request, runtime, measured, chosen)
     # On a few cores a worker for each was measured to be the fastest, which the model does not have.
-    small = len(machine.allowed_cores) <= SMALL_HOST_CORES
-    model = None if plan.oversubscribed or small else host_model(plan)
-    if model is None:
+    if plan.oversubscribed or len(usable_cores(machine, plan.request).machine.allowed_cores) <= SMALL_HOST_CORES:
         return plan
-    best = tuple(each for each in (choice.next_best for choice in choices_of(plan, model)) if each is not None)
+    model = host_model(plan)
+    faster = _faster(plan, model, chosen)
+    if faster:
+        plan = plan_machine(machine, request, runtime, measured, {**chosen, **faster})
+    found = (choice.next_best for choice in choices_of(_asking(plan, faster), model))
+    best = tuple(each for each in found if each is not None)
     return replace(plan, reasons=(*plan.reasons, *_reasons(plan, best, model, measured)), next_best=best)
+
+
+def _faster(rules: Plan, model: HostModel, chosen: Chosen) -> Chosen:
+    """Return the numbers that replace those of rules that lose more than LOSES, with reasons; the largest loss first,
+    as each changes what the others lose."""
+    workload, plan = rules.request.workload, rules
+    found: dict[str, tuple[int, str]] = {}
+    free = free_choices(rules) - {what for what, field in FIELDS.items() if field in chosen}
+    free -= {WORKERS} if rules.request.global_batch is None else set()
+    while free and workload is not None and not workload.assumed:
+        lost = max((each for each in choices_of(plan, model) if each.what in free), key=lambda each: each.loss)
+        if lost.loss <= LOSES:
+            break
+        rule, best = lost.rates[lost.value], lost.rates[lost.best]
+        why = (
+            f"the rule's {lost.value} is predicted to be {lost.loss:.1%} slower: {rule:.3g} against {best:.3g} "
+            "images/s a host, by the model of `cputrain simulate`"
+        )
+        found[FIELDS[lost.what]] = lost.best, why
+        request = _asking(plan, found).request
+        plan, free = plan_machine(plan.machine, request, plan.runtime, plan.measured), free - {lost.what}
+    # Other workers were compared with the best numbers of their cores, which the rules may not give them.
+    return found if model.images_per_s(model.of(plan)) > model.images_per_s(model.of(rules)) else {}
+
+
+def _asking(plan: Plan, chosen: Chosen) -> Plan:
+    """Return the plan as if its request set these numbers, with which other plans are then made, too."""
+    values: dict[str, Any] = {field: value for field, (value, _) in chosen.items()}
+    return replace(plan, request=replace(plan.request, **values))
 
 
 def _reasons(plan: Plan, best: tuple[NextBest, ...], model: HostModel, measured: Measured) -> list[Reason]:

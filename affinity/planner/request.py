@@ -143,6 +143,10 @@ class Workload:
     decoder: library that decodes the images.
     image_pixels: pixels of an image before cropping.
     precision: precision of the computation.
+    norms: whether the optimizer reads weights and gradients once more for their norms, as LARS and LAMB do.
+    backend: library that sums the gradients: ccl or gloo.
+    compression: format in which gradients are sent: none or bf16.
+    bucket_mib: size of a gradient bucket in MiB; None if the trainer chooses it.
     """
 
     name: str
@@ -154,6 +158,10 @@ class Workload:
     decoder: str = "libjpeg-turbo"
     image_pixels: int = IMAGE_PIXELS
     precision: str = "float32"
+    norms: bool = False
+    backend: str = "ccl"
+    compression: str = "none"
+    bucket_mib: float | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -466,6 +474,7 @@ class Request:
     cores: the PUs to plan with, numbered as for taskset; empty: all that the process may use.
     e_cores: "off" excludes cores slower than the fastest type; "auto" uses them if that is faster.
     global_batch: images per step over all workers of all hosts; local_batch is then the limit for one backward pass.
+    accumulation: backward passes of a worker per step, without a global batch.
     most_workers: the limit on all hosts' workers together that the rules may choose.
     comm_threads: oneCCL threads per worker. Set by published profiles, like the next two fields, not by the rules.
     comm_siblings: number of oneCCL threads on hyper-threads of compute cores.
@@ -493,6 +502,7 @@ class Request:
     cores: Ids = ()
     e_cores: str = "auto"
     global_batch: int | None = None
+    accumulation: OneOrMore = 1
     most_workers: int | None = None
     comm_threads: Count | None = None
     comm_siblings: Count = 0

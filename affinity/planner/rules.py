@@ -31,6 +31,7 @@ from cputrain.affinity.wording import formatted
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # mean over a whole training step
 BF16_GFLOPS = {"avx512_bf16": 150.0}  # processors with AMX have avx512_bf16, too; without it bf16 is emulated
 # Of Arm cores: Neoverse N1 (asimd), V1 (sve), V2 (sve2); A64FX counts as sve. Sources are in CORE_RATE_FIGURES.
+PHI_GFLOPS = 20.0  # of a Xeon Phi's core, which has AVX-512 as well, at 1.3 to 1.5 GHz
 ASSUMED_GFLOPS = {"asimd": 20.0, "sve": 40.0, "sve2": 50.0}
 LEAST_GFLOPS = 20.0
 DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # per pixel of the JPEG for a training crop
@@ -42,11 +43,18 @@ CORE_RATE_FIGURES = (
         what=TRAINING,
         value=", ".join(
             f"{isa} {gflops:g}"
-            for isa, gflops in {**CORE_GFLOPS, **ASSUMED_GFLOPS, "others": LEAST_GFLOPS, **BF16_GFLOPS}.items()
+            for isa, gflops in {
+                **CORE_GFLOPS,
+                "Xeon Phi": PHI_GFLOPS,
+                **ASSUMED_GFLOPS,
+                "others": LEAST_GFLOPS,
+                **BF16_GFLOPS,
+            }.items()
         ),
         why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); SURFsara-Intel 2018, 256 hosts: "
-        "35 (16,400 images/s on 256 x 44 compute cores), 44 without communication. Measured in "
-        "bf16: 150 on Zen 4; MLPerf v2.1 with AMX, 16 hosts: 116 (8,570 images/s on 16 x 112 cores). Assumed: asimd, "
+        "35 (16,400 images/s on 256 x 44 compute cores), 44 without communication; You et al. 2018, Xeon Phi 7250: 17 "
+        "with 16 images per host, 25 with 64, without communication. Measured in bf16: 150 on Zen 4; MLPerf v2.1 with "
+        "AMX, 16 hosts: 116 (8,570 images/s on 16 x 112 cores). Assumed: asimd, "
         "sve, sve2 and others; on Arm half of the published peak of a core, as on Zen 3: 83 on Graviton3 "
         "(github.com/aws/aws-graviton-getting-started issue 218), 105 on Grace (github.com/libxsmm/libxsmm issue 863, "
         "102 by a kernel of its own), 40 on Graviton2 and Altra by width and clock",
@@ -96,6 +104,7 @@ def core_rates(machine: Machine, workload: Workload, measured: Measured) -> Core
     cited = {**CORE_GFLOPS, **(BF16_GFLOPS if workload.precision == "bf16" else {})}
     known = {**ASSUMED_GFLOPS, **cited}
     gflops = max((known[flag] for flag in machine.isa if flag in known), default=LEAST_GFLOPS)
+    gflops = min(gflops, PHI_GFLOPS) if is_phi(machine) else gflops
     comm = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
     found = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
 

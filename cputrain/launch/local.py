@@ -149,6 +149,7 @@ def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Req
         nodes=nodes,
         local_batch=recipe.batch.local,
         global_batch=recipe.batch.global_,
+        accumulation=recipe.batch.accumulation,
         most_workers=_most_workers(recipe, images),
         workload=workload_of(recipe),
     )

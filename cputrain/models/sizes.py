@@ -79,6 +79,10 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
         optimizer_copies=state_copies(recipe.optim) + (recipe.ema_decay is not None),
         precision=recipe.precision,
+        norms=recipe.optim.name in ("lars", "lamb"),
+        backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
+        compression=recipe.comm.compression,
+        bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
     )
 
 

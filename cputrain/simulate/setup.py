@@ -12,7 +12,6 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.predicted import setup_of_plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
-from cputrain.affinity.planner.request import ALGORITHM_OF
 from cputrain.affinity.planner.step_time import (
     Layer,
     Link,
@@ -142,18 +141,13 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
     """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
     ranks = plan.request.nodes * len(plan.workers)
     planned = setup_of_plan(replace(plan, request=replace(plan.request, workload=workload_of(recipe))))
-    link = link if plan.request.nodes > 1 else None
     return replace(
         planned,
         layers=layers_of(recipe),
         local_batch=largest_local_batch(recipe.batch, ranks),
         accumulation=passes_per_step(recipe.batch, ranks),
-        compression=recipe.comm.compression,
-        optimizer_passes=optimizer_passes(recipe.optim.name),
-        bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
-        backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
-        algorithm=algorithm or usual_algorithm(link, recipe.comm.backend),
-        link=link,
+        algorithm=algorithm or planned.algorithm,
+        link=link if plan.request.nodes > 1 else None,
         decoded_per_core_s=None if recipe.data.generated else planned.decoded_per_core_s,
     )
 
@@ -161,11 +155,6 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
 def optimizer_passes(name: str) -> int:
     """Return the number of passes over the weights in an optimizer step."""
     return passes_over_weights(COPIES[name], norms=name in ("lars", "lamb"))
-
-
-def usual_algorithm(link: Link | None, backend: str) -> str:
-    """Return the algorithm that the fabric's settings choose for oneCCL; gloo only has a ring."""
-    return "ring" if link is None or backend == "gloo" else ALGORITHM_OF.get(link.name, "ring")
 
 
 NOT_MEASURED = (1.0, 1.0)

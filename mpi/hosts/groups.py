@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from cputrain.affinity.errors import InputError
@@ -43,7 +44,11 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         same = "" if twice[0] == twice[1] else f", as {twice[0]}"
         raise InputError(f"host {twice[1]} is in two groups{same}: name each host once")
     whole = replace(request, nodes=len(hosts))
-    planned = tuple(HostGroup(hosts=names, plan=checked_plan(machine, whole, Runtime())) for names, machine in groups)
+    plans = [checked_plan(machine, whole, Runtime()) for _, machine in groups]
+    comm = {_ccl_threads(plan) for plan in plans}
+    if len(comm) > 1:
+        plans = [_with_ccl_threads(machine, whole, min(comm)) for _, machine in groups]
+    planned = tuple(HostGroup(hosts=names, plan=plan) for (names, _), plan in zip(groups, plans, strict=True))
     threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})
     uneven = (
         (f"workers have {threads[0]} to {threads[-1]} threads: the smallest sets the pace of each step on all hosts",)
@@ -51,6 +56,20 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         else ()
     )
     return Cluster(groups=planned, warnings=uneven)
+
+
+def _ccl_threads(plan: Plan) -> int:
+    return int(plan.workers[0].env.get("CCL_WORKER_COUNT", "0"))
+
+
+def _with_ccl_threads(machine: Machine, request: Request, threads: int) -> Plan:
+    """Plan a host for this number of oneCCL threads per worker, and as many comm cores as they need unless a profile
+    places them."""
+    chosen = {"comm_threads": (threads, "the most that all hosts can have, as oneCCL connects equal numbers")}
+    if request.profile == "auto":
+        each = max(len(core.pus) for core in machine.allowed_cores)
+        chosen["comm_cores"] = ceil(threads / each), "enough for the oneCCL threads that all hosts can have"
+    return checked_plan(machine, request, Runtime(), chosen=chosen)
 
 
 def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from cputrain.affinity.planner import (
     CONSTANTS,
     LOSES,
     RESNET50,
+    Measured,
     Plan,
+    Rate,
     Request,
     checked_plan,
     choices_of,
@@ -21,6 +24,8 @@ from cputrain.affinity.planner import (
     plan_to_json,
     published_core_flops,
     published_runs,
+    setup_of_plan,
+    training_name,
 )
 from cputrain.affinity.topology import find_machine, named_machine
 from cputrain.simulate import core_flops_of, published_reference
@@ -34,7 +39,6 @@ def asked(nodes: int = 1, gbit: float = 100.0, **fields: object) -> Request:
 
 def images_per_s(plan: Plan, like: Plan | None = None) -> float:
     model = host_model(like or plan)
-    assert model is not None
     return model.images_per_s(model.of(plan))
 
 
@@ -81,16 +85,86 @@ def test_what_next_best_says_is_what_a_plan_with_that_value_is_predicted() -> No
         assert f"{abs(each.slower_percent):g} % {'slower' if each.slower_percent >= 0 else 'faster'}" in reason.value
 
 
-def test_a_rule_that_loses_stays_and_the_faster_number_is_shown() -> None:
-    machine = find_machine("numa:1(memory=68719476736) core:8 pu:1")
-    rules, plan = (make(machine, asked()) for make in (plan_machine, checked_plan))
-    assert [len(each.workers[0].loader_pus) for each in (rules, plan)] == [1, 1]
+KNOWN = replace(RESNET50, name="resnet50 at 224 x 224", assumed=False)
+NUMA_8 = "numa:1(memory=68719476736) core:8 pu:1"
+
+
+def test_the_faster_number_replaces_that_of_a_rule_that_loses() -> None:
+    machine = find_machine(NUMA_8)
+    rules, plan = (make(machine, asked(workload=KNOWN)) for make in (plan_machine, checked_plan))
+    assert [len(each.workers[0].loader_pus) for each in (rules, plan)] == [1, 0]
+    (reason,) = (reason for reason in plan.reasons if reason.what == "loader cores per worker")
+    assert (reason.value, "the rule's 1 is predicted to be" in reason.why) == ("0", True)
     (loader,) = (each for each in plan.next_best if each.what == "loader cores per worker")
-    assert loader.other == 0 and loader.slower_percent < -100 * LOSES
-    model = host_model(plan)
-    assert model is not None
-    (lost,) = (choice.loss for choice in choices_of(plan, model) if choice.what == loader.what)
-    assert lost > LOSES
+    assert (loader.value, loader.other) == (0, 1) and loader.slower_percent > 100 * LOSES
+    assert images_per_s(plan, rules) > (1 + LOSES) * images_per_s(rules, rules)
+    assert plan_from_dict(json.loads(plan_to_json(plan))) == plan
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},  # an assumed network
+        {"workload": KNOWN, "loader_cores": 1},
+        {"workload": KNOWN, "profile": "bkm-2018"},
+    ],
+)
+def test_what_is_set_and_what_is_planned_for_an_assumed_network_stays(fields: dict[str, object]) -> None:
+    machine = find_machine(NUMA_8)
+    rules, plan = (make(machine, asked(**fields)) for make in (plan_machine, checked_plan))
+    assert plan.workers == rules.workers
+    choices = {choice.what: choice for choice in choices_of(plan, host_model(plan))}
+    if "profile" not in fields:
+        assert choices["loader cores per worker"].loss > LOSES
+
+
+def test_other_workers_are_taken_only_where_the_global_batch_stays() -> None:
+    """A sixth of a machine's workers as many: more of them with as many images each would be another training."""
+    machine = find_machine(str(MACHINES / "Intel-Skylake-2xXeon6140.xml"))
+    local = checked_plan(machine, asked(16, workload=KNOWN))
+    whole = checked_plan(machine, asked(16, workload=KNOWN, global_batch=1024))
+    (workers,) = (each for each in local.next_best if each.what == "workers per host")
+    assert (len(local.workers), workers.other, workers.slower_percent < -100 * LOSES) == (2, 4, True)
+    assert len(whole.workers) == 4 and sum(worker.local_batch or 0 for worker in whole.workers) == 64
+    assert images_per_s(whole, local) > images_per_s(local, local)
+
+
+def test_comm_cores_are_never_given_up() -> None:
+    machine = find_machine("pack:2 numa:1(memory=68719476736) core:18 pu:2")
+    plan = checked_plan(machine, asked(16, 200.0, workload=KNOWN))
+    assert all(worker.comm_pus for worker in plan.workers)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("backend", ["ccl", "gloo"])
+def test_what_a_recipe_says_of_a_step_is_in_the_setup(accumulation: int, backend: str) -> None:
+    workload = replace(KNOWN, backend=backend, compression="bf16", bucket_mib=8.0, norms=True)
+    setup = setup_of_plan(
+        plan_machine(named_machine("skx-8160-2s"), asked(16, workload=workload, accumulation=accumulation))
+    )
+    assert (setup.local_batch, setup.accumulation) == (32, accumulation)
+    assert (setup.backend, setup.compression, setup.bucket_mib) == (backend, "bf16", 8.0)
+    assert setup.algorithm == ("rabenseifner" if backend == "ccl" else "ring")
+    assert setup.optimizer_passes == 7
+
+
+@pytest.mark.parametrize("name", ["skx-8160-2s", "knl-7210-quad-cache", "graviton4-2s", "spr-8480plus-2s"])
+def test_the_model_gives_the_rate_that_was_measured(name: str) -> None:
+    """Images/s of the whole host with generated images; a faster measurement never gives a slower host."""
+    machine, what = named_machine(name), training_name(KNOWN.name, "float32")
+
+    def predicted(gflops: float) -> tuple[float, int]:
+        rate = Rate(name=what, value=gflops, low=gflops, high=gflops, date="2026-11-27", command="cputrain bench model")
+        plan = plan_machine(machine, asked(workload=KNOWN), measured=Measured(rates=(rate,)))
+        model = host_model(plan)
+        generated = replace(model.setup, decoded_per_core_s=None)
+        return model.images_per_s(generated), sum(worker.intra_op for worker in plan.workers)
+
+    for gflops in (2.0, 20.0, 50.0):
+        rate, cores = predicted(gflops)
+        assert rate == pytest.approx(gflops * cores / KNOWN.gflop, rel=1e-3)
+    rising = [predicted(gflops)[0] for gflops in (50.0, 200.0, 500.0, 1e3, 1e4, 1e5)]
+    assert all(faster > 0.99 * slower for slower, faster in pairwise(rising))  # faster hosts have more loader cores
 
 
 def test_unequal_domains_wait_for_the_slowest() -> None:
@@ -124,6 +198,14 @@ def test_a_larger_worker_than_published_practice_has_is_shown_but_not_taken() ->
     assert (len(plan.workers), workers.other) == (4, 1) and workers.slower_percent < -100 * LOSES
     (reason,) = (reason for reason in plan.reasons if reason.what == "next best")
     assert reason.value.startswith(f"1 worker {-workers.slower_percent:g} % faster")
+
+
+def test_all_types_of_cores_are_compared_with_the_fastest_alone() -> None:
+    machine = find_machine(str(MACHINES / "nvidia-dgx-gb10.tar.xz"))
+    (kinds,) = (
+        each for each in checked_plan(machine, asked(ppn=1)).next_best if each.what == "computing cores per host"
+    )
+    assert kinds.value == 19 and kinds.other < kinds.value and kinds.slower_percent > 100 * LOSES
 
 
 def test_one_worker_of_a_gb10_computes_on_all_cores_at_the_pace_of_the_slow_ones() -> None:

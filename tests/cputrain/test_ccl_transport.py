@@ -15,7 +15,7 @@ from cputrain.affinity.ranks import Rank, with_rank
 from cputrain.affinity.topology import narrowed, this_machine
 from cputrain.comm import SignedKeys
 from cputrain.comm.ccl import check
-from cputrain.comm.ccl.environment import Transport, agree, choose_transport
+from cputrain.comm.ccl.environment import Transport, agree, choose_transport, worker_threads
 from cputrain.launch import is_due
 from cputrain.measurements import cached_seconds, keep, transport_records
 from cputrain.mpi.hosts import HostGroup
@@ -84,14 +84,14 @@ def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
     assert cached_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
 
 
-def agreed(own: list[Transport], is_set: list[bool]) -> list[str]:
+def agreed(own: list[Transport], is_set: list[bool], threads: tuple[int, ...] = (1, 1, 1)) -> list[str]:
     """What each of three ranks uses, or its error."""
     keys = SignedKeys(dist.HashStore(), "token")
 
     def one(number: int) -> str:
         rank = replace(RANK, rank=number, world_size=3, local_world_size=3)
         try:
-            return agree(rank, keys, lambda: own[number], is_set=is_set[number]).name
+            return agree(rank, keys, lambda: own[number], is_set=is_set[number], threads=threads[number]).name
         except InputError as error:
             return str(error)
 
@@ -105,6 +105,22 @@ def test_all_ranks_use_what_rank_0_has_chosen_or_say_that_they_cannot() -> None:
     first, refusal, third = agreed([over_mpi, over_libfabric, over_mpi], [False, True, False])
     assert (first, third) == ("mpi", "mpi")
     assert refusal.startswith("rank 1 uses libfabric (it is set), rank 0 MPI (measured): set CCL_ATL_TRANSPORT")
+    first, second, refusal = agreed([over_mpi] * 3, [False] * 3, threads=(2, 2, 1))
+    assert (first, second) == ("mpi", "mpi")
+    assert refusal.startswith("rank 2 has 1 oneCCL thread (CCL_WORKER_COUNT), rank 0 2: set --comm-cores")
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [
+        ({}, 1),
+        ({"CCL_WORKER_COUNT": "4"}, 1),  # settings() turns threads without comm cores off
+        ({"CCL_WORKER_COUNT": "4", "CCL_WORKER_AFFINITY": "auto"}, 4),
+        ({"CCL_WORKER_COUNT": "2", "CCL_WORKER_OFFLOAD": "1"}, 2),
+    ],
+)
+def test_oneccl_s_threads_are_counted(env: dict[str, str], threads: int) -> None:
+    assert worker_threads(env) == threads
 
 
 def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path) -> None:

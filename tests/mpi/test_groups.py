@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, plan_from_dict
+from cputrain.affinity.planner import Request, checked_plan, plan_from_dict
 from cputrain.affinity.topology import find_machine
 from cputrain.mpi.hosts import cluster_to_dict, expand, plan_cluster
 from tests.support.commands import here, refused
@@ -26,6 +26,20 @@ def test_each_host_group_has_its_plan() -> None:
     data = json.loads(json.dumps(cluster_to_dict(cluster)))
     assert [group["hosts"] for group in data["host_groups"]] == [hosts for hosts, _ in GROUPS]
     assert plan_from_dict(data["host_groups"][1]["plan"]) == cluster.groups[1].plan
+
+
+def test_all_hosts_have_as_many_oneccl_threads() -> None:
+    """oneCCL fails to start on ranks with different numbers of threads: a Xeon's core has two, an Arm core one."""
+    names = ("skx-8160-2s", "graviton4-1s")
+    cluster = plan_cluster(
+        [(("n1", "n2"), find_machine(names[0])), (("a1",), find_machine(names[1]))], Request(link_gbit=200.0)
+    )
+    alone = [checked_plan(find_machine(name), Request(nodes=3, link_gbit=200.0)) for name in names]
+    threads = [plan.workers[0].env.get("CCL_WORKER_COUNT") for plan in alone]
+    assert threads[0] != threads[1]
+    together = [group.plan.workers[0].env.get("CCL_WORKER_COUNT") for group in cluster.groups]
+    assert together == [min(threads, key=lambda count: int(count or 0))] * 2
+    assert len(cluster.groups[0].plan.workers[0].comm_pus) < len(alone[0].workers[0].comm_pus)
 
 
 def test_a_host_in_two_groups_is_refused() -> None:

@@ -221,13 +221,13 @@ def recorded(run: Path, ranks: int, times: list[float]) -> None:
     """A run of so many ranks on two hosts, with a record of a second before each time."""
     for rank in range(ranks):
         file = UsageFile(worker_file(run / "usage", rank), WorkerUse)
-        for i, time in enumerate(times):
-            file.add(replace(WORKER, time=time, cpu_s=float(i % 2), host=f"n{rank * 2 // ranks}"))
+        for i, at in enumerate(times):
+            file.add(replace(WORKER, time=at, cpu_s=float(i % 2), host=f"n{rank * 2 // ranks}"))
         file.close()
     for host in ("n0", "n1"):
         whole = UsageFile(host_file(run / "usage", host), HostUse)
-        for time in times:
-            whole.add(replace(HOST, time=time))
+        for at in times:
+            whole.add(replace(HOST, time=at))
         whole.close()
 
 

@@ -27,6 +27,7 @@ from cputrain.comm.ccl.environment import (
     place_of,
     settings,
     sweep_segments,
+    worker_threads,
 )
 from cputrain.comm.store import SignedKeys, describe_gone, openssl_hmac
 from cputrain.comm.watchdog import (
@@ -69,7 +70,8 @@ def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
     def own() -> Transport:
         return _transport or choose_transport(_env, rank, lambda: cached_seconds(_env))
 
-    return agree(rank, keys, own, is_set=_transport is not None or VARIABLE in _env)
+    is_set = _transport is not None or VARIABLE in _env
+    return agree(rank, keys, own, is_set=is_set, threads=worker_threads(_env))
 
 
 def extension(rank: Rank, transport: Transport) -> ModuleType:

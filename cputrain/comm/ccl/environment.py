@@ -135,28 +135,34 @@ def choose_transport(
     return Transport(name=min(seconds, key=lambda name: seconds[name]), why=f"measured: {comparison(seconds)}")
 
 
-def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set: bool) -> Transport:
+def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set: bool, threads: int) -> Transport:
     """Return rank 0's transport, because the caches of the hosts may differ. All ranks of a job must call this.
 
-    `own` returns this rank's choice; `is_set`: it cannot use another. Raises InputError if it then differs from rank
-    0's, RunError if the store is another job's.
+    `own` returns this rank's choice; `is_set`: it cannot use another; `threads` is its number of oneCCL threads. Raises
+    InputError if it cannot use rank 0's transport or has another number of threads, RunError if the store is another
+    job's.
     """
     if rank.rank > 0:
-        return _follow(rank, keys, own(), is_set=is_set)
+        return _follow(rank, keys, own(), is_set=is_set, threads=threads)
     try:
         chosen = own()
     except Exception:
         keys.set(KEY, json.dumps(None))  # the other ranks wait for it
         raise
-    keys.set(KEY, json.dumps(asdict(chosen)))
+    keys.set(KEY, json.dumps([asdict(chosen), threads]))
     return chosen
 
 
-def _follow(rank: Rank, keys: SignedKeys, own: Transport, *, is_set: bool) -> Transport:
+def _follow(rank: Rank, keys: SignedKeys, own: Transport, *, is_set: bool, threads: int) -> Transport:
     first = json.loads(keys.read(KEY))
     if first is None:
         return own  # rank 0 reports its error
-    chosen = Transport(**first)
+    chosen, first_threads = Transport(**first[0]), first[1]
+    if threads != first_threads:  # oneCCL connects each thread to the one of its number on every rank
+        raise InputError(
+            f"rank {rank.rank} has {plural(threads, 'oneCCL thread')} (CCL_WORKER_COUNT), rank 0 {first_threads}: set "
+            "--comm-cores to a number that all hosts can have, or CCL_WORKER_COUNT to the same value on all ranks"
+        )
     if is_set and chosen.name != own.name:
         raise InputError(
             f"rank {rank.rank} uses {own}, rank 0 {chosen}: set {VARIABLE} to the same value on all ranks, or unset it"
@@ -286,6 +292,13 @@ def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mappin
     unset = tuple(setting for setting in found if setting[0] not in env)
     without_threads = ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in unset}
     return (*unset, ONE_QUEUE) if without_threads and env.get("CCL_WORKER_COUNT", "1") != "1" else unset
+
+
+def worker_threads(env: Mapping[str, str]) -> int:
+    """Return the number of oneCCL's worker threads, each of which has a queue; 1 if `settings` turns them off."""
+    kept = "CCL_WORKER_OFFLOAD" in env or "CCL_WORKER_AFFINITY" in env
+    count = env.get("CCL_WORKER_COUNT", "1")
+    return int(count) if kept and count.isdecimal() else 1
 
 
 def check_host(rank: Rank, env: Mapping[str, str]) -> None:
