@@ -216,6 +216,7 @@ def core_flops(setup: Setup, step_s: float, cores: int, memory: float | None, co
     return solve_core_flops(seconds, step_s)
 
 
+@lru_cache(maxsize=8)
 def published_core_flops(run: "PublishedRun", constants: Constants) -> float | None:
     """Return the FLOP/s of a core at which a published run, planned by the rules, reaches its images/s; None if no
     speed does."""
@@ -400,25 +401,24 @@ def checked_plan(
     if plan.oversubscribed or len(usable_cores(machine, plan.request).machine.allowed_cores) <= SMALL_HOST_CORES:
         return plan
     model = host_model(plan)
-    faster = _faster(plan, model, chosen)
+    faster, choices = _faster(plan, model, chosen)
     if faster:
         plan = plan_machine(machine, request, runtime, measured, {**chosen, **faster})
-    found = (choice.next_best for choice in choices_of(_asking(plan, faster), model))
-    best = tuple(each for each in found if each is not None)
+    best = tuple(each for each in (choice.next_best for choice in choices) if each is not None)
     return replace(plan, reasons=(*plan.reasons, *_reasons(plan, best, model, measured)), next_best=best)
 
 
-def _faster(rules: Plan, model: HostModel, chosen: Chosen) -> Chosen:
-    """Return the numbers that replace those of rules that lose more than LOSES, with reasons; the largest loss first,
-    as each changes what the others lose."""
+def _faster(rules: Plan, model: HostModel, chosen: Chosen) -> tuple[Chosen, tuple[Choice, ...]]:
+    """Return the numbers that replace those of rules that lose more than LOSES, with reasons, and the choices of the
+    plan with these numbers. The largest loss goes first, as each changes what the others lose."""
     workload, plan = rules.request.workload, rules
     found: dict[str, tuple[int, str]] = {}
-    free = free_choices(rules) - {what for what, field in FIELDS.items() if field in chosen}
+    known = workload is not None and not workload.assumed
+    free = free_choices(rules) - {what for what, field in FIELDS.items() if field in chosen} if known else frozenset()
     free -= {WORKERS} if rules.request.global_batch is None else set()
-    while free and workload is not None and not workload.assumed:
-        lost = max((each for each in choices_of(plan, model) if each.what in free), key=lambda each: each.loss)
-        if lost.loss <= LOSES:
-            break
+    by_rules = choices = tuple(choices_of(rules, model))
+    while losing := [each for each in choices if each.what in free and each.loss > LOSES]:
+        lost = max(losing, key=lambda each: each.loss)
         rule, best = lost.rates[lost.value], lost.rates[lost.best]
         why = (
             f"the rule's {lost.value} is predicted to be {lost.loss:.1%} slower: {rule:.3g} against {best:.3g} "
@@ -427,8 +427,10 @@ def _faster(rules: Plan, model: HostModel, chosen: Chosen) -> Chosen:
         found[FIELDS[lost.what]] = lost.best, why
         request = _asking(plan, found).request
         plan, free = plan_machine(plan.machine, request, plan.runtime, plan.measured), free - {lost.what}
+        choices = tuple(choices_of(plan, model))
     # Other workers were compared with the best numbers of their cores, which the rules may not give them.
-    return found if model.images_per_s(model.of(plan)) > model.images_per_s(model.of(rules)) else {}
+    faster = plan is rules or model.images_per_s(model.of(plan)) > model.images_per_s(model.of(rules))
+    return (found, choices) if faster else ({}, by_rules)
 
 
 def _asking(plan: Plan, chosen: Chosen) -> Plan:

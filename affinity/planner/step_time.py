@@ -290,12 +290,22 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
     reordered = min(memory, setup.threads * constants.core_reorder_bytes_per_s)
     width = HALF if setup.precision == "bf16" else 1.0
 
-    def seconds(layer: Layer, direction: int) -> float:
-        operations = layer.flop[direction] * setup.local_batch / flops
-        moved = layer.moved_bytes[direction] * setup.local_batch * width + (1, 2)[direction] * layer.weight_bytes
-        reordering = REORDERING_PASSES[direction] * layer.weight_bytes / reordered if layer.reordered else 0.0
-        least = max(operations, moved / memory) + reordering + (1, 2)[direction] * overhead
-        return layer.slowness[direction] * least
+    images, weights = setup.local_batch, [layer.weight_bytes for layer in setup.layers]
+
+    def seconds(direction: int) -> tuple[float, ...]:
+        passes, reordering = (1, 2)[direction], REORDERING_PASSES[direction] / reordered
+        return tuple(
+            layer.slowness[direction]
+            * (
+                max(
+                    layer.flop[direction] * images / flops,
+                    (layer.moved_bytes[direction] * images * width + passes * size) / memory,
+                )
+                + (reordering * size if layer.reordered else 0.0)
+                + passes * overhead
+            )
+            for layer, size in zip(setup.layers, weights, strict=True)
+        )
 
     decoding = loading = 0.0
     if setup.decoded_per_core_s is not None:
@@ -305,9 +315,9 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
         else:
             decoding = each  # by a single thread, which shares a core with a compute thread that all others wait for
     return Work(
-        forward_s=tuple(seconds(layer, 0) for layer in setup.layers),
-        backward_s=tuple(seconds(layer, 1) for layer in setup.layers),
-        optimizer_s=setup.optimizer_passes * setup.gradient_bytes / memory,
+        forward_s=seconds(0),
+        backward_s=seconds(1),
+        optimizer_s=setup.optimizer_passes * sum(weights) / memory,
         memory_bytes_per_s=memory,
         decoding_s=decoding,
         loading_s=loading,
