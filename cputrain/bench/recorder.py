@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from cputrain.bench.figures import seconds_of
 from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
-from cputrain.comm.buckets import HOOKS, AllReduceHook
-from cputrain.comm.group import end_group
+from cputrain.comm.group import HOOKS, AllReduceHook, end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import lr_at

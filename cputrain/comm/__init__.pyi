@@ -1,7 +1,6 @@
-from .buckets import HOOKS as HOOKS
-from .buckets import AllReduceHook as AllReduceHook
-from .buckets import Bf16AllReduceHook as Bf16AllReduceHook
-from .buckets import measure_alpha_beta as measure_alpha_beta
+from .group import HOOKS as HOOKS
+from .group import AllReduceHook as AllReduceHook
+from .group import Bf16AllReduceHook as Bf16AllReduceHook
 from .group import CommGroup as CommGroup
 from .group import all_gather as all_gather
 from .group import all_reduce_sum as all_reduce_sum
@@ -10,6 +9,7 @@ from .group import choose_backend as choose_backend
 from .group import convert_lost_peer_errors as convert_lost_peer_errors
 from .group import describe_difference as describe_difference
 from .group import end_group as end_group
+from .group import measure_alpha_beta as measure_alpha_beta
 from .group import no_exit_limit as no_exit_limit
 from .group import run_on_main_rank as run_on_main_rank
 from .group import start_group as start_group

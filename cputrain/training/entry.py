@@ -31,8 +31,7 @@ from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES, redraws
 from cputrain.affinity.wording import plural
 from cputrain.checkpoints import remove_partial
-from cputrain.comm.buckets import AllReduceHook
-from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
+from cputrain.comm.group import AllReduceHook, all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text

@@ -50,8 +50,7 @@ from cputrain.checkpoints import (
     write_manifest,
     write_tensors,
 )
-from cputrain.comm.buckets import Bf16AllReduceHook
-from cputrain.comm.group import all_gather, run_on_main_rank
+from cputrain.comm.group import Bf16AllReduceHook, all_gather, run_on_main_rank
 from cputrain.comm.store import SignedKeys
 from cputrain.files import CHECKPOINTS, write_atomic
 from cputrain.models.sizes import state_copies

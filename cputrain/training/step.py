@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.step_time import bucket_bytes
 from cputrain.affinity.wording import MIB
-from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
+from cputrain.comm.group import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
 from cputrain.models.networks import build_model
