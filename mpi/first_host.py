@@ -22,8 +22,7 @@ from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.terminal import exit_status, use_utf8
 from cputrain.affinity.wording import plural, spread
 from cputrain.mpi.fabric import FABRICS, Fabric, fabric_between
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.hosts.hostfile import read_hostfile
+from cputrain.mpi.hosts.hostfile import HostGroup, read_hostfile
 from cputrain.mpi.launchers.command import launch_command, on_job_hosts
 from cputrain.mpi.launchers.programs import LAUNCHERS, Job, LaunchCommand, Variables, local_commands
 from cputrain.mpi.supervise.processes import write_files

@@ -34,7 +34,7 @@ from cputrain.affinity.terminal import ExitStatus, use_utf8
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, first_named
-from cputrain.mpi.hosts.groups import own_address
+from cputrain.mpi.hosts.hostfile import own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job
 from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files

@@ -56,7 +56,7 @@ from cputrain.launch.options import (
     with_host_groups,
 )
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, start_command, write_plan_files
-from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.hosts.hostfile import Cluster
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import Job
 

@@ -44,7 +44,7 @@ from cputrain.launch.options import (
     with_pods,
 )
 from cputrain.measurements import TITLES, VARIABLE, cached_seconds
-from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.hosts.hostfile import Cluster
 from cputrain.mpi.hosts.schedulers import Allocation, allocation
 from cputrain.mpi.launchers.command import find_launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS, InstalledLauncher, Job, Launcher

@@ -20,7 +20,7 @@ from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import THIS_HOST
 from cputrain.models.sizes import workload_of
-from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.hosts.hostfile import HostGroup
 from cputrain.mpi.launchers.programs import Job
 from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory
 from cputrain.mpi.supervise.run import run_local

@@ -31,16 +31,19 @@ from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
 from cputrain.affinity.wording import join_or, plural
 from cputrain.mpi.fabric import Fabric, Setting, fabric_between
-from cputrain.mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
 from cputrain.mpi.hosts.hostfile import (
     FORMATS,
     MAX_HOSTS,
+    Cluster,
     Host,
+    HostGroup,
     HostList,
     check_name,
     expand,
     fold,
     host_with_slots,
+    one_group,
+    plan_cluster,
     read_hostfile,
 )
 from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation

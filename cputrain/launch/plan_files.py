@@ -25,8 +25,7 @@ from cputrain.launch.options import (
     planned_launcher,
     uses_launcher,
 )
-from cputrain.mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
-from cputrain.mpi.hosts.hostfile import fold
+from cputrain.mpi.hosts.hostfile import Cluster, cluster_to_dict, fold, job_plan_json
 from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, bound_command, local_commands
 

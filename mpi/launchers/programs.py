@@ -26,8 +26,7 @@ from cputrain.affinity.ranks.rank import (
 from cputrain.affinity.ranks.rank import OPEN_MPI as OPEN_MPI_VARIABLES
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.machine import format_list, format_mask
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.hosts.hostfile import Host, hosts_with_slots
+from cputrain.mpi.hosts.hostfile import Host, HostGroup, hosts_with_slots
 
 ONE_POD = Pods()
 Variables = tuple[tuple[str, str], ...]

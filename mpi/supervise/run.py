@@ -18,7 +18,7 @@ from cputrain.affinity.ranks.rank import LOOPBACK
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, redraws, status_of_signal
 from cputrain.affinity.wording import first_named, plural
-from cputrain.mpi.hosts.groups import job_plan_json, own_address
+from cputrain.mpi.hosts.hostfile import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
 from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
