@@ -246,31 +246,38 @@ class HostCounters:
 
 
 class Sampler:
-    """Write folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
+    """Write folder/rank-N.jsonl for each rank and, with `whole_host`, host-NAME.jsonl.
 
-    `started_at` is when this process started the ranks (monotonic): their use counts from then, as a command of a
-    moment can be over before it is first read. Without it, use counts from now.
-    Sampling takes less than MOST_OF_A_CORE of a core. If a file cannot be written or a counter cannot be read, a
-    warning is logged and the run continues without sampling.
+    Use counts from now, also that of the ranks of `pids` (rank -> process); ranks that this process starts are added
+    with `started`. Sampling takes less than MOST_OF_A_CORE of a core. If a file cannot be written or a counter cannot
+    be read, a warning is logged and the run continues without sampling.
     """
 
-    def __init__(
-        self, folder: Path, pids: Mapping[int, int], *, whole_host: bool, started_at: float | None = None
-    ) -> None:
+    def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
         self._host = socket.gethostname()
-        self._pids = dict(pids)
-        spent, self._at = time.thread_time(), time.monotonic() if started_at is None else started_at
+        self._folder, self._pids = folder, dict(pids)
+        spent, self._at = time.thread_time(), time.monotonic()
         self._reaped_s = _reaped_s()
         self._off = False
         try:
-            trees = {rank: read_tree(pid) for rank, pid in pids.items()}
-            self._trees = trees if started_at is None else {rank: replace(trees[rank], cpu_s=0.0) for rank in trees}
+            self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
             self._counters = read_host() if whole_host else None
             self._wait(spent)
             self._workers = {rank: UsageFile(worker_file(folder, rank), WorkerUse) for rank in pids}
             self._whole = UsageFile(host_file(folder, self._host), HostUse) if whole_host else None
         except OSError as error:
             self._give_up(error)
+
+    def started(self, rank: int, pid: int) -> None:
+        """Add a rank that this process has just started. All of its use counts, as a command of a moment can be over
+        before it is first read."""
+        self._pids[rank] = pid
+        if not self._off:
+            try:
+                self._trees[rank] = replace(read_tree(pid), cpu_s=0.0)
+                self._workers[rank] = UsageFile(worker_file(self._folder, rank), WorkerUse)
+            except OSError as error:
+                self._give_up(error)
 
     def tick(self) -> None:
         """Take a sample if one is due."""

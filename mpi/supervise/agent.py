@@ -109,10 +109,10 @@ def supervise(
     exited = False
     with StopSignals(supervisor.preempt) as signals:
         try:
+            supervisor.sample(whole_host=rank.local_rank == 0)
             supervisor.start(rank.rank, command, env, label=label, inherit_files=True)
             supervisor.watch(connection.socket, link.receive)
             link.take(orders)
-            supervisor.sample(whole_host=rank.local_rank == 0)
             exited = _watch(supervisor, link, signals)
         except InterruptedBySignalError as stop:
             connection.send(Signaled(number=stop.args[0]))

@@ -230,14 +230,14 @@ TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """A started rank. `started_at` and `exited_at` are when it was started and its exit was noticed (monotonic)."""
+    """A started rank. `stack` is its last Python stack, `exited_at` when its exit was noticed (monotonic)."""
 
     rank: int
     process: subprocess.Popen[bytes]
     log: BinaryIO
     stack_file: int
     meter: ActivityMeter
-    started_at: float
+    stack: tuple[str, ...] = ()
     streams: list[Stream] = field(default_factory=list)
     exited_at: float | None = None
     shortage: OutOfMemory | None = None
@@ -318,7 +318,7 @@ class RankSupervisor:
         """Start rank `number`; its lines are shown after the label. Raises InputError if the program does not exist,
         OSError if the log cannot be opened."""
         log = (self._log_dir / f"rank-{number}.log").open("wb", buffering=0)
-        stack, started_at = stack_file(), time.monotonic()
+        stack = stack_file()
         try:
             process = self._group.start(argv, env, stack, inherit_files=inherit_files)
         except OSError as error:
@@ -326,7 +326,7 @@ class RankSupervisor:
             os.close(stack)
             raise InputError(f"cannot start {argv[0]!r}: {error.strerror}") from None
         meter = ActivityMeter(process.pid, self.clock.now())
-        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter, started_at=started_at)
+        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter)
         self.ranks.append(rank)
         pipes = (process.stdout, process.stderr)
         for pipe, terminal, live in zip(pipes, self._terminals, self._live, strict=True):
@@ -337,12 +337,12 @@ class RankSupervisor:
             self._selector.register(
                 pipe, selectors.EVENT_READ, lambda pipe=pipe, stream=stream: self._read(pipe, stream)
             )
+        if self._sampler is not None:
+            self._sampler.started(number, process.pid)
 
     def sample(self, *, whole_host: bool) -> None:
-        """Start to sample the resource use of the ranks and, with `whole_host`, of the host."""
-        pids = {rank.rank: rank.process.pid for rank in self.ranks}
-        started_at = min(rank.started_at for rank in self.ranks)
-        self._sampler = Sampler(self._log_dir.parent / USAGE, pids, whole_host=whole_host, started_at=started_at)
+        """Sample the resource use of the ranks, none of which has been started, and with `whole_host` of the host."""
+        self._sampler = Sampler(self._log_dir.parent / USAGE, {}, whole_host=whole_host)
 
     def watch(self, connection: socket.socket, receive: Callable[[], None]) -> None:
         """Call `receive` in `poll` when the connection has data."""
@@ -379,9 +379,12 @@ class RankSupervisor:
         return tuple(rank.standing() for rank in self.ranks)
 
     def stacks(self, numbers: Sequence[int]) -> Stacks:
-        """Return the Python stacks of the running ranks among these; empty for a rank without one."""
+        """Return the Python stacks of the running ranks among these: an earlier one if a rank does not answer in time,
+        empty for a rank without one."""
         shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
-        return {rank.rank: read_stack(tree(rank.process.pid), rank.stack_file) for rank in shown}
+        for rank in shown:
+            rank.stack = read_stack(tree(rank.process.pid), rank.stack_file) or rank.stack
+        return {rank.rank: rank.stack for rank in shown}
 
     def preempt(self) -> None:
         """Make `poll` send the preemption signal to every rank (not its descendants) once the rank handles or blocks

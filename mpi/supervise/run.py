@@ -94,12 +94,12 @@ def run_local(
 
     with StopSignals(supervisor.preempt, preempt if save_first else None) as signals:
         try:
+            supervisor.sample(whole_host=True)
             for rank, command in zip(job.started, local_commands(job, port), strict=True):
                 signals.check()
                 label = "" if rank == job.plain_rank else f"[{rank}] "
                 supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
             signals.unblock_preemption()
-            supervisor.sample(whole_host=True)
             status = _watch_local(supervisor, signals, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
             return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
