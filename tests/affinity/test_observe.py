@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def test_a_process_is_compared_with_any_plan(
     env = {**os.environ, **variables}
     on = ["taskset", "-c", format_list(workers[0].pus)]
     with subprocess.Popen([*on, "sleep", "60"], env=env) as process:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep"):
+            time.sleep(0.02)
         status, lines = shown("--pid", str(process.pid), cwd=tmp_path)
         process.kill()
     index = 0 if worker is None else worker

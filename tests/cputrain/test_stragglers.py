@@ -157,8 +157,10 @@ def test_another_process_on_the_same_core_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        usage.restart()
-        time.sleep(1.0)
-        used = usage.since_restart()
+        deadline, others = time.monotonic() + 60, 0.0
+        while others <= 0.3 and time.monotonic() < deadline:
+            usage.restart()
+            time.sleep(1.0)
+            others = usage.since_restart().others
         process.kill()
-    assert used.others > 0.3
+    assert others > 0.3

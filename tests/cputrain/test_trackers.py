@@ -183,7 +183,7 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
         assert trackers.failures() == []
         begun = time.monotonic()
         (line,) = trackers.finish(2.0)
-    assert 2.0 <= time.monotonic() - begun < 10.0
+    assert 2.0 <= time.monotonic() - begun < 18.0  # 20 without a limit
     assert line == (
         f"warning: log=mlflow was not finished after 2 s: {sys.executable} -m cputrain.runs.trackers mlflow {folder} "
         "sends the rest"

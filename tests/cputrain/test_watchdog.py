@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import time
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -238,13 +238,18 @@ def test_every_rank_is_watched_by_a_few_others_of_all_hosts(count: int) -> None:
 
 def said_at_a_timeout(watched: tuple[int, ...], pending: PendingCollective) -> set[str]:
     """What a watchdog of these ranks says of a collective of ranks 0, 1 and 2 that is about to time out."""
-    keys, texts = SignedKeys(HashStore(), "token"), list[str]()
+    keys, texts, asked = SignedKeys(HashStore(), "token"), list[str](), threading.Semaphore(0)
+
+    def members(_: str) -> tuple[int, ...]:
+        asked.release()
+        return (0, 1, 2)
+
     backend = WatchedBackend(
-        pending=lambda: pending, members=lambda _: (0, 1, 2), set_absent_ranks=lambda _, text: texts.append(text)
+        pending=lambda: pending, members=members, set_absent_ranks=lambda _, text: texts.append(text)
     )
     sender = HeartbeatThread(keys, 0, place_of_this_process(native=False), lambda: pending)
     watchdog = Watchdog(keys, ranks=watched, rank=0, timeout_s=60.0, sender=sender, backend=backend)
-    time.sleep(1.2)
+    assert all(asked.acquire(timeout=60) for _ in range(4)), "two checks, each before and after it tells the backend"
     watchdog.stop()
     return set(texts)
 

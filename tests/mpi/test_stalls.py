@@ -29,12 +29,13 @@ from cputrain.mpi.supervise import (
     awaited_ranks,
     describe_failure,
     frames,
+    processes,
     read_stack,
     stack_file,
     stopped_rank,
     tree,
 )
-from tests.support.commands import mpi_path
+from tests.support.commands import HANGS_S, mpi_path
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)
 WORKING = Activity(busy_s=1.0)  # a moment ago it waited for something
@@ -227,7 +228,10 @@ forever()
 
 
 @pytest.mark.parametrize("words", [("offer",), ()])
-def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(words: tuple[str, ...]) -> None:
+def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "ANSWER_S", HANGS_S)
     file = stack_file()
     env = {**os.environ, STACK_VARIABLE: str(file)}
     argv = [sys.executable, "-c", SHOWING, *words]
@@ -303,7 +307,7 @@ def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
     assert time.monotonic() - stopped < 60  # 15 on a machine that is not busy
     assert "cputrain: rank 1 on " in errors["stop"] and " has been stopped for " in errors["stop"]
     for name in ("loop", "early"):
-        errors[name] = jobs[name].communicate(timeout=60)[1]
+        errors[name] = jobs[name].communicate(timeout=HANGS_S)[1]
     assert [job.returncode for job in jobs.values()] == [1, 1, 1]
     for name, doing in (("loop", "which computes"), ("early", "which has exited with status 0")):
         lines = [line for line in errors[name].splitlines() if line.startswith("cputrain: rank 0 has waited ")]
@@ -330,7 +334,7 @@ def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
     stopped = time.monotonic()
     assert "cputrain: rank 1 on " in (error := stop.communicate(timeout=60)[1]) and " has been stopped for " in error
     assert time.monotonic() - stopped < 60, "with the end of all agents"
-    error = loop.communicate(timeout=60)[1]
+    error = loop.communicate(timeout=HANGS_S)[1]
     assert loop.returncode == stop.returncode == 1
     assert "(rank 1 is at <string>:6 in forever)\n" in error and "  | <string>:6 in forever\n" in error
     assert "rank 0 has waited " in error and ", which computes" in error and "\nthen rank 0 on" in error

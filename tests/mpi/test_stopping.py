@@ -22,7 +22,8 @@ from cputrain.mpi.supervise import (
     stop_signals,
     tree,
 )
-from tests.support.commands import mpi_path
+from tests.mpi.test_local import wait_until_ended
+from tests.support.commands import HANGS_S, mpi_path
 
 WORKERS = min(2, len(this_machine().allowed_cores))
 STARTERS = ("local", "openmpi", "mpich", "intelmpi")
@@ -77,7 +78,7 @@ def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path) ->
         for name, job in jobs.items():
             job.send_signal(sent[name])
         for name, job in jobs.items():
-            _, err = job.communicate(timeout=60)
+            _, err = job.communicate(timeout=HANGS_S)
             assert job.returncode == 128 + sent[name] and f"({sent[name].name}) within {signals.SAVE_S:g} s" in err
             logs = [(tmp_path / name / f"logs/rank-{rank}.log").read_text() for rank in range(WORKERS)]
             assert logs == ["up\nsaved\n"] * WORKERS, name
@@ -99,11 +100,11 @@ def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Pat
         for job in jobs.values():
             job.send_signal(signal.SIGTERM)
         for name, job in jobs.items():
-            job.communicate(timeout=60)
+            job.communicate(timeout=HANGS_S)
             err = (tmp_path / f"{name}.err").read_text()
             assert job.returncode == 143 and "Traceback" not in err, f"{name}: {err}"
         assert time.monotonic() - stopped < 60, "not the time that ranks have to save"
-        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+        wait_until_ended(ranks)
 
 
 def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path:
         for _ in range(2):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANGS_S)
     assert process.returncode != 0 and "Traceback" not in err
 
 
@@ -145,9 +146,14 @@ def test_a_signal_to_launcher_and_rank_together_is_a_stop_and_no_failure(tmp_pat
     with subprocess.Popen(argv, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as launcher:
         assert launcher.stdout is not None
         rank = int(launcher.stdout.readline().split()[-1])
-        for pid in (rank, launcher.pid):
-            os.kill(pid, signal.SIGTERM)
-        _, err = launcher.communicate(timeout=60)
+        for pid, number in (
+            (launcher.pid, signal.SIGSTOP),  # so that it gets both at once, however late this process sends the second
+            (rank, signal.SIGTERM),
+            (launcher.pid, signal.SIGTERM),
+            (launcher.pid, signal.SIGCONT),
+        ):
+            os.kill(pid, number)
+        _, err = launcher.communicate(timeout=HANGS_S)
     assert launcher.returncode == 128 + signal.SIGTERM and "was ended by" not in err, err
 
 
@@ -183,7 +189,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.02)
         for name, job in jobs.items():
-            out, err = job.communicate(timeout=60)
+            out, err = job.communicate(timeout=HANGS_S)
             assert job.returncode == 0 and out.count("done\n") == WORKERS, f"{name}: {err}"
 
 
@@ -204,7 +210,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
             head.stdout.close()
         for (name, how), job in jobs.items():
             err = job.stderr.read()
-            assert job.wait(60) == 0, err
+            assert job.wait(HANGS_S) == 0, err
             why = {"full": "No space left on device", "head": "Broken pipe"}[how]
             assert f"cputrain: stdout: {why}; the job continues, and its output is in " in err
             logs = tmp_path / name / ("head" if how == "head" else "") / name / "logs"

@@ -3,6 +3,7 @@ message behind it ends the monitor."""
 
 import hmac
 import json
+import math
 import os
 import random
 import resource
@@ -42,6 +43,7 @@ from cputrain.mpi.supervise import (
     join,
     wire,
 )
+from tests.support.jobs import poll_until
 
 TOKEN = "secret"
 HOSTS = tuple(f"h{i // 2}" for i in range(8))
@@ -111,13 +113,15 @@ def signed(texts: list[bytes]) -> bytes:
 def test_noise_ends_its_own_connection_only(monitor: Monitor, data: bytes) -> None:
     friend = agent(monitor, 0)
     poll(monitor)
+    assert friend.receive() == [Answer(label="h0")]
     with stranger(monitor) as noise:
         noise.sendall(data)
         poll(monitor)
         assert is_closed(noise)
+    before = monitor.ranks[0].heartbeat
     friend.send(Heartbeat())
-    poll(monitor)
-    assert list(monitor.ranks) == [0] and not monitor.failed() and friend.receive() == [Answer(label="h0")]
+    poll_until(monitor, lambda: monitor.ranks[0].heartbeat > before)
+    assert list(monitor.ranks) == [0] and not monitor.failed() and friend.receive() in ([], [Answer()])
     friend.close()
 
 
@@ -155,14 +159,14 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
         kept = len(list(Path("/proc/self/fd").iterdir())) - own_files
         assert kept <= len(HOSTS) + wire.SPARE_CONNECTIONS + 2  # and the pipes
         second = agent(monitor, 1)
-        deadline = time.monotonic() + 20
-        while len(monitor.ranks) < 2 and time.monotonic() < deadline:
-            monitor.poll(0.05)
+        poll_until(monitor, lambda: len(monitor.ranks) == 2)
         assert sorted(monitor.ranks) == [0, 1]
-        for connection in (first, second):
+        assert [connection.receive() for connection in (first, second)] == [[Answer(label="h0")]] * 2
+        for rank, connection in enumerate((first, second)):
+            monitor.ranks[rank].answered = -math.inf
             connection.send(Heartbeat())
         poll(monitor)
-        assert [list(map(type, connection.receive())) for connection in (first, second)] == [[Answer]] * 2
+        assert [connection.receive() for connection in (first, second)] == [[Answer()]] * 2
         first.close()
         second.close()
         process.stdin.close()
@@ -225,7 +229,7 @@ def test_an_agent_connects_again_until_it_is_answered(monitor: Monitor) -> None:
         while not (messages := accepted.receive()):
             time.sleep(0.01)
         accepted.send(Answer())
-        connection, answer = joining.result(timeout=20)
+        connection, answer = joining.result(timeout=120)
     assert messages == [Hello(rank=3, host="h")] and answer == [Answer()]
     connection.close()
     accepted.close()

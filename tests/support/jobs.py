@@ -42,7 +42,7 @@ def agent_process(monitor: Monitor, logs: Path, *command: str, **settings: Any) 
     return subprocess.Popen(argv, env={**os.environ, **world}, text=True, **settings)
 
 
-def poll_until(monitor: Monitor, holds: Callable[[], object], seconds: float = 20.0) -> None:
+def poll_until(monitor: Monitor, holds: Callable[[], object], seconds: float = 120.0) -> None:
     """Run the monitor until a condition holds, or for a time."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
