@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from cputrain.mpi.preflight import (
 )
 from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, StopSignals, connect
 from tests.mpi.test_remote import launch_on
-from tests.support.commands import need
+from tests.support.commands import HANGS_S, need
 from tests.support.fake_hosts import fake_hosts
 from tests.support.machines import build_machine
 
@@ -130,19 +131,22 @@ def server() -> Iterator[RankServer]:
     server.close()
 
 
-def answer_as_hosts(port: int, hosts: Sequence[int], pause_s: float) -> None:
-    """The answers of some hosts, one host after the other, with a pause before each; they last until the end."""
+def answer_as_hosts(port: int, hosts: Sequence[int], clock: SimpleNamespace) -> None:
+    """The answers of some hosts, one host after the other, each after most of the time that they have; then time goes
+    on until the end."""
     connections = []
     for host in hosts:
-        time.sleep(pause_s)
+        clock.now += 0.8 * preflight.PATIENCE_S
         connection = connect(f"127.0.0.1:{port}", "secret", (Clock, LinkPeer, Stop))
         connections.append(connection)
         connection.send(Hello(rank=host, host="localhost"))
+        assert connection.wait(time.monotonic() + HANGS_S), "the answer has been taken"
         connection.send(replace(HOST, host="localhost"))
         connection.send(Listening(address="127.0.0.1", port=1))
     for connection in connections:
         connection.send(LinkSpeed(gbit=1.0))
     while any(connection.receive() is not None for connection in connections):
+        clock.now += 1.0 if len(hosts) < 3 else 0.0
         time.sleep(0.05)
 
 
@@ -151,9 +155,9 @@ def test_hosts_may_be_slow_as_long_as_answers_arrive(
     hosts: tuple[int, ...], missing: str | None, server: RankServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answers within the time that they have without an answer, all of them together after it."""
-    monkeypatch.setattr(preflight, "SILENT_S", 0.6)
-    monkeypatch.setattr(preflight, "PATIENCE_S", 1.2)
-    answers = threading.Thread(target=answer_as_hosts, args=(server.port, hosts, 0.5), daemon=True)
+    clock = SimpleNamespace(now=0.0, time=time.time, monotonic=lambda: clock.now)
+    monkeypatch.setattr(preflight, "time", clock)
+    answers = threading.Thread(target=answer_as_hosts, args=(server.port, hosts, clock), daemon=True)
     with subprocess.Popen(["sleep", "60"]) as launcher:
         answers.start()
         try:
