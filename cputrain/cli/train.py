@@ -87,7 +87,7 @@ def train_command(
     one rank. With --restarts N it continues from the last checkpoint after a failure.
     """
     training = load_training(recipe, settings)
-    check_log_formats(training)
+    check_log_formats(training.log)
     if training.engine == "ipex":
         check_ipex()
     env = os.environ

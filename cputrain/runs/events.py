@@ -337,9 +337,9 @@ def open_events(recipe: Recipe) -> Iterator[Events]:
 PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
 
 
-def check_log_formats(recipe: Recipe) -> None:
+def check_log_formats(formats: Iterable[str]) -> None:
     """Raise InputError if a log format needs a package that is not installed."""
-    for name in [each for each in recipe.log if each in PACKAGES]:
+    for name in [each for each in formats if each in PACKAGES]:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder, such as wandb/ with offline runs, has no origin
             raise InputError(

@@ -23,11 +23,12 @@ from urllib.parse import unquote
 
 import yaml
 
+from cputrain.affinity.errors import RunError
 from cputrain.affinity.kernel.binding import running_on
 from cputrain.affinity.start import isolated_command
-from cputrain.affinity.terminal import ExitStatus, use_utf8
+from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of_signal, use_utf8
 from cputrain.files import ENVIRONMENT, METRICS, PLAN, RECIPE, REPORT, write_text
-from cputrain.runs.events import FILE, SCALARS, read_event
+from cputrain.runs.events import FILE, SCALARS, check_log_formats, read_event
 from cputrain.runs.folder import flat
 
 FOLLOWED = "--followed"
@@ -399,7 +400,7 @@ def main(arguments: Sequence[str]) -> int:
     """Send a run, NAME and RUN, to a tracker; with FOLLOWED as it is trained, until standard input ends."""
     ended = threading.Event()
     name, folder, *followed = (*arguments, "", "")
-    if name not in TRACKERS or not (Path(folder) / FILE).is_file():
+    if name not in TRACKERS or not all((Path(folder) / each).is_file() for each in (FILE, RECIPE)):
         print(f"trackers {shlex.join(arguments)}: give mlflow or wandb, and a run folder", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if FOLLOWED in followed:
@@ -416,9 +417,26 @@ def main(arguments: Sequence[str]) -> int:
         threading.Thread(target=wait, daemon=True).start()
     else:
         ended.set()
-    record = follow(name, Path(folder), ended, os.environ)
+    try:
+        check_log_formats((name,))
+        (Path(folder) / METRICS).mkdir(exist_ok=True)
+        record = follow(name, Path(folder), ended, os.environ)
+    except KeyboardInterrupt:
+        return status_of_signal(signal.SIGINT)
+    except Exception as error:
+        if FOLLOWED in followed:  # its log shows where the package failed
+            raise
+        return _say_failure(name, folder, error)
     print(f"{name}: {record.where}")
     return ExitStatus.DONE
+
+
+def _say_failure(name: str, folder: str, error: Exception) -> int:
+    """Print in one line why a run was not sent, as most errors are the tracker's own; return the exit status."""
+    if one_line(error) is None:
+        text = PASSWORD.sub("//", str(error)).strip().partition("\n")[0]
+        error = RunError(f"log={name} of {folder} failed: {text or type(error).__name__}")
+    return exit_status(error, "trackers")
 
 
 if __name__ == "__main__":

@@ -363,7 +363,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
     training = _own_recipe(recipe, settings)
-    check_log_formats(training)
+    check_log_formats(training.log)
     own = UserTask(
         network=network,
         loss=loss,

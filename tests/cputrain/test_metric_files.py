@@ -108,7 +108,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cputrain.runs.events.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):
-        check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]))
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]).log)
     check_log_formats(load_recipe("demo-digits", ["log=[csv]"]))
     with pytest.raises(InputError, match=r'log=mlflow needs .*: pip install "cputrain\[mlflow\]"'):
         check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]))

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cputrain.runs import Trackers, follow, read_record
+from cputrain.runs import Trackers, events, follow, read_record, trackers
 from tests.support.commands import cputrain
 from tests.support.run_folders import write_run
 from tests.support.trainings import SMALL
@@ -216,6 +217,41 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> Non
     assert "none://nowhere" in warning and "secret" not in warning
     log = folder / "metrics/mlflow.log"
     assert "Traceback" in log.read_text() and log.stat().st_mode & 0o777 == 0o600
+
+
+def sent_by_hand(*words: str, **env: str) -> tuple[int, str]:
+    """The exit status and the only line on stderr of the command that sends a run by hand."""
+    argv = [sys.executable, "-m", "cputrain.runs.trackers", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
+    (line,) = done.stderr.splitlines()
+    return done.returncode, line
+
+
+def test_errors_of_the_command_that_sends_a_run_by_hand_are_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    assert sent_by_hand("mlflow", "x") == (2, "trackers mlflow x: give mlflow or wandb, and a run folder")
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow/__init__.py").write_text("raise ModuleNotFoundError('no module of it', name='mlflow')")
+    status, line = sent_by_hand("mlflow", str(folder), PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
+    assert status == 1 and line == f"trackers: log=mlflow of {folder} failed: no module of it"
+    status, line = sent_by_hand("mlflow", str(folder), MLFLOW_TRACKING_URI="none://me:secret@nowhere")
+    assert status == 1 and line.startswith(f"trackers: log=mlflow of {folder} failed: ")
+    assert "none://nowhere" in line and "secret" not in line
+    (folder / "recipe.yaml").unlink()
+    wrong = (2, f"trackers mlflow {folder}: give mlflow or wandb, and a run folder")
+    assert sent_by_hand("mlflow", str(folder)) == wrong, "without its recipe"
+
+
+def test_a_package_that_is_not_installed_is_named_where_a_run_is_sent_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    monkeypatch.setattr(events, "find_spec", lambda _: None)
+    assert trackers.main(("wandb", str(folder))) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("trackers: log=wandb needs the package wandb, which is not installed: pip install ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.long
