@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import plan_of_host
 from cputrain.affinity.ranks import find_host, host_key, host_labels, is_loopback, network_name, repeated_host
-from tests.support.commands import need
+from tests.support.commands import HANGS_S, need
 
 WORKERS = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")  # as Docker, Kubernetes and OpenStack name them
 
@@ -119,7 +119,7 @@ def found_here(name: str, hosts: str, listed: list[str], folder: Path, code: str
     network = "ip link set lo up && ip addr add 10.7.0.1/32 dev lo"
     script = f'hostname {name} && {mounts} && {network} && exec "$@"'
     argv = ["unshare", "--uts", "--mount", "--net", "sh", "-c", script, "sh", sys.executable, "-c", code, *listed]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=HANGS_S)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 

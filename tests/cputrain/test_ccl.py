@@ -13,7 +13,7 @@ from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import ROOT, Ended, ended, lines_of, started, unmeasured_cache
-from tests.support.commands import mpi_path
+from tests.support.commands import HANGS_S, mpi_path
 
 CORES = len(this_machine().allowed_cores)
 
@@ -117,7 +117,7 @@ def meeting(argv: tuple[str, ...], env: dict[str, str]) -> list[dict]:
     """What ranks say that a launcher has started."""
     command = (*argv, sys.executable, "-m", "tests.support.ccl_rank", "meet")
     env = {**os.environ, "MASTER_PORT": str(free_port()), **env}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     assert "MPI_Finalize" not in done.stderr
     return sorted(lines_of(done.stdout), key=lambda line: line["rank"])

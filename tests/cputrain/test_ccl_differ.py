@@ -79,7 +79,7 @@ def assert_differ(found: dict[int, Said], expected: str) -> None:
     for said in found.values():
         assert said.error.startswith("ccl: the ranks of group 0 differ: ") and expected in said.error, said
         assert "must call the same collectives in the same order, with the same sizes, types and options" in said.error
-        assert said.seconds < 20
+        assert said.seconds < 40  # the timeout is 60 s
 
 
 def test_what_differs_between_ranks_is_said_on_all_of_them_at_once(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
         assert "(in no collective), rank 2 on " in absent and "(in ALLREDUCE #51 of group 1 (Float[3]))" in absent
         assert "rank 0 on" not in absent
     lost = found["busy_first_rank"][1]
-    assert "rank 2 on " in lost.error and "has sent no heartbeat for" in lost.error and lost.seconds < 20
+    assert "rank 2 on " in lost.error and "has sent no heartbeat for" in lost.error and lost.seconds < 40
     assert "rank 1 waits in ALLREDUCE #1 of group 1 (Float[3])" in lost.error
     waits = found["leaves"][0]
-    assert "rank 1 on " in waits.error and "(has left) never calls it" in waits.error and waits.seconds < 20
+    assert "rank 1 on " in waits.error and "(has left) never calls it" in waits.error and waits.seconds < 40
     assert "rank 0 waits in ALLREDUCE #2 of group 0 (Float[3])" in waits.error
     waits = found["leaves_message"][0]
-    assert "nobody is left to answer: rank 1 on " in waits.error and "(has left)" in waits.error and waits.seconds < 20
+    assert "nobody is left to answer: rank 1 on " in waits.error and "(has left)" in waits.error and waits.seconds < 40
     assert "rank 0 waits in RECV #1 of group 0 (Float[3] from rank 1)" in waits.error
     received, sent = (found["unanswered"][rank].error for rank in range(2))
     assert "RECVANYSOURCE #1 of group 0 (Float[3] from any rank); it waits for rank 1 on " in received

@@ -18,7 +18,7 @@ from cputrain.cli import main
 from cputrain.jobs import BatchJob, Command, Container, Preparation, Resources, Training, job_script, parse_array
 from cputrain.mpi import first_host
 from cputrain.mpi.fabric import FABRICS
-from tests.support.commands import here, need, refused
+from tests.support.commands import HANGS_S, here, need, refused
 
 PLAIN = BatchJob(
     resources=Resources(name="resnet50", nodes=256, time="02:00:00", cpus=96),
@@ -250,7 +250,7 @@ def test_no_value_becomes_shell_code(
         **{"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7"},
         **{"PBS_JOBID": "7.pbs", "PBS_ARRAY_INDEX": "0", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": "nodes"},
     }
-    ran = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert ran.returncode == 0, ran.stderr  # it went through to its end
     assert not list(folder.rglob("canary"))
 

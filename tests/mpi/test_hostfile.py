@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.mpi.hosts import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
-from tests.support.commands import here, mpi_path, refused
+from tests.support.commands import HANGS_S, here, mpi_path, refused
 
 
 def parsed(text: str) -> list[tuple[str, int | None]]:
@@ -162,7 +162,9 @@ def test_hostfiles_are_read_or_refused_as_by_open_mpi(text: str, tmp_path: Path)
     prefix = str(Path(path["PATH"].partition(":")[0]).resolve().parent)
     options = ("--allow-run-as-root", "--prefix", prefix, "--hostfile", "hosts", "--map-by", "slot:NOLOCAL")
     argv = ["mpirun", *options, "-np", "1", "--display", "allocation", "--do-not-launch", "true"]
-    result = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=60)
+    result = subprocess.run(
+        argv, env=path, cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=HANGS_S
+    )
     read = dict(re.findall(r"^ +(h\d\S*): slots=(\d+)", result.stdout, re.MULTILINE))
     if "hostfile:" in result.stderr:
         with pytest.raises(InputError, match=r"hosts:[12]"):
@@ -179,7 +181,7 @@ def test_hydra_s_hostfiles_are_read_as_by_mpich(text: str, tmp_path: Path) -> No
     path = {**os.environ, **mpi_path("mpich")}
     ranks = str(sum(host.slots or 1 for host in hosts))
     argv = ["mpiexec", "-f", "hosts", "-n", ranks, "-rmk", "user", "-launcher", "fork", "-v", "true"]
-    shown = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+    shown = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S).stdout
     read: Counter[str] = Counter()
     for name, cores in re.findall(r"\] proxy: (\S+) \((\d+) cores\)", shown):
         read[name] += int(cores)

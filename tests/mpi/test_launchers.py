@@ -13,7 +13,7 @@ from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
-from tests.support.commands import cputrain, here, mpi_path
+from tests.support.commands import HANGS_S, cputrain, here, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, written
 
@@ -84,7 +84,7 @@ def ran(
     own = bound_command(replace(job, binder=expected_binder or binder)) if bound else command
     started = written(job, launcher, own)
     return subprocess.run(
-        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=120
+        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=HANGS_S
     )
 
 
@@ -241,7 +241,7 @@ def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
 def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in another folder, with nothing in the environment but what a login shell has."""
     env = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANGS_S)
 
 
 def check_ranks(result: subprocess.CompletedProcess[str]) -> None:

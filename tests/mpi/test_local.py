@@ -17,7 +17,7 @@ from cputrain.affinity.topology import this_machine
 from cputrain.launch import new_folder
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import Monitor, run, run_local
-from tests.support.commands import cputrain
+from tests.support.commands import HANGS_S, cputrain
 from tests.support.jobs import agent_process, job_of, plan_here, poll_until
 
 pytestmark = pytest.mark.processes
@@ -99,7 +99,7 @@ def test_no_two_launches_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="mine already exists"):
         new_folder(tmp_path / "mine", named=True)
     started = [start_launch(tmp_path) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in started] == [0, 0]
+    assert [process.wait(timeout=HANGS_S) for process in started] == [0, 0]
     assert len(list((tmp_path / "runs").iterdir())) == 5
 
 
@@ -217,7 +217,7 @@ def test_what_a_finished_rank_has_put_into_a_session_of_its_own_goes_on(tmp_path
         started = f"setsid sh -c 'echo child $$; exec sleep 300' > child{status} 2>&1"
         code = f"{started} & until [ -s child{status} ]; do sleep 0.1; done; exit {status}"
         argv = [sys.executable, "-m", "cputrain", "launch", "--ppn", "1", "--output", f"out{status}", "--", "sh", "-c"]
-        done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
         assert done.returncode == bool(status)
         pid = int((tmp_path / f"child{status}").read_text().split()[1])
         assert has_ended(pid) == bool(status)

@@ -10,7 +10,7 @@ import pytest
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import find_machine, parse_list
 from cputrain.mpi.launchers import find_launcher
-from tests.support.commands import mpi_path
+from tests.support.commands import HANGS_S, mpi_path
 from tests.support.jobs import job_of, written
 
 # hwloc's description of the machine, for mappers that would otherwise inspect this one.
@@ -29,7 +29,7 @@ def mapped(name: str, binder: str, folder: Path, *options: str) -> str:
     alone = {"HWLOC_SYNTHETIC": SYNTHETIC, "HWLOC_THISSYSTEM": "1", "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/bin/false"}
     env = {**path, **dict(command.variables), **alone}
     argv = [command.argv[0], *options, *command.argv[1:]]
-    result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=HANGS_S)
     return result.stdout + result.stderr
 
 

@@ -101,7 +101,7 @@ def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
             argv = launch_on(
                 hosts, "openmpi4", *options, "--", sys.executable, "-c", "print('ran')", cwd=tmp_path / name
             )
-            return subprocess.run(argv, capture_output=True, text=True, timeout=120)
+            return subprocess.run(argv, capture_output=True, text=True, timeout=HANGS_S)
 
         good = launched("a")
         assert good.returncode == 0 and good.stdout.count("ran") == 3 * 2, good.stderr

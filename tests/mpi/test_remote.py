@@ -20,7 +20,7 @@ from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import run_remote
 from cputrain.report import read_usage
 from cputrain.runs import read_events
-from tests.support.commands import cputrain, here, mpi_path
+from tests.support.commands import HANGS_S, cputrain, here, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
 from tests.support.jobs import job_of, plan_here
@@ -165,7 +165,7 @@ def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[s
 
 
 def ran(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=HANGS_S)
 
 
 PS_SHOWS_TOKEN = """
@@ -314,7 +314,7 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: P
         assert time.monotonic() - started < 60
         assert process.returncode == 1
         assert "on h3 has been silent for 15 s" in errors, errors
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(left := hosts.processes("time.sleep(600)").values()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not any(left), left

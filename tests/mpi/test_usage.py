@@ -39,7 +39,7 @@ from cputrain.mpi.usage import (
 )
 from cputrain.report import mean_of, read_usage, running_time, worker_table, write_report
 from tests.mpi.test_local import job
-from tests.support.commands import cputrain, here, mpi_path
+from tests.support.commands import HANGS_S, cputrain, here, mpi_path
 
 MIB = 1 << 20
 WORKER = WorkerUse(time=0.0, seconds=1.0, host="n1", cpu_s=0.5, rss_bytes=MIB, processes=1)
@@ -277,6 +277,6 @@ samples.close()
 def test_a_counter_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> None:
     """Users see one line on stderr."""
     argv = [sys.executable, "-c", UNREADABLE, str(tmp_path)]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=HANGS_S, check=True)
     line = "cputrain: /proc/stat: Permission denied; the run continues without recording resource use\n"
     assert result.stderr == line

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import HANGS_S
+
 CONF = """ClusterName=made
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
@@ -58,14 +60,16 @@ class Slurm:
     def run(self, *argv: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands."""
         command = (*KNOWING, str(self.hosts), *argv)
-        return subprocess.run(command, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=HANGS_S
+        )
 
     def state(self, job: str, cwd: Path) -> str:
         """Return a job's state, as scontrol names it."""
         shown = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
         return next((word.partition("=")[2] for word in shown.split() if word.startswith("JobState=")), "GONE")
 
-    def finish(self, script: str, cwd: Path, limit_s: float = 180.0) -> str:
+    def finish(self, script: str, cwd: Path, limit_s: float = HANGS_S) -> str:
         """Submit a script, wait for its end, and return its final state."""
         submitted = self.run("sbatch", "--parsable", cwd=cwd, text=script)
         assert submitted.returncode == 0, submitted.stderr
