@@ -155,8 +155,11 @@ def _lock(lock: Path) -> bool:
 
 
 def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env: Mapping[str, str]) -> float:
-    """Wait while the lock's owner touches it, and remove a stale lock. Returns the seconds waited so far."""
-    seen, since = _mtime(lock), time.monotonic()
+    """Wait while the lock's owner touches it, and remove a stale lock. Returns the seconds waited so far.
+
+    Seconds are counted by polls: if the host was suspended or very busy, its owner could not touch the lock either.
+    """
+    seen, untouched_s = _mtime(lock), 0.0
     while not is_intact(path) and lock.exists():
         time.sleep(POLL_S)
         if waited < QUIET_S <= waited + POLL_S:
@@ -164,9 +167,9 @@ def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env
             log_line("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
         waited += POLL_S
         now = _mtime(lock)
-        if now != seen:
-            seen, since = now, time.monotonic()
-        elif time.monotonic() - since > STALE_S:
+        untouched_s = untouched_s + POLL_S if now == seen else 0.0
+        seen = now
+        if untouched_s > STALE_S:
             lock.unlink(missing_ok=True)
     return waited
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +42,7 @@ from cputrain.comm.ccl.environment import (
 from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
 from tests.support.ccl_jobs import ran
-from tests.support.commands import cputrain
+from tests.support.commands import HANGS_S, cputrain
 from tests.support.trainings import LENET
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
@@ -307,7 +308,7 @@ def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(HANGS_S)
     assert [process.exitcode for process in processes] == [0] * 8
     assert (tmp_path / "calls").read_text() == "called\n" * (len(part(LIBRARIES).parts("c++", tmp_path)) + 1)
     assert built_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
@@ -363,6 +364,28 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other.start()
     assert ensure_built(LIBRARIES, env).read_text() == "theirs\n"
     other.join()
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_lock_lives_on_after_a_suspension_of_its_owner_and_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"CPUTRAIN_CACHE": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
+    env["CXX"] = str(fake_compiler(tmp_path, 0))
+    path = built_path(LIBRARIES, env)
+    path.parent.mkdir(parents=True)
+    path.with_suffix(".lock").write_text("other 1\n")
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 5:
+            path.write_text("theirs\n")
+            checksum_file(path).write_text(hashlib.sha256(b"theirs\n").hexdigest())
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 100.0 * len(polls))
+    monkeypatch.setattr(compiled, "time", clock)
+    assert ensure_built(LIBRARIES, env).read_text() == "theirs\n"
     assert not (tmp_path / "calls").exists()
 
 
