@@ -30,6 +30,7 @@ from cputrain.mpi.supervise import (
     describe_failure,
     frames,
     processes,
+    ranks,
     read_stack,
     stack_file,
     stopped_rank,
@@ -244,6 +245,19 @@ def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(
     os.close(file)
     for stack in stacks:
         assert [frame.rpartition(" ")[2] for frame in stack][-2:] == (["forever", "<module>"] if words else [])
+
+
+def test_a_rank_that_does_not_answer_in_time_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([("train.py:3 in forever",), ()])
+    monkeypatch.setattr(ranks, "read_stack", lambda *_: next(answers))
+    with (tmp_path / "out").open("w") as out:
+        supervisor = ranks.RankSupervisor(tmp_path / "logs", out, out)
+        try:
+            supervisor.start(0, ("sleep", "60"), os.environ, label="")
+            assert [supervisor.stacks([0]) for _ in range(2)] == [{0: ("train.py:3 in forever",)}] * 2
+        finally:
+            supervisor.stop(0.1)
+            supervisor.close()
 
 
 def test_no_stack_is_offered_into_another_file(tmp_path: Path) -> None:
