@@ -60,9 +60,10 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).render(
-                wording
-            )
+            other = plan
+            if ppn != len(plan.workers):
+                other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured)
+            other = other.render(wording)
         except InputError as error:
             rows.append((str(ppn), "", "", "", "", f"impossible: {describe(error, wording)}"))
             continue

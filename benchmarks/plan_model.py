@@ -16,10 +16,11 @@ from cputrain.affinity.planner import (
     RESNET50,
     SMALL_HOST_CORES,
     USUAL_BATCH,
+    Choice,
+    Comparison,
     Plan,
     Request,
-    checked_plan,
-    choices_of,
+    compared_plan,
     host_model,
     plan_machine,
 )
@@ -59,9 +60,9 @@ def layout(plan: Plan) -> str:
     return f"{len(plan.workers)} x {first.intra_op}, {comm} + {loader}"
 
 
-def worst(plan: Plan) -> tuple[float, str]:
+def worst(choices: tuple[Choice, ...]) -> tuple[float, str]:
     """Return the largest loss of one of a plan's values, and what would be better."""
-    choice = max(choices_of(plan, host_model(plan)), key=lambda each: each.loss)
+    choice = max(choices, key=lambda each: each.loss)
     return choice.loss, f"{choice.what} {choice.value}, best {choice.best}"
 
 
@@ -74,7 +75,7 @@ def cases(machines: list[Machine]) -> Iterator[Case]:
             for gbit in GBIT[: 1 if nodes == 1 else None]:
                 request = Request(nodes=nodes, link_gbit=gbit, local_batch=USUAL_BATCH, workload=KNOWN)
                 try:
-                    rules, plan = plan_machine(machine, request), checked_plan(machine, request)
+                    rules, (plan, choices) = plan_machine(machine, request), compared_plan(machine, request)
                 except InputError as error:
                     print(f"{machine.name}: {error}", file=sys.stderr)
                     continue
@@ -82,9 +83,9 @@ def cases(machines: list[Machine]) -> Iterator[Case]:
                     machine=machine.name,
                     request=request,
                     rules=rules,
-                    lost=worst(rules),
+                    lost=worst(Comparison(plan=rules, model=host_model(rules), chosen={}).choices()),
                     plan=plan,
-                    still_lost=worst(plan),
+                    still_lost=worst(choices),
                 )
 
 

@@ -44,8 +44,10 @@ from .plan_file import request_from_json as request_from_json
 from .plan_file import request_to_json as request_to_json
 from .plan_file import worker_of as worker_of
 from .predicted import LOSES as LOSES
+from .predicted import Choice as Choice
+from .predicted import Comparison as Comparison
 from .predicted import checked_plan as checked_plan
-from .predicted import choices_of as choices_of
+from .predicted import compared_plan as compared_plan
 from .predicted import host_model as host_model
 from .predicted import layers_of_workload as layers_of_workload
 from .predicted import published_core_flops as published_core_flops

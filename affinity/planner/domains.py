@@ -629,7 +629,8 @@ def _without_isolated(machine: Machine, request: Request) -> UsableCores:
 def _fastest(machine: Machine, request: Request) -> UsableCores:
     """Leave out the slower types of cores if requested."""
     cores = machine.allowed_cores
-    fastest = tuple(core for core in cores if core.speed == max(core.speed for core in cores))
+    highest = max((core.speed for core in cores), default=1.0)
+    fastest = tuple(core for core in cores if core.speed == highest)
     if request.e_cores == "auto" or fastest == cores:
         return UsableCores(machine=machine)
     return _narrowed(machine, fastest, "{e_cores=off}", unused_why="slower cores, left out by {e_cores=off}")

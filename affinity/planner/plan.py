@@ -239,6 +239,7 @@ def plan_machine(
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
     usable = usable_cores(machine, request)
     full, default_why = with_defaults(usable.machine, request, measured)
+    assert all(getattr(request, name) in (None, value) for name, (value, _) in chosen.items()), "the request sets it"
     values: dict[str, Any] = {name: value for name, (value, _) in chosen.items()}
     full = replace(full, **values)
     default_why |= {name: why for name, (_, why) in chosen.items()}

@@ -4,10 +4,10 @@ The model is that of `cputrain simulate` (step_time.py): the same layers, consta
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError
@@ -32,12 +32,10 @@ from cputrain.affinity.planner.request import (
     is_phi,
     with_defaults,
 )
-from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates
+from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates, most_per_pass
 from cputrain.affinity.planner.step_time import (
-    FASTEST,
     Constants,
     Layer,
-    Message,
     Setup,
     Speed,
     layer_of,
@@ -57,6 +55,10 @@ if TYPE_CHECKING:
     from cputrain.affinity.planner.assumptions import PublishedRun
 
 LOSES = 0.03  # a rule's number stays if it is predicted to lose no more, which is below what the model can tell
+# Rate of the operations alone over that of whole steps, at most (3 x 3 convolutions reached 1.4 on Zen 4). A cited rate
+# that takes more was found under other conditions or with more memory bandwidth, a measured one with small batches.
+MOST_OVER_CITED, MOST_OVER_MEASURED = 2.0, 4.0
+PUBLISHED = "not taken: published trainings reserve at least one comm core"
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 WORKERS, COMM, LOADER = "workers per host", "comm cores per worker", "loader cores per worker"
 COMPUTING = "computing cores per host"
@@ -113,27 +115,38 @@ def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostModel:
-    """The model of a host: its speed, the speed's source, and the setup of the plan that is checked."""
+    """The model of a host: its speed, the speed's source, and the setup of the plan that is checked with its images per
+    host and step."""
 
     setup: Setup
+    images: float
     speed: Speed
     constants: Constants
     source: str
 
     def of(self, plan: Plan) -> Setup:
         """Return the setup of another plan with as many images a host and step."""
-        images, workers = self.setup.local_batch * self.setup.accumulation * self.setup.workers, len(plan.workers)
-        share = ceil(images / workers)
-        passes = min(share, self.setup.accumulation)
-        return replace(
-            self.setup, workers=workers, local_batch=ceil(share / passes), accumulation=passes, **slowest_part(plan)
-        )
+        workers, passes = len(plan.workers), self.setup.accumulation
+        if plan.request.global_batch is not None:
+            local, passes = batch_of(plan.request, workers)
+        else:
+            share = ceil(self.images / workers)
+            passes = min(share, passes)
+            local = ceil(share / passes)
+        return replace(self.setup, workers=workers, local_batch=local, accumulation=passes, **slowest_part(plan))
 
-    def images_per_s(self, setup: Setup, messages: tuple[Message, ...] | None = None) -> float:
-        """Return the images/s of a host; `messages` are the setup's if they are known."""
-        messages = messages_of(setup, self.constants) if messages is None else messages
-        step_s = step_seconds(setup, work_of(setup, self.speed, self.constants), messages, self.constants)
-        return setup.global_batch / setup.hosts / step_s
+    def images_per_s(self, setup: Setup) -> float:
+        """Return the images/s of a host whose workers share its images; a part of the last worker's may be empty."""
+        messages = messages_of(setup, self.constants)
+        return self.images / step_seconds(setup, work_of(setup, self.speed, self.constants), messages, self.constants)
+
+
+def batch_of(request: Request, workers: int) -> tuple[int, int]:
+    """Return the images of a backward pass, at most, and the passes per step of each of `workers` per host."""
+    limit, ranks = request.local_batch or USUAL_BATCH, request.nodes * workers
+    if request.global_batch is None:
+        return limit, request.accumulation
+    return most_per_pass(limit, request.global_batch, ranks), ceil(request.global_batch / (ranks * limit))
 
 
 def setup_of_plan(plan: Plan) -> Setup:
@@ -142,18 +155,14 @@ def setup_of_plan(plan: Plan) -> Setup:
 
     machine, request, several = plan.machine, plan.request, plan.request.nodes > 1
     workload, workers = request.workload or RESNET50, len(plan.workers)
-    limit, passes = request.local_batch or USUAL_BATCH, request.accumulation
-    share = limit * passes
-    if request.global_batch is not None:
-        share = max(1, request.global_batch // (request.nodes * workers))
-        passes = ceil(share / limit)
+    local, passes = batch_of(request, workers)
     fabric = request.fabric if request.fabric in LINKED else "opa"
     clock = processor_facts(machine.model).clock_range
     return Setup(
         layers=layers_of_workload(workload),
         hosts=request.nodes,
         workers=workers,
-        local_batch=ceil(share / passes),
+        local_batch=local,
         accumulation=passes,
         precision=workload.precision,
         compression=workload.compression,
@@ -188,18 +197,22 @@ def host_model(plan: Plan) -> HostModel:
     flops = None if run is None else published_core_flops(run, constants)
     source = "" if run is None else f"that of the published {run.name}"
     if flops is None:
-        # A rate is that of whole steps of one host with generated images; a cited one, of cores near their memory.
-        alone = replace(setup, hosts=1, link=None, algorithm="ring", comm_cores=0, decoded_per_core_s=None)
-        if TRAINING not in rates.measured:
-            alone = replace(alone, pace=1.0, remote=0.0)
-        target_s = alone.local_batch * alone.accumulation * workload.gflop / (alone.threads * rates.gflops)
-        flops = core_flops(alone, target_s, cores, memory, constants)
-        if flops is None:  # the memory's bandwidth contradicts the rate
-            memory = None
-            flops = core_flops(alone, target_s, cores, memory, constants) or FASTEST  # overheads alone take longer
+        most = MOST_OVER_MEASURED if TRAINING in rates.measured else MOST_OVER_CITED
+        if TRAINING in rates.measured:  # whole steps of one host with generated images
+            alone = replace(setup, hosts=1, link=None, algorithm="ring", comm_cores=0, decoded_per_core_s=None)
+        else:  # cited for usual batches on cores near their memory
+            batch = max(setup.local_batch, USUAL_BATCH)
+            alone = replace(setup, hosts=1, workers=1, comm_cores=0, local_batch=batch, accumulation=1)
+            alone = replace(alone, link=None, decoded_per_core_s=None, pace=1.0, remote=0.0)
+        step_s = alone.local_batch * alone.accumulation * workload.gflop / (alone.threads * rates.gflops)
+        solved = core_flops(alone, step_s, cores, memory, constants)
+        flops = min(solved or inf, most * 1e9 * rates.gflops)
         source = f"{rates.gflops:.3g} GFLOP/s a core{rates.since(TRAINING)}"
+    images = setup.global_batch / setup.hosts
+    if plan.request.global_batch is not None:
+        images = plan.request.global_batch / setup.hosts
     speed = speed_of(flops, cores, memory, workload.precision, constants)
-    return HostModel(setup=setup, speed=speed, constants=constants, source=source)
+    return HostModel(setup=setup, images=images, speed=speed, constants=constants, source=source)
 
 
 def core_flops(setup: Setup, step_s: float, cores: int, memory: float | None, constants: Constants) -> float | None:
@@ -250,18 +263,20 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
 class Choice:
     """A decision: what it is, its value, and the predicted images/s of a host by value.
 
-    `refused` are values that published practice speaks against: they are shown, but not taken.
+    `refused` are values that published practice speaks against, with the reason: they are shown, but not taken. `kept`
+    is the reason for which no other value is taken; "" if the best one is.
     """
 
     what: str
     value: int
     rates: Mapping[int, float]
-    refused: frozenset[int] = frozenset()
+    refused: Mapping[int, str] = field(default_factory=dict)
+    kept: str = ""
 
     @property
     def best(self) -> int:
         """The value with the most images/s that is not refused, this one among equals."""
-        return max(self.rates.keys() - self.refused, key=lambda value: (self.rates[value], value == self.value))
+        return max(self.rates.keys() - self.refused.keys(), key=lambda value: (self.rates[value], value == self.value))
 
     @property
     def loss(self) -> float:
@@ -278,109 +293,127 @@ class Choice:
         slower = 100 * (1 - self.rates[other] / self.rates[self.value])
         return NextBest(what=self.what, value=self.value, other=other, slower_percent=round(slower, 1) + 0.0)  # not -0
 
-
-def worker_choice(plan: Plan, model: HostModel, free: frozenset[str]) -> Choice:
-    """Compare the plan's number of workers with half, twice, one per package, and one fewer and more, if they fit and
-    workers stay equal.
-
-    Each has its comm and loader cores by the rules, or none if that is faster and nothing sets them.
-    """
-    own, cores = len(plan.workers), usable_cores(plan.machine, plan.request).machine.allowed_cores
-    near = {own // 2, 2 * own, len({core.package for core in cores})}
-    if len(uniform_groups(cores)) == 1:
-        near |= {count for count in (own - 1, own + 1) if count and len(cores) % count == 0}
-    request, plans = plan.request, {own: plan}
-    most = len(cores) if request.most_workers is None else max(1, request.most_workers // request.nodes)
-    for count in sorted(near - {own}):
-        other = _replanned(plan, ppn=count) if 1 <= count <= min(len(cores), most) else None
-        if other is not None:
-            plans[count] = other
-
-    def rate(planned: Plan) -> float:
-        setups = [model.of(planned)]
-        for what in (COMM, LOADER):
-            others = (_with_cores(planned, each, what, 0, model) for each in setups if what in free)
-            setups += [each for each in others if each is not None]
-        return max(map(model.images_per_s, setups))
-
-    # Several workers were up to twice as fast as a large one, whose threads the model takes to scale.
-    large = {count for count in plans if count < own and len(cores) > MOST_CORES_PER_WORKER * count}
-    rates = {count: rate(each) for count, each in plans.items()}
-    return Choice(what=WORKERS, value=own, rates=rates, refused=frozenset(large))
+    @property
+    def shown(self) -> str:
+        """The next best in words, with the reason for which it is not taken if it is clearly faster; "" if none is."""
+        if (best := self.next_best) is None:
+            return ""
+        why = self.refused.get(best.other, self.kept) if best.slower_percent < -100 * LOSES else ""
+        return f"{plural(best.other, NOUNS[self.what])} {_slower(best.slower_percent)}{f' ({why})' if why else ''}"
 
 
-def core_choice(what: str, plan: Plan, model: HostModel) -> Choice:
-    """Compare the plan's number of comm or loader cores with smaller ones and larger ones."""
-    setup = model.of(plan)
-    own, most = (setup.comm_cores, MOST_COMM_CORES) if what == COMM else (setup.loader_cores, setup.loader_cores + 1)
-    counts = range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER else ()
-    others = {count: _with_cores(plan, setup, what, count, model) for count in counts if count != own}
-    rates = {count: model.images_per_s(each) for count, each in others.items() if each is not None}
-    # Published trainings reserve cores for communication; without them, only a few cores were measured.
-    refused = frozenset({0} if what == COMM and own else ())
-    return Choice(what=what, value=own, rates={own: model.images_per_s(setup), **rates}, refused=refused)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A plan with the model of its host, compared with plans that differ in one number; `chosen` as in plan_machine."""
+
+    plan: Plan
+    model: HostModel
+    chosen: Chosen
+
+    @property
+    def images_per_s(self) -> float:
+        """Images/s of a host under the plan."""
+        return self.model.images_per_s(self.model.of(self.plan))
+
+    def choices(self) -> tuple[Choice, ...]:
+        """Compare the plan's numbers of workers, comm, loader and computing cores with others, each alone."""
+        cores = (LOADER,) if self._full.comm_siblings else (COMM, LOADER)
+        found = (self._workers(), *map(self._cores, cores), self._computing())
+        return tuple(replace(each, kept=self._kept(each.what)) for each in found if each is not None)
+
+    @property
+    def _full(self) -> Request:
+        return with_defaults(self.plan.machine, self.plan.request, self.plan.measured)[0]
+
+    def _kept(self, what: str) -> str:
+        """Return why a number of the rules stays however slow it is; "" if it does not."""
+        request = self.plan.request
+        if request.workload is None or request.workload.assumed:
+            return "not taken: the network is assumed"
+        if what == COMPUTING:
+            return "not taken: set" if request.e_cores != "auto" or self.plan.measured.tuned else ""
+        if getattr(self._full, FIELDS[what]) is not None or FIELDS[what] in self.chosen:
+            return "not taken: the number is set, tuned or limited by other hosts"
+        if what == WORKERS and request.global_batch is None:
+            return "not taken: other workers change the images of a step unless batch.global sets them"
+        return ""
+
+    def _planned(self, *, e_cores: str | None = None, **numbers: int) -> Plan | None:
+        """Return the plan with other numbers; None if it does not fit the host or its memory."""
+        plan, workload = self.plan, self.plan.request.workload
+        known = workload and replace(workload, assumed=False)  # refused if it does not fit
+        own: dict[str, Any] = {
+            field: each for field, each in numbers.items() if getattr(plan.request, field) is not None
+        }
+        request = replace(plan.request, workload=known, e_cores=e_cores or plan.request.e_cores, **own)
+        chosen = {**self.chosen, **{field: (each, "compared") for field, each in numbers.items() if field not in own}}
+        try:
+            return plan_machine(plan.machine, request, plan.runtime, plan.measured, chosen)
+        except InputError:
+            return None
+
+    def _workers(self) -> Choice:
+        """Compare the number of workers with half, twice, one per package, and one fewer and more, if they fit and
+        workers stay equal; with a global batch, those that divide it if the plan's number does.
+
+        Each has its comm and loader cores by the rules, or no loader cores if that is faster and nothing sets them.
+        """
+        plan, request = self.plan, self.plan.request
+        own, cores = len(plan.workers), usable_cores(plan.machine, request).machine.allowed_cores
+        near = {own // 2, 2 * own, len({core.package for core in cores})}
+        if len(uniform_groups(cores)) == 1:
+            near |= {count for count in (own - 1, own + 1) if count and len(cores) % count == 0}
+        most = len(cores) if request.most_workers is None else max(1, request.most_workers // request.nodes)
+        images = request.global_batch
+        if images is not None and images % (request.nodes * own) == 0:
+            near = {count for count in near if count and images % (request.nodes * count) == 0}
+        rates, refused = {own: self._best_rate(plan)}, {}
+        for count in sorted(count for count in near - {own} if 1 <= count <= min(len(cores), most)):
+            other = self._planned(ppn=count)
+            if other is not None and len(other.workers) == count:
+                rates[count] = self._best_rate(other)
+                if slowest_part(other)["comm_cores"] < min(1, slowest_part(plan)["comm_cores"]):
+                    refused[count] = PUBLISHED
+                elif count < own and len(cores) > MOST_CORES_PER_WORKER * count:
+                    refused[count] = "not taken: more threads in a worker were slower than the model has them"
+        return Choice(what=WORKERS, value=own, rates=rates, refused=refused)
+
+    def _best_rate(self, plan: Plan) -> float:
+        """Return the images/s of a plan with its loader cores, or with none if these are free and that is faster."""
+        plans = [plan]
+        if not self._kept(LOADER) and slowest_part(plan)["loader_cores"]:
+            plans.append(self._planned(ppn=len(plan.workers), loader_cores=0) or plan)
+        return max(self.model.images_per_s(self.model.of(each)) for each in plans)
+
+    def _cores(self, what: str) -> Choice:
+        """Compare the number of comm or loader cores with smaller ones and larger ones."""
+        setup = self.model.of(self.plan)
+        own, most = (
+            (setup.comm_cores, MOST_COMM_CORES) if what == COMM else (setup.loader_cores, setup.loader_cores + 1)
+        )
+        rates = {own: self.images_per_s}
+        for count in range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER else ():
+            numbers: dict[str, Any] = {"ppn": len(self.plan.workers), FIELDS[what]: count}
+            other = self._planned(**numbers) if count != own else None
+            planned = None if other is None else self.model.of(other)
+            if planned is not None and count == (planned.comm_cores if what == COMM else planned.loader_cores):
+                rates[count] = self.model.images_per_s(planned)
+        return Choice(what=what, value=own, rates=rates, refused={0: PUBLISHED} if what == COMM and own else {})
+
+    def _computing(self) -> Choice | None:
+        """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""
+        if len({core.speed for core in self.plan.machine.allowed_cores}) == 1:
+            return None
+        fast = self._planned(e_cores="off")
+        if fast is None or _computing(fast) == _computing(self.plan):
+            return None
+        rates = {_computing(self.plan): self.images_per_s, _computing(fast): self._best_rate(fast)}
+        return Choice(what=COMPUTING, value=_computing(self.plan), rates=rates)
 
 
-def computing_choice(plan: Plan, model: HostModel) -> Choice | None:
-    """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""
-
-    def computing(planned: Plan) -> int:
-        core_of = {pu: core for core in planned.machine.cores for pu in core.pus}
-        return len({core_of[pu] for worker in planned.workers for pu in worker.compute_pus})
-
-    fast = _replanned(plan, e_cores="off") if len({core.speed for core in plan.machine.allowed_cores}) > 1 else None
-    if fast is None or computing(fast) == computing(plan):
-        return None
-    rates = {computing(each): model.images_per_s(model.of(each)) for each in (plan, fast)}
-    return Choice(what=COMPUTING, value=computing(plan), rates=rates)
-
-
-def _replanned(plan: Plan, **fields: int | str) -> Plan | None:
-    """Return the plan for other values of the request; None if it does not fit the host or its memory."""
-    workload = plan.request.workload
-    known = workload and replace(workload, assumed=False)  # refused if it does not fit
-    try:
-        values: dict[str, Any] = {"workload": known, **fields}
-        return plan_machine(plan.machine, replace(plan.request, **values), plan.runtime, plan.measured)
-    except InputError:
-        return None
-
-
-def _with_cores(plan: Plan, setup: Setup, what: str, count: int, model: HostModel) -> Setup | None:
-    """Return the setup of a plan with this number of comm or loader cores; None if it does not fit the host.
-
-    Only unequal workers are planned again, and cores of several types, and workers with a set number of threads; the
-    slowest of equal workers has as many more or fewer threads.
-    """
-    machine, own = plan.machine, setup.comm_cores if what == COMM else setup.loader_cores
-    core_of = {pu: core for core in machine.cores for pu in core.pus}
-    one_type = all(len({core_of[pu].speed for pu in worker.pus}) == 1 for worker in plan.workers)
-    reserved = {(len(worker.comm_pus), len(worker.loader_pus)) for worker in plan.workers}
-    if not one_type or len(reserved) > 1 or plan.request.threads is not None:
-        other = _replanned(plan, ppn=len(plan.workers), **{FIELDS[what]: count})
-        return None if other is None else model.of(other)
-    fields: dict[str, Any] = {FIELDS[what]: count, "threads": setup.threads + own - count}
-    return replace(setup, **fields) if fields["threads"] >= 1 else None
-
-
-def free_choices(plan: Plan) -> frozenset[str]:
-    """Return the decisions that the rules made: set by neither the request, a profile nor a measurement."""
-    full, _ = with_defaults(plan.machine, plan.request, plan.measured)
-    return frozenset(what for what, field in FIELDS.items() if getattr(full, field) is None)
-
-
-def choices_of(plan: Plan, model: HostModel) -> Iterator[Choice]:
-    """Compare the plan's numbers of workers, comm, loader and computing cores with others, each alone."""
-    yield worker_choice(plan, model, free_choices(plan))
-    yield from (core_choice(what, plan, model) for what in core_kinds(plan))
-    computing = computing_choice(plan, model)
-    yield from () if computing is None else (computing,)
-
-
-def core_kinds(plan: Plan) -> tuple[str, ...]:
-    """Return the kinds of reserved cores that can be compared; comm threads on computing cores have none."""
-    full, _ = with_defaults(plan.machine, plan.request, plan.measured)
-    return (LOADER,) if full.comm_siblings else (COMM, LOADER)
+def _computing(plan: Plan) -> int:
+    core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
+    return len({core_of[pu] for worker in plan.workers for pu in worker.compute_pus})
 
 
 def checked_plan(
@@ -394,61 +427,69 @@ def checked_plan(
     has the predicted cost of the next best numbers.
 
     A number stays if the request, a profile, a measurement or `chosen` sets it, if the network is assumed, and the
-    number of workers also if it sets the global batch. Raises InputError if the request does not fit the host.
+    number of workers also without a global batch. Raises InputError if the request does not fit the host.
     """
+    plan, choices = compared_plan(machine, request, runtime, measured, chosen)
+    return replace(plan, next_best=tuple(each.next_best for each in choices if each.next_best is not None))
+
+
+def compared_plan(
+    machine: Machine,
+    request: Request | None = None,
+    runtime: Runtime | None = None,
+    measured: Measured = NOTHING_MEASURED,
+    chosen: Chosen = NOTHING_CHOSEN,
+) -> tuple[Plan, tuple[Choice, ...]]:
+    """Return the plan of `checked_plan` without its next best numbers, and the choices that they are from; no choices
+    where the model does not apply."""
     plan = plan_machine(machine, request, runtime, measured, chosen)
     # On a few cores a worker for each was measured to be the fastest, which the model does not have.
     if plan.oversubscribed or len(usable_cores(machine, plan.request).machine.allowed_cores) <= SMALL_HOST_CORES:
-        return plan
-    model = host_model(plan)
-    faster, choices = _faster(plan, model, chosen)
-    if faster:
-        plan = plan_machine(machine, request, runtime, measured, {**chosen, **faster})
-    best = tuple(each for each in (choice.next_best for choice in choices) if each is not None)
-    return replace(plan, reasons=(*plan.reasons, *_reasons(plan, best, model, measured)), next_best=best)
+        return plan, ()
+    rules = Comparison(plan=plan, model=host_model(plan), chosen=chosen)
+    by_rules = rules.choices()
+    found, choices = _faster(rules, by_rules)
+    # A sum of numbers that each gain enough can gain less.
+    if found is not rules and found.images_per_s * (1 - LOSES) <= rules.images_per_s:
+        found, choices = rules, by_rules
+    reasons = _reasons(found, choices)
+    return replace(found.plan, reasons=(*found.plan.reasons, *reasons)), choices
 
 
-def _faster(rules: Plan, model: HostModel, chosen: Chosen) -> tuple[Chosen, tuple[Choice, ...]]:
-    """Return the numbers that replace those of rules that lose more than LOSES, with reasons, and the choices of the
-    plan with these numbers. The largest loss goes first, as each changes what the others lose."""
-    workload, plan = rules.request.workload, rules
-    found: dict[str, tuple[int, str]] = {}
-    known = workload is not None and not workload.assumed
-    free = free_choices(rules) - {what for what, field in FIELDS.items() if field in chosen} if known else frozenset()
-    free -= {WORKERS} if rules.request.global_batch is None else set()
-    by_rules = choices = tuple(choices_of(rules, model))
-    while losing := [each for each in choices if each.what in free and each.loss > LOSES]:
+def _faster(rules: Comparison, choices: tuple[Choice, ...]) -> tuple[Comparison, tuple[Choice, ...]]:
+    """Replace the numbers of rules that lose more than LOSES, with reasons: the largest loss first, as each changes
+    what the others lose. Return the plan that loses no more, and its choices."""
+    found = rules
+    while losing := [each for each in choices if not each.kept and each.loss > LOSES]:
         lost = max(losing, key=lambda each: each.loss)
         rule, best = lost.rates[lost.value], lost.rates[lost.best]
         why = (
             f"the rule's {lost.value} is predicted to be {lost.loss:.1%} slower: {rule:.3g} against {best:.3g} "
             "images/s a host, by the model of `cputrain simulate`"
         )
-        found[FIELDS[lost.what]] = lost.best, why
-        request = _asking(plan, found).request
-        plan, free = plan_machine(plan.machine, request, plan.runtime, plan.measured), free - {lost.what}
-        choices = tuple(choices_of(plan, model))
-    # Other workers were compared with the best numbers of their cores, which the rules may not give them.
-    faster = plan is rules or model.images_per_s(model.of(plan)) > model.images_per_s(model.of(rules))
-    return (found, choices) if faster else ({}, by_rules)
+        plan, request, chosen = found.plan, found.plan.request, dict(found.chosen)
+        if lost.what == COMPUTING:
+            request = replace(request, e_cores="off")
+        else:
+            chosen[FIELDS[lost.what]] = lost.best, why
+        plan = plan_machine(plan.machine, request, plan.runtime, plan.measured, chosen)
+        if lost.what == COMPUTING:
+            plan = replace(plan, reasons=(*plan.reasons, Reason(what=COMPUTING, value=f"{lost.best}", why=why)))
+        found = replace(found, plan=plan, chosen=chosen)
+        choices = found.choices()
+    return found, choices
 
 
-def _asking(plan: Plan, chosen: Chosen) -> Plan:
-    """Return the plan as if its request set these numbers, with which other plans are then made, too."""
-    values: dict[str, Any] = {field: value for field, (value, _) in chosen.items()}
-    return replace(plan, request=replace(plan.request, **values))
-
-
-def _reasons(plan: Plan, best: tuple[NextBest, ...], model: HostModel, measured: Measured) -> list[Reason]:
+def _reasons(found: Comparison, choices: tuple[Choice, ...]) -> list[Reason]:
     """Explain the predicted cost of the next best values, and of a profile."""
+    plan, model = found.plan, found.model
     source = f"predicted by the model of `cputrain simulate` for the same images per step; the speed is {model.source}"
     reasons = []
-    if best:
-        value = ", ".join(f"{plural(each.other, NOUNS[each.what])} {_slower(each.slower_percent)}" for each in best)
+    if value := ", ".join(filter(None, (choice.shown for choice in choices))):
         reasons.append(Reason(what="next best", value=value, why=source))
     if plan.request.profile != "auto":
-        own = plan_machine(plan.machine, replace(plan.request, profile="auto"), plan.runtime, measured)
-        slower = 100 * (1 - model.images_per_s(model.of(own)) / model.images_per_s(model.setup))
+        own, _ = compared_plan(plan.machine, replace(plan.request, profile="auto"), plan.runtime, plan.measured)
+        slower = 100 * (1 - model.images_per_s(model.of(own)) / found.images_per_s)
         reasons.append(Reason(what="without the profile", value=_slower(round(slower, 1)), why=source))
     return reasons
 

@@ -11,7 +11,8 @@ import click
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import join_or
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
@@ -508,4 +509,4 @@ def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> in
     request = request_of_options(options, base)
     if request.ppn is not None and request.ppn > cpus:
         raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs, but a pod has --cpus {cpus}: lower --ppn")
-    return request.ppn or len(plan_machine(find_machine(f"pack:1 core:{cpus} pu:1"), request).workers)
+    return request.ppn or len(checked_plan(find_machine(f"pack:1 core:{cpus} pu:1"), request).workers)

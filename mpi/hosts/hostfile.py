@@ -445,7 +445,8 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
     whole = replace(request, nodes=len(hosts))
     plans = [checked_plan(machine, whole, Runtime()) for _, machine in groups]
     comm = {_ccl_threads(plan) for plan in plans}
-    if len(comm) > 1:
+    limited = len(comm) > 1 and (whole.workload is None or whole.workload.backend == "ccl")
+    if limited:
         plans = [_with_ccl_threads(machine, whole, min(comm)) for _, machine in groups]
     planned = tuple(HostGroup(hosts=names, plan=plan) for (names, _), plan in zip(groups, plans, strict=True))
     threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})
@@ -454,18 +455,27 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         if len(threads) > 1 and request.balance == "equal"
         else ()
     )
-    return Cluster(groups=planned, warnings=uneven)
+    fewest = (
+        (f"workers have {min(comm)} to {max(comm)} oneCCL threads: all are planned with {min(comm)}, as oneCCL needs",)
+        if limited
+        else ()
+    )
+    return Cluster(groups=planned, warnings=uneven + fewest)
 
 
 def _ccl_threads(plan: Plan) -> int:
-    return int(plan.workers[0].env.get("CCL_WORKER_COUNT", "0"))
+    """Return the number of oneCCL's threads, or queues, of a worker: one without comm cores, which runs no thread."""
+    return int(plan.workers[0].env.get("CCL_WORKER_COUNT", "1"))
 
 
 def _with_ccl_threads(machine: Machine, request: Request, threads: int) -> Plan:
-    """Plan a host for this number of oneCCL threads per worker, and as many comm cores as they need unless a profile
-    places them."""
+    """Plan a host for at most this number of oneCCL threads per worker, and for no more comm cores than they need,
+    unless the request or a profile sets these."""
+    plan = checked_plan(machine, request, Runtime())
+    if _ccl_threads(plan) == threads:
+        return plan
     chosen = {"comm_threads": (threads, "the most that all hosts can have, as oneCCL connects equal numbers")}
-    if request.profile == "auto":
+    if request.profile == "auto" and request.comm_cores is None:
         each = max(len(core.pus) for core in machine.allowed_cores)
         chosen["comm_cores"] = ceil(threads / each), "enough for the oneCCL threads that all hosts can have"
     return checked_plan(machine, request, Runtime(), chosen=chosen)

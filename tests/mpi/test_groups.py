@@ -42,6 +42,17 @@ def test_all_hosts_have_as_many_oneccl_threads() -> None:
     assert len(cluster.groups[0].plan.workers[0].comm_pus) < len(alone[0].workers[0].comm_pus)
 
 
+def test_comm_cores_that_are_set_stay_and_small_hosts_take_none_away() -> None:
+    xeon, arm, small = (find_machine(name) for name in ("skx-8160-2s", "graviton4-2s", "pack:1 core:6 pu:1"))
+    asked = plan_cluster([(("n1",), xeon), (("a1",), arm)], Request(comm_cores=2))
+    assert [len({pu % 48 for pu in group.plan.workers[0].comm_pus}) for group in asked.groups] == [2, 2]
+    assert [group.plan.workers[0].env["CCL_WORKER_COUNT"] for group in asked.groups] == ["2", "2"]
+    mixed = plan_cluster([(("n1", "n2"), xeon), (("s1",), small)], Request())
+    assert [group.plan.workers[0].env.get("CCL_WORKER_COUNT") for group in mixed.groups] == ["1", None]
+    assert mixed.groups[0].plan.workers[0].comm_pus
+    assert any("oneCCL threads" in warning for warning in mixed.warnings)
+
+
 def test_a_host_in_two_groups_is_refused() -> None:
     machine = find_machine("skx-8160-2s")
     with pytest.raises(InputError, match="host n2 is in two groups"):
