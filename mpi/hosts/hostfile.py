@@ -11,9 +11,8 @@ from typing import Any
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.plan import Chosen, Plan, Request
 from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
-from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.ranks.host_names import (
     host_key,
     is_address,
@@ -443,11 +442,19 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         same = "" if twice[0] == twice[1] else f", as {twice[0]}"
         raise InputError(f"host {twice[1]} is in two groups{same}: name each host once")
     whole = replace(request, nodes=len(hosts))
+    from cputrain.affinity.planner.predicted import checked_plan  # agents, which plan nothing, read this module
+
     plans = [checked_plan(machine, whole, Runtime()) for _, machine in groups]
     comm = {_ccl_threads(plan) for plan in plans}
     limited = len(comm) > 1 and (whole.workload is None or whole.workload.backend == "ccl")
     if limited:
-        plans = [_with_ccl_threads(machine, whole, min(comm)) for _, machine in groups]
+        fewest = min(comm)
+        plans = [
+            plan
+            if _ccl_threads(plan) == fewest
+            else checked_plan(machine, whole, Runtime(), chosen=_with_ccl_threads(machine, whole, fewest))
+            for plan, (_, machine) in zip(plans, groups, strict=True)
+        ]
     planned = tuple(HostGroup(hosts=names, plan=plan) for (names, _), plan in zip(groups, plans, strict=True))
     threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})
     uneven = (
@@ -455,12 +462,12 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         if len(threads) > 1 and request.balance == "equal"
         else ()
     )
-    fewest = (
+    differ = (
         (f"workers have {min(comm)} to {max(comm)} oneCCL threads: all are planned with {min(comm)}, as oneCCL needs",)
         if limited
         else ()
     )
-    return Cluster(groups=planned, warnings=uneven + fewest)
+    return Cluster(groups=planned, warnings=uneven + differ)
 
 
 def _ccl_threads(plan: Plan) -> int:
@@ -468,17 +475,14 @@ def _ccl_threads(plan: Plan) -> int:
     return int(plan.workers[0].env.get("CCL_WORKER_COUNT", "1"))
 
 
-def _with_ccl_threads(machine: Machine, request: Request, threads: int) -> Plan:
-    """Plan a host for at most this number of oneCCL threads per worker, and for no more comm cores than they need,
-    unless the request or a profile sets these."""
-    plan = checked_plan(machine, request, Runtime())
-    if _ccl_threads(plan) == threads:
-        return plan
+def _with_ccl_threads(machine: Machine, request: Request, threads: int) -> Chosen:
+    """Return the numbers that give a worker this number of oneCCL threads, and no more comm cores than they need unless
+    the request or a profile sets these."""
     chosen = {"comm_threads": (threads, "the most that all hosts can have, as oneCCL connects equal numbers")}
     if request.profile == "auto" and request.comm_cores is None:
         each = max(len(core.pus) for core in machine.allowed_cores)
         chosen["comm_cores"] = ceil(threads / each), "enough for the oneCCL threads that all hosts can have"
-    return checked_plan(machine, request, Runtime(), chosen=chosen)
+    return chosen
 
 
 def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:
