@@ -109,9 +109,9 @@ def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypa
     monkeypatch.setattr("cputrain.runs.events.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):
         check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]).log)
-    check_log_formats(load_recipe("demo-digits", ["log=[csv]"]))
+    check_log_formats(load_recipe("demo-digits", ["log=[csv]"]).log)
     with pytest.raises(InputError, match=r'log=mlflow needs .*: pip install "cputrain\[mlflow\]"'):
-        check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]))
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]).log)
     with pytest.raises(InputError, match="log"):
         load_recipe("demo-digits", ["log=[xml]"])
 
@@ -122,4 +122,4 @@ def test_a_folder_of_a_package_s_name_is_not_the_package(tmp_path: Path, monkeyp
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(InputError, match=r'pip install "cputrain\[wandb\]"'):
-        check_log_formats(Recipe(log=("wandb",)))
+        check_log_formats(("wandb",))
