@@ -331,7 +331,7 @@ class Comparison:
         if request.workload is None or request.workload.assumed:
             return "not taken: the network is assumed"
         if what == COMPUTING:
-            return "not taken: set" if request.e_cores != "auto" or self.plan.measured.tuned else ""
+            return "not taken: --e-cores off takes it"
         if getattr(self._full, FIELDS[what]) is not None or FIELDS[what] in self.chosen:
             return "not taken: the number is set, tuned or limited by other hosts"
         if what == WORKERS and request.global_batch is None:
@@ -405,13 +405,14 @@ class Comparison:
         if len({core.speed for core in self.plan.machine.allowed_cores}) == 1:
             return None
         fast = self._planned(e_cores="off")
-        if fast is None or _computing(fast) == _computing(self.plan):
+        own = computing_cores(self.plan)
+        if fast is None or computing_cores(fast) == own:
             return None
-        rates = {_computing(self.plan): self.images_per_s, _computing(fast): self._best_rate(fast)}
-        return Choice(what=COMPUTING, value=_computing(self.plan), rates=rates)
+        rates = {own: self.images_per_s, computing_cores(fast): self.model.images_per_s(self.model.of(fast))}
+        return Choice(what=COMPUTING, value=own, rates=rates)
 
 
-def _computing(plan: Plan) -> int:
+def computing_cores(plan: Plan) -> int:
     core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
     return len({core_of[pu] for worker in plan.workers for pu in worker.compute_pus})
 
@@ -467,14 +468,8 @@ def _faster(rules: Comparison, choices: tuple[Choice, ...]) -> tuple[Comparison,
             f"the rule's {lost.value} is predicted to be {lost.loss:.1%} slower: {rule:.3g} against {best:.3g} "
             "images/s a host, by the model of `cputrain simulate`"
         )
-        plan, request, chosen = found.plan, found.plan.request, dict(found.chosen)
-        if lost.what == COMPUTING:
-            request = replace(request, e_cores="off")
-        else:
-            chosen[FIELDS[lost.what]] = lost.best, why
-        plan = plan_machine(plan.machine, request, plan.runtime, plan.measured, chosen)
-        if lost.what == COMPUTING:
-            plan = replace(plan, reasons=(*plan.reasons, Reason(what=COMPUTING, value=f"{lost.best}", why=why)))
+        plan, chosen = found.plan, {**found.chosen, FIELDS[lost.what]: (lost.best, why)}
+        plan = plan_machine(plan.machine, plan.request, plan.runtime, plan.measured, chosen)
         found = replace(found, plan=plan, chosen=chosen)
         choices = found.choices()
     return found, choices
