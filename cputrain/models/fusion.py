@@ -176,12 +176,33 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             folded[str(node.target)] = layer
             node.args = (before.args[0], *node.args[1:])
             graph.erase_node(before)
+    _overwrite_residuals(graph, folded)
     made = fx.GraphModule(network, graph)
     for name, layer in folded.items():
         made.set_submodule(name, layer)
     # Break the reference cycle, so that the folded weights are freed at once and not by a later garbage collection.
     made.graph.owning_module = None
     return made.eval()
+
+
+def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
+    """Let folded layers add to their residual in place where that is a folded layer's output at its last use.
+
+    All its other uses are folded layers before it, none of which keeps a view of it.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    allowed: dict[str, bool] = {}  # by layer, which a network may call several times
+    for node in graph.nodes:
+        if str(node.target) not in folded or len(node.args) < 2:
+            continue
+        images, residual = node.args
+        last = all(str(user.target) in folded and place[user] <= place[node] for user in residual.users)
+        fits = residual is not images and str(residual.target) in folded and last
+        allowed[str(node.target)] = allowed.get(str(node.target), True) and fits
+    for name, fits in allowed.items():
+        layer = folded[name]
+        if isinstance(layer, FoldedConv2d):
+            layer.overwrites = fits
 
 
 def _is_layer(node: Any) -> bool:
@@ -219,6 +240,8 @@ class FoldedConv2d(nn.Module):
     weight: Tensor
     bias: Tensor
     packed = False
+    overwrites = False
+    """Whether the outputs take the residual's memory, which saves writing them elsewhere."""
 
     @torch.no_grad()
     def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
@@ -239,13 +262,17 @@ class FoldedConv2d(nn.Module):
         operators = torch.ops.mkldnn._convolution_pointwise
         layer: Any = (self.weight, self.bias, *self.options)
         if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call rejects 1 x 1 maps
-            added = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
-            return added.relu_() if self.relu else added
+            total = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
+            return total.relu_() if self.relu else total
         if residual is None:
             activation = "relu" if self.relu else "none"
             return cast(Tensor, operators.default(images, *layer, activation, [], ""))
-        last = "relu" if self.relu else None
-        return cast(Tensor, operators.binary(images, residual, *layer, "add", 1.0, last, [], None))
+        added: Any = ("add", 1.0, "relu" if self.relu else None, [], None)
+        nhwc = torch.channels_last
+        if self.overwrites and images.is_contiguous(memory_format=nhwc) and residual.is_contiguous(memory_format=nhwc):
+            in_place = torch.ops.mkldnn._convolution_pointwise_.binary
+            return cast(Tensor, in_place(residual, images, *layer, *added))
+        return cast(Tensor, operators.binary(images, residual, *layer, *added))
 
 
 class FoldedWinogradConv2d(nn.Module):

@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -80,6 +81,36 @@ def test_winograd_layers_are_folded_with_bias_relu_and_residual(name: str) -> No
     assert sum(isinstance(layer, FoldedWinogradConv2d) for layer in folded.modules()) == 13
     got = folded(images)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+class Features(nn.Module):
+    """The first blocks of ResNet-50, of which outputs between blocks are used again by `again`."""
+
+    def __init__(self, again: Callable[[Tensor, Tensor], Tensor], early: bool) -> None:
+        super().__init__()
+        self.blocks = cast(nn.Sequential, trained("resnet50", 32).layer1)
+        self.again, self.early = again, early
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.blocks[0](images)
+        view = first.flatten(1) if self.early else first
+        return self.again(view, self.blocks[2](self.blocks[1](first)))
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+@pytest.mark.parametrize("early", [False, True])
+@torch.inference_mode()
+def test_a_residual_that_is_used_again_is_not_overwritten(early: bool) -> None:
+    network = Features(lambda view, last: torch.cat([view.flatten(1), last.flatten(1)], 1), early).eval()
+    images = torch.randn(4, 64, 8, 8)
+    for given in (images, images.to(memory_format=torch.channels_last)):
+        folded, expected = fold_batchnorms(network, torch.float32), network(given)
+        # Of three blocks the first adds to its downsampled images and the last to the second's outputs.
+        assert sum(isinstance(each, FoldedConv2d) and each.overwrites for each in folded.modules()) == 2
+        got = folded(given)
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    whole = fold_batchnorms(trained("resnet50", 32), torch.float32)
+    assert sum(isinstance(each, FoldedConv2d) and each.overwrites for each in whole.modules()) == 16
 
 
 @torch.inference_mode()
