@@ -182,6 +182,7 @@ def test_damage_that_shows_in_training_ends_all_ranks_without_a_checkpoint(tmp_p
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=40, val=20)
     spoil(untried(folder / "train", 6))

@@ -67,6 +67,7 @@ def test_a_signal_is_no_failure(tmp_path: Path) -> None:
         assert process.wait(60) == 130 and process.stdout.read() == ""
 
 
+@pytest.mark.long
 def test_a_killed_training_restarts_from_its_last_checkpoint(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=7)
     often = ("checkpoint.every_steps=20", "evaluate.every_epochs=null", "epochs=200")  # lasts until the kill
