@@ -191,14 +191,13 @@ def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
     All its other uses are folded layers before it, none of which keeps a view of it.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
+    calls = {node for node in graph.nodes if _is_layer(node) and str(node.target) in folded}
     allowed: dict[str, bool] = {}  # by layer, which a network may call several times
-    for node in graph.nodes:
-        if str(node.target) not in folded or len(node.args) < 2:
-            continue
-        images, residual = node.args
-        last = all(str(user.target) in folded and place[user] <= place[node] for user in residual.users)
-        fits = residual is not images and str(residual.target) in folded and last
-        allowed[str(node.target)] = allowed.get(str(node.target), True) and fits
+    for node in calls:
+        images, *residual = node.args
+        fits = residual != [] and residual[0] in calls and residual[0] is not images
+        last = fits and all(user in calls and place[user] <= place[node] for user in residual[0].users)
+        allowed[str(node.target)] = allowed.get(str(node.target), True) and last
     for name, fits in allowed.items():
         layer = folded[name]
         if isinstance(layer, FoldedConv2d):
