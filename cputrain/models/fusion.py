@@ -192,16 +192,15 @@ def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     calls = {node for node in graph.nodes if _is_layer(node) and str(node.target) in folded}
-    allowed: dict[str, bool] = {}  # by layer, which a network may call several times
+    kept = set()  # layers, which a network may call several times
     for node in calls:
         images, *residual = node.args
         fits = residual != [] and residual[0] in calls and residual[0] is not images
-        last = fits and all(user in calls and place[user] <= place[node] for user in residual[0].users)
-        allowed[str(node.target)] = allowed.get(str(node.target), True) and last
-    for name, fits in allowed.items():
-        layer = folded[name]
+        if not fits or any(user not in calls or place[user] > place[node] for user in residual[0].users):
+            kept.add(str(node.target))
+    for name, layer in folded.items():
         if isinstance(layer, FoldedConv2d):
-            layer.overwrites = fits
+            layer.overwrites = name not in kept
 
 
 def _is_layer(node: Any) -> bool:
