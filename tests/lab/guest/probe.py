@@ -13,7 +13,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 HUGE = 2 * MIB
-NO_HUGE_PAGES, HUGE_PAGES = 15, 14  # madvise(2)
+NO_HUGE_PAGES, HUGE_PAGES, COLLAPSE = 15, 14, 25  # madvise(2)
 HUGETLB = 0x40000  # mmap(2)
 
 
@@ -24,7 +24,12 @@ def touched(size: int, flags: int, advice: int | None) -> tuple[mmap.mmap, int]:
         memory.madvise(advice)
     for offset in range(0, size, 4096):
         memory[offset] = 1
-    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if advice == HUGE_PAGES:
+        # A page fault gets a huge page only where the kernel has one at hand; this makes them, or says why not.
+        first = -address % HUGE
+        memory.madvise(COLLAPSE, first, (size - first) // HUGE * HUGE)
+    return memory, address
 
 
 def main() -> None:
