@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
 
-from cputrain.models import batchnorms, build_model, covers, load_winograd, use_winograd
+from cputrain.models import batchnorms, build_model, covers, load_convolutions, use_winograd
 from cputrain.recipe import ModelSection
 from cputrain.training import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
@@ -39,7 +39,7 @@ def main() -> None:
     native = choose_engine("native", precision, os.environ)
     plain = network_of(options.network, options.side, native, precision)
     quick = network_of(options.network, options.side, native, precision)
-    kernels = load_winograd(os.environ)
+    kernels = load_convolutions(os.environ)
     for layer in quick.modules():
         if covers(layer):
             use_winograd(layer, kernels)

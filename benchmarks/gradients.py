@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cputrain.models import build_model, load_winograd, use_winograd
+from cputrain.models import build_model, load_convolutions, use_winograd
 from cputrain.recipe import ModelSection
 
 CLASSES = 1000
@@ -46,7 +46,7 @@ def errors(model: str, count: int, size: int, seed: int) -> dict[str, list[float
     labels = torch.randint(CLASSES, (count,))
     exact = gradients(copy.deepcopy(network).double(), images.double(), labels, torch.float64)
     fast = copy.deepcopy(network)
-    use_winograd(fast, load_winograd(os.environ))
+    use_winograd(fast, load_convolutions(os.environ))
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for name, computed in (("direct", network), ("Winograd", fast)):

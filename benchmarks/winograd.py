@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cputrain.bench import interleaved, seconds_of
-from cputrain.models import WinogradKernels, load_winograd
+from cputrain.models import ConvolutionKernels, load_convolutions
 
 LAYERS = ((64, 56, 3), (128, 28, 3), (256, 14, 5), (512, 7, 2))
 """Channels, height of the images, and number of layers of this kind in ResNet-50."""
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    kernels, dtype = load_winograd(os.environ), torch.bfloat16 if options.bf16 else torch.float32
+    kernels, dtype = load_convolutions(os.environ), torch.bfloat16 if options.bf16 else torch.float32
     print(f"| 3 x 3, {options.batch} images, {dtype} | layers | pass | oneDNN, ms | Winograd, ms | ratio | error |")
     print("|---|---|---|---|---|---|---|")
     totals = [0.0, 0.0]
@@ -51,7 +51,7 @@ Passes = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 
 
 def pairs(
-    kernels: WinogradKernels, batch: int, channels: int, side: int, dtype: torch.dtype
+    kernels: ConvolutionKernels, batch: int, channels: int, side: int, dtype: torch.dtype
 ) -> list[tuple[str, Passes, float]]:
     """Return the three passes of a layer, each with the error of Winograd's algorithm."""
     generator = torch.Generator().manual_seed(1)

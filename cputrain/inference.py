@@ -24,9 +24,9 @@ from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
+from cputrain.models.convolution import use_winograd
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
-from cputrain.models.winograd import use_winograd
 from cputrain.recipe.loading import recipe_of, tuples
 from cputrain.recipe.schema import ModelSection, Recipe
 from cputrain.training.engine import (

@@ -1,4 +1,4 @@
-"""Layer fusion: fused batch-norm for training, folded batch-norm for evaluation, 1 x 1 layers as matrix products."""
+"""Layer fusion: fused batch-norm for training, folded batch-norm for evaluation."""
 
 import logging
 from itertools import pairwise
@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
+from cputrain.models.convolution import DirectConv2d, PointwiseConv2d, WinogradConv2d
 from cputrain.models.vision import activate
-from cputrain.models.winograd import WinogradConv2d
 
+CONVOLUTIONS = (nn.Conv2d, DirectConv2d, PointwiseConv2d, WinogradConv2d)
 RESNETS = ("torchvision.models.resnet", "timm.models.resnet")
 RESIDUAL_BLOCKS = {
     f"{module}.{name}": size for module in RESNETS for name, size in (("BasicBlock", 2), ("Bottleneck", 3))
@@ -115,39 +115,6 @@ def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
             setattr(module, second, nn.Identity())
 
 
-class PointwiseConv2d(nn.Conv2d):
-    """A 1 x 1 convolution whose forward and backward passes are matrix products over all pixels.
-
-    On AMX, ResNet-50's 1 x 1 layers take 0.82 times the time of oneDNN's convolutions; in the last stage 0.4 to 0.7
-    times (benchmarks/pointwise.py).
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) is computed by torch."""
-        if images.dim() != 4:
-            return super().forward(images)
-        down, right = self.stride
-        pixels = images if down == right == 1 else images[:, :, ::down, ::right]
-        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
-        places = pixels.permute(0, 2, 3, 1)
-        rows = places.flatten(0, 2)  # 2-D, because torch may multiply more dimensions image by image
-        return functional.linear(rows, weight, self.bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
-
-
-def use_products(network: nn.Module) -> None:
-    """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
-    for layer in network.modules():
-        pointwise = type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1
-        if pointwise and layer.padding in ((0, 0), "valid", "same"):
-            layer.__class__ = PointwiseConv2d
-
-
-def has_amx() -> bool:
-    """Return whether this CPU has AMX (bfloat16 matrix registers, from Sapphire Rapids on) and the kernel permits its
-    use. Kernels before Linux 5.16 do not; oneDNN then does not use it either."""
-    return bool(torch.cpu._init_amx())
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -208,7 +175,7 @@ def _is_layer(node: Any) -> bool:
 
 
 def _can_fold(conv: nn.Module | None) -> bool:
-    if not isinstance(conv, nn.Conv2d) or type(conv) not in (nn.Conv2d, PointwiseConv2d, WinogradConv2d):
+    if not isinstance(conv, nn.Conv2d) or type(conv) not in CONVOLUTIONS:
         return False
     return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 

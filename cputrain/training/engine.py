@@ -17,8 +17,15 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
 from cputrain.affinity.wording import plural
 from cputrain.models.batchnorm_relu import Kernels, checked, load
-from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms, has_amx, use_products
-from cputrain.models.winograd import ConvolutionShape, WinogradKernels, load_winograd
+from cputrain.models.convolution import (
+    ConvolutionKernels,
+    ConvolutionShape,
+    has_amx,
+    load_convolutions,
+    use_direct_gradients,
+    use_products,
+)
+from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms
 from cputrain.training import ipex
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # precision -> dtype of weights
@@ -29,11 +36,15 @@ PASSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Engine of a rank (native, eager, compile or ipex), the reason for it, and the kernels if it is native."""
+    """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels.
+
+    `gradients` are the kernels for the weight gradients of convolutions, if they are faster than oneDNN's.
+    """
 
     name: str
     why: str
     kernels: Kernels | None = None
+    gradients: ConvolutionKernels | None = None
 
 
 def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
@@ -55,11 +66,13 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name="eager", why="precision=float64, which the native kernels do not support")
     try:
         kernels = checked(load(env))
+        gradients = load_convolutions(env) if precision == "bf16" and not has_amx() else None
     except (InputError, RunError) as error:
         if requested == "native":
             raise
         return Engine(name="eager", why=str(error).removeprefix("engine=native: "))
-    return Engine(name="native", why=str(kernels.path), kernels=kernels)
+    faster = gradients if gradients is not None and gradients.multiplies_bf16 else None
+    return Engine(name="native", why=str(kernels.path), kernels=kernels, gradients=faster)
 
 
 def _check_compile(env: Mapping[str, str]) -> None:
@@ -95,6 +108,8 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
         fuse_batchnorms(model, engine.kernels)
         if precision == "bf16" and has_amx():
             use_products(model)
+    if engine.gradients is not None:
+        use_direct_gradients(model, engine.gradients)
     if engine.name == "compile":
         model.compile()
     return model
@@ -104,12 +119,14 @@ WINOGRAD = "winograd"  # kind of the records with measured speedups
 LEAST_GAIN = 1.05  # smallest speedup that is worth the larger rounding error
 
 
-def winograd_kernels(requested: str, engine: Engine, precision: str, env: Mapping[str, str]) -> WinogradKernels | None:
+def winograd_kernels(
+    requested: str, engine: Engine, precision: str, env: Mapping[str, str]
+) -> ConvolutionKernels | None:
     """Return the kernels for model.winograd=`requested`, or None if it is off, the engine is not native, or the
     precision is bf16 on AMX, whose matrix products are faster. Raises InputError or RunError if they cannot be used."""
     if requested == "off" or engine.kernels is None or (precision == "bf16" and has_amx()):
         return None
-    return load_winograd(env)
+    return load_convolutions(env)
 
 
 def shape_key(shape: ConvolutionShape, images: int) -> str:

@@ -57,7 +57,7 @@ from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
 from cputrain.measurements import keep, new_record
-from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, speedup, use_winograd
+from cputrain.models.convolution import ConvolutionKernels, ConvolutionShape, covered_shapes, speedup, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
@@ -355,7 +355,7 @@ def choose_winograd(
 
 
 def _winograd_gains(
-    session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels
+    session: Session, shapes: set[ConvolutionShape], images: int, kernels: ConvolutionKernels
 ) -> dict[str, float]:
     """Return the speedup of each shape by `shape_key`: cached on rank 0's host, or measured now on this rank."""
     precision, env = session.recipe.precision, session.context.env

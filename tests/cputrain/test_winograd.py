@@ -16,7 +16,7 @@ from cputrain.models import (
     build_model,
     covered_shapes,
     covers,
-    load_winograd,
+    load_convolutions,
     speedup,
     use_winograd,
 )
@@ -40,7 +40,7 @@ def layer_of(inputs: int, outputs: int, *, padding: int = 1, bias: bool = False)
 
 def winograd(layer: nn.Conv2d) -> WinogradConv2d:
     made = copy.deepcopy(layer)
-    use_winograd(made, load_winograd(os.environ))
+    use_winograd(made, load_convolutions(os.environ))
     assert isinstance(made, WinogradConv2d)
     return made
 
@@ -131,7 +131,7 @@ def test_a_network_computes_and_learns_as_before() -> None:
     torch.manual_seed(0)
     network = build_model(ModelSection(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
     fast = copy.deepcopy(network)
-    use_winograd(fast, load_winograd(os.environ))
+    use_winograd(fast, load_convolutions(os.environ))
     converted = [one for one in fast.modules() if isinstance(one, WinogradConv2d)]
     assert len(converted) == 13 and fast.state_dict().keys() == network.state_dict().keys()
     x = images_of((4, 3, 64, 64))
@@ -173,4 +173,4 @@ def test_the_shapes_of_a_network_are_those_of_its_layers() -> None:
 
 def test_both_algorithms_are_timed() -> None:
     shape = ConvolutionShape(inputs=64, outputs=64, height=14, width=14, padding=1)
-    assert 0.1 < speedup(shape, 4, torch.float32, load_winograd(os.environ)) < 20
+    assert 0.1 < speedup(shape, 4, torch.float32, load_convolutions(os.environ)) < 20

@@ -18,8 +18,6 @@ struct Convolution {
 
 namespace {
 
-constexpr size_t kGap = 16;  // floats between matrices, because power-of-two distances map to the same cache sets
-
 // Size of the output, and the tiles that cover it.
 struct Tiles {
   size_t height, width, down, across, count;

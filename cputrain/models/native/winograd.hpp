@@ -6,40 +6,12 @@
 
 #pragma once
 
-#include <cstring>
-
 #include "rows.hpp"
-#include "values.hpp"
+#include "vectors.hpp"
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr size_t kWidth = 16;  // floats in a vector
-#else
-constexpr size_t kWidth = 8;
-#endif
 constexpr size_t kPoints = 36, kIn = 6, kOut = 4, kTaps = 9;
-constexpr size_t kVectors = kWidth == 16 ? 4 : 2;  // vectors in a panel of columns, whose sums are in registers
-constexpr size_t kPanel = kVectors * kWidth;
-constexpr size_t kRows = kWidth == 16 ? 6 : 5;  // rows of the block of sums in registers
-
-typedef float Vector __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t)), aligned(2)));
-typedef uint32_t Words __attribute__((vector_size(kWidth * sizeof(uint32_t))));
-typedef int32_t Indices __attribute__((vector_size(kWidth * sizeof(int32_t))));
-
-inline Vector read(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-inline Vector read(const Bfloat16* from) {
-  return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
-}
-inline void write(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-inline void write(Bfloat16* to, Vector value) {  // rounds like store()
-  const Words bits = (Words)value;
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Words number = (Words)(value == value);
-  const Words kept = (rounded & number) | (~number & 0x7fc0);
-  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
-}
 
 // B^T d: six values to six.
 inline void transform_input(const Vector* d, Vector* v) {

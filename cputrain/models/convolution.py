@@ -1,8 +1,9 @@
-"""3 x 3 convolutions by Winograd's algorithm F(4x4, 3x3) with native kernels, and the check of the kernels.
+"""Convolutions with native kernels, and the checks of the kernels: 3 x 3 ones by Winograd's algorithm F(4x4, 3x3), and
+weight gradients of others in bfloat16.
 
-Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016, arXiv:1509.09308), section 4. A tile of 4 x 4
-outputs takes 36 multiplications instead of 144. Sums are float32; errors are 1e-5 of the largest value, compared to
-1e-6 with the direct algorithm and 1e-3 with TF32.
+Winograd's algorithm: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016, arXiv:1509.09308),
+section 4. A tile of 4 x 4 outputs takes 36 multiplications instead of 144. Sums are float32; errors are 1e-5 of the
+largest value, compared to 1e-6 with the direct algorithm and 1e-3 with TF32.
 """
 
 import ctypes
@@ -14,17 +15,21 @@ from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
 from cputrain.models.batchnorm_relu import NATIVE, library_options, library_path
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
-SOURCES = tuple(NATIVE / name for name in ("winograd.cpp", "winograd.hpp", "rows.hpp", "values.hpp"))
+SOURCES = tuple(
+    NATIVE / name
+    for name in ("winograd.cpp", "weight_gradient.cpp", "winograd.hpp", "vectors.hpp", "rows.hpp", "values.hpp")
+)
 DTYPES = (torch.float32, torch.bfloat16)
 CHANNELS = 16  # channels must be a multiple of this
 LARGE = 4 << 20  # bytes of transformed weights that exceed any L2 cache
@@ -41,11 +46,23 @@ class _Layer(ctypes.Structure):
     )
 
 
-class WinogradKernels:
-    """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16; weights
-    (K, C, 3, 3) are channels-last and float32.
+class _Direct(ctypes.Structure):
+    """struct DirectConvolution of weight_gradient.cpp: sizes of input, output, kernel, stride, padding, and threads."""
 
-    Each calling thread keeps scratch memory of the size of its largest layer.
+    _fields_ = (
+        *((name, c_size_t) for name in ("images", "height", "width", "in_channels", "out_channels")),
+        *((name, c_size_t) for name in ("out_height", "out_width")),
+        *((name, c_size_t * 2) for name in ("kernel", "stride", "padding")),
+        ("threads", c_int),
+    )
+
+
+class ConvolutionKernels:
+    """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16; weights
+    (K, C, 3, 3) are channels-last and float32. All but `direct_weight_gradient` are Winograd's algorithm.
+
+    Each calling thread keeps scratch memory of the size of its largest layer. `multiplies_bf16` is whether the CPU has
+    instructions for products of bfloat16 values, without which `direct_weight_gradient` is slow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,15 +72,17 @@ class WinogradKernels:
         layer, pointer = POINTER(_Layer), c_void_p
 
         def function(name: str, result: Any, *arguments: Any) -> Any:
-            found = getattr(native, f"winograd_{name}")
+            found = getattr(native, name)
             found.argtypes, found.restype = arguments, result
             return found
 
-        self._scratch = function("scratch", c_size_t, layer, c_int)
-        self._weights = function("weights", None, pointer, c_size_t, c_size_t, c_int, c_int, pointer)
-        self._weights_size = function("weights_size", c_size_t, c_size_t, c_size_t)
-        self._forward = function("forward", None, layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
-        self._weight_gradient = function("weight_gradient", None, layer, *(pointer,) * 4)
+        self._scratch = function("winograd_scratch", c_size_t, layer, c_int)
+        self._weights = function("winograd_weights", None, pointer, c_size_t, c_size_t, c_int, c_int, pointer)
+        self._weights_size = function("winograd_weights_size", c_size_t, c_size_t, c_size_t)
+        self._forward = function("winograd_forward", None, layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
+        self._weight_gradient = function("winograd_weight_gradient", None, layer, *(pointer,) * 4)
+        self._direct_weight_gradient = function("weight_gradient", None, POINTER(_Direct), *(pointer,) * 3)
+        self.multiplies_bf16: bool = function("weight_gradient_native", c_int)() == 1
         self._kept = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,6 +130,19 @@ class WinogradKernels:
         self._weight_gradient(byref(layer), *at)
         return made
 
+    def direct_weight_gradient(
+        self, images: Tensor, gradient: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Tensor:
+        """Return the gradient of `weight`, (K, C, R, S), in float32 and with its strides, from images and the outputs'
+        gradient in bfloat16. C and K are multiples of CHANNELS."""
+        count, inputs, height, width = images.shape
+        sizes = count, height, width, inputs, *gradient.shape[1:]
+        kernel = (weight.shape[2], weight.shape[3])
+        layer = _Direct(*sizes, *((c_size_t * 2)(*pair) for pair in (kernel, stride, padding)), torch.get_num_threads())
+        made = torch.empty_like(_dense(weight), dtype=torch.float32)
+        self._direct_weight_gradient(byref(layer), images.data_ptr(), gradient.data_ptr(), made.data_ptr())
+        return made
+
     def _for_once(self, weight: Tensor, *, mirrored: bool) -> Tensor:
         """Return transformed weights in a buffer that the next call overwrites."""
         size = self._weights_size(*weight.shape[:2])
@@ -147,36 +179,37 @@ def _tiles(products: int, *, gradient: bool) -> int:
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     """Return the compiler's command line."""
-    return (cxx, *library_options(), "-ffp-contract=fast", str(SOURCES[0]), "-o", str(output))
+    compiled = (str(source) for source in SOURCES if source.suffix == ".cpp")
+    return (cxx, *library_options(), "-ffp-contract=fast", *compiled, "-o", str(output))
 
 
 EXTENSION = NativeExtension(
-    title="the Winograd kernels",
+    title="the convolution kernels",
     requested_by="engine=native",
     alternative="set engine=eager",
     argv=command_line,
 )
 
 
-def load_winograd(env: Mapping[str, str]) -> WinogradKernels:
+def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     """Load the kernels, compiling them if necessary, and check them against formulas.
 
     Raises InputError if there is no compiler; RunError if it fails, or if a value differs by more than rounding because
     of a broken compiler or another CPU's code.
     """
-    path = library_path("winograd", SOURCES, command_line("", Path()), env)
+    path = library_path("convolution", SOURCES, command_line("", Path()), env)
     kernels = _load(ensure_compiled(EXTENSION, path, env))
     if wrong := _difference(kernels):
         raise RunError(
-            f"engine=native: the Winograd kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
+            f"engine=native: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
             "another compiler"
         )
     return kernels
 
 
 @cache
-def _load(path: Path) -> WinogradKernels:
-    return WinogradKernels(path)
+def _load(path: Path) -> ConvolutionKernels:
+    return ConvolutionKernels(path)
 
 
 SHAPE = (2, 16, 9, 6)  # with partial tiles at two edges
@@ -185,7 +218,7 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # error relative to the l
 
 
 @cache
-def _difference(kernels: WinogradKernels) -> str:
+def _difference(kernels: ConvolutionKernels) -> str:
     """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last)
@@ -196,15 +229,21 @@ def _difference(kernels: WinogradKernels) -> str:
         expected = _by_formula(x.double(), weight.double(), g.double())
         got = kernels.output(x, weight, 1), kernels.input_gradient(g, weight, 1), kernels.weight_gradient(x, g, 1)
         for name, own, value in zip(("output", "gradient", "gradient of the weight"), got, expected, strict=True):
-            off = float((own.double() - value).abs().max() / value.abs().max())
-            if not off <= ALLOWED[dtype]:  # also true for NaN
+            if not (off := _error(own, value)) <= ALLOWED[dtype]:  # also true for NaN
                 return f"{name} in {str(dtype).removeprefix('torch.')} is {off:.1g} off"
+    direct = kernels.direct_weight_gradient(x, g, weight, (1, 1), (1, 1))
+    if not (off := _error(direct, expected[-1])) <= ALLOWED[torch.float32]:
+        return f"direct gradient of the weight is {off:.1g} off"
     return ""
+
+
+def _error(values: Tensor, expected: Tensor) -> float:
+    return float((values.double() - expected).abs().max() / expected.abs().max())
 
 
 def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute output and gradients in float64 by nine matrix products, because torch's convolution starts threads."""
-    padded = nn.functional.pad(images, (1, 1, 1, 1))
+    padded = functional.pad(images, (1, 1, 1, 1))
     height, width = images.shape[2:]
     output = torch.zeros_like(gradient)
     padded_gradient, weight_gradient = torch.zeros_like(padded), torch.zeros_like(weight)
@@ -221,7 +260,7 @@ def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tenso
 class WinogradConv2d(nn.Conv2d):
     """A 3 x 3 convolution of stride 1 by Winograd's algorithm; inputs that the kernels do not support use torch."""
 
-    kernels: WinogradKernels
+    kernels: ConvolutionKernels
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
@@ -234,15 +273,20 @@ class WinogradConv2d(nn.Conv2d):
 
 
 def covers(layer: nn.Module) -> bool:
-    """Return whether the kernels support this layer."""
-    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or layer.weight.dtype != torch.float32:
+    """Return whether Winograd's algorithm supports this layer."""
+    return _is_direct(layer) and layer.kernel_size == (3, 3) and layer.stride == (1, 1) and layer.padding[0] in (0, 1)
+
+
+def _is_direct(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Return whether a layer is a convolution of float32 weights for which there are kernels."""
+    if type(layer) not in (nn.Conv2d, DirectConv2d) or not isinstance(layer, nn.Conv2d):
         return False
-    same = layer.kernel_size == (3, 3) and layer.stride == layer.dilation == (1, 1) and layer.groups == 1
+    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.weight.dtype == torch.float32
     channels = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == 0
-    return same and channels and layer.padding in ((0, 0), (1, 1))
+    return plain and channels and layer.dilation == (1, 1) and layer.groups == 1
 
 
-def use_winograd(network: nn.Module, kernels: WinogradKernels) -> None:
+def use_winograd(network: nn.Module, kernels: ConvolutionKernels) -> None:
     """Convert the layers that the kernels support to WinogradConv2d; parameters and their names do not change."""
     for layer in network.modules():
         if covers(layer):
@@ -255,7 +299,7 @@ class _Winograd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, padding: int, kernels: WinogradKernels
+        ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, padding: int, kernels: ConvolutionKernels
     ) -> Tensor:
         """Return the outputs, in the dtype of the images."""
         images = images.contiguous(memory_format=torch.channels_last)
@@ -277,6 +321,123 @@ class _Winograd(torch.autograd.Function):
 
 def _dense(weight: Tensor) -> Tensor:
     return weight.contiguous(memory_format=torch.channels_last)
+
+
+class DirectConv2d(nn.Conv2d):
+    """A convolution whose weight gradient in bfloat16 is computed by the kernels; all else is torch's.
+
+    On Zen 4, ResNet-50's weight gradients take 0.9 times oneDNN's time, in the last stage 0.5 to 0.8 times
+    (benchmarks/weight_gradients.py). They are not rounded to bfloat16.
+    """
+
+    kernels: ConvolutionKernels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W')."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
+        if images.dim() != 4 or dtype != torch.bfloat16 or len(images) == 0:
+            return super().forward(images)
+        apply: Any = _DirectConvolution.apply
+        return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, self.stride, self.padding, self.kernels))
+
+
+def use_direct_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
+    """Convert the layers that the kernels support to DirectConv2d; parameters and their names do not change."""
+    for layer in network.modules():
+        if _is_direct(layer):
+            layer.__class__ = DirectConv2d
+            cast(DirectConv2d, layer).kernels = kernels
+
+
+class _DirectConvolution(torch.autograd.Function):
+    """Autograd function of torch's convolution with the kernels' weight gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        kernels: ConvolutionKernels,
+    ) -> Tensor:
+        """Return the outputs, in the dtype of the images."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        own = weight.to(images.dtype)
+        ctx.save_for_backward(images, own)
+        ctx.options, ctx.kernels = (stride, padding), kernels
+        added = None if bias is None else bias.to(images.dtype)
+        if _is_product(own, padding):
+            return _product(images[:, :, :: stride[0], :: stride[1]], own.flatten(1), added)
+        return torch.conv2d(images, own, added, stride, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        """Return the gradients of images, weight and bias, as needed."""
+        images, weight = ctx.saved_tensors
+        (stride, padding), kernels = ctx.options, ctx.kernels
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
+        found = own = None
+        if for_images and _is_product(weight, padding):
+            found = _product(gradient, weight.flatten(1).t())
+            if stride != (1, 1):
+                places = found
+                found = torch.zeros_like(images)
+                found[:, :, :: stride[0], :: stride[1]] = places
+        elif for_images:
+            options: Any = (stride, padding, (1, 1), False, (0, 0), 1, (True, False, False))
+            found = torch.ops.aten.convolution_backward(gradient, images, weight, None, *options)[0]
+        if for_weight:
+            own = kernels.direct_weight_gradient(images, gradient, weight, stride, padding)
+        return found, own, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None, None
+
+
+LARGE_PRODUCT = 1 << 20  # weights of a 1 x 1 layer that oneDNN's convolutions take longer to reorder than they save
+
+
+def _is_product(weight: Tensor, padding: tuple[int, int]) -> bool:
+    return weight.shape[2:] == (1, 1) and padding == (0, 0) and weight.numel() >= LARGE_PRODUCT
+
+
+def _product(images: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply the channels of images (N, C, H, W) by a matrix (K, C) -> (N, K, H, W), channels-last in memory."""
+    places = images.permute(0, 2, 3, 1)
+    rows = places.flatten(0, 2)  # 2-D, because torch may multiply more dimensions image by image
+    return functional.linear(rows, matrix, bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
+
+
+class PointwiseConv2d(nn.Conv2d):
+    """A 1 x 1 convolution whose forward and backward passes are matrix products over all pixels.
+
+    On AMX, ResNet-50's 1 x 1 layers take 0.82 times the time of oneDNN's convolutions; in the last stage 0.4 to 0.7
+    times (benchmarks/pointwise.py).
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) is computed by torch."""
+        if images.dim() != 4:
+            return super().forward(images)
+        down, right = self.stride
+        pixels = images if down == right == 1 else images[:, :, ::down, ::right]
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
+        return _product(pixels, weight, self.bias)
+
+
+def use_products(network: nn.Module) -> None:
+    """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
+    for layer in network.modules():
+        pointwise = type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1
+        if pointwise and layer.padding in ((0, 0), "valid", "same"):
+            layer.__class__ = PointwiseConv2d
+
+
+def has_amx() -> bool:
+    """Return whether this CPU has AMX (bfloat16 matrix registers, from Sapphire Rapids on) and the kernel permits its
+    use. Kernels before Linux 5.16 do not; oneDNN then does not use it either."""
+    return bool(torch.cpu._init_amx())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -322,7 +483,7 @@ WORK = 4e9  # FLOP of a timed direct pass, about 20 ms on one core
 
 
 @torch.no_grad()
-def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: WinogradKernels) -> float:
+def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: ConvolutionKernels) -> float:
     """Measure the speedup of Winograd's algorithm over oneDNN for a layer's three passes, on this thread's cores.
 
     At most `images` images are used, fewer if that is enough work. The shortest times count, after a warm-up: other

@@ -1,0 +1,191 @@
+"""Native weight gradients of convolutions in bfloat16: values, bits, strides, and the layers that use them."""
+
+import copy
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cputrain.models import (
+    DirectConv2d,
+    build_model,
+    checked,
+    covers,
+    fold_batchnorms,
+    fuse_batchnorms,
+    has_amx,
+    load,
+    load_convolutions,
+    use_direct_gradients,
+)
+from cputrain.recipe import ModelSection
+from cputrain.training import choose_engine, prepare_model
+
+ROUNDING = 2**-8  # of a value to bfloat16
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Torch's threads, as they were after each test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def layer_of(inputs: int, outputs: int, kernel: int | tuple[int, int], **options: object) -> nn.Conv2d:
+    torch.manual_seed(inputs + outputs)
+    return nn.Conv2d(inputs, outputs, kernel, **options).to(memory_format=torch.channels_last)
+
+
+def direct(layer: nn.Conv2d) -> DirectConv2d:
+    made = copy.deepcopy(layer)
+    use_direct_gradients(made, load_convolutions(os.environ))
+    assert isinstance(made, DirectConv2d)
+    return made
+
+
+def images_of(*shape: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return values.bfloat16().to(memory_format=torch.channels_last)
+
+
+def passes(layer: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Outputs and gradients of a loss that weighs each output by its own number, in bfloat16 unless all is float64."""
+    x = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=images.dtype != torch.float64):
+        outputs = layer(x)
+    outputs.backward(torch.linspace(-1, 1, outputs.numel(), dtype=torch.bfloat16).view(outputs.shape).to(outputs.dtype))
+    found = {"outputs": outputs.detach(), "images": x.grad, **{n: one.grad for n, one in layer.named_parameters()}}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest one, in units of the largest expected value."""
+    return float((got.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(1, 5),
+    inputs=st.integers(1, 9).map(lambda n: 16 * n),
+    outputs=st.integers(1, 5).map(lambda n: 16 * n),
+    size=st.tuples(st.integers(3, 19), st.integers(3, 19)),
+    kernel=pairs,
+    stride=pairs,
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    count=st.sampled_from((1, 2)),
+)
+def test_weight_gradients_are_those_of_float64(
+    images: int,
+    inputs: int,
+    outputs: int,
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    count: int,
+) -> None:
+    torch.set_num_threads(count)
+    x, weight = images_of(images, inputs, *size), layer_of(inputs, outputs, kernel).weight.detach()
+    exact = weight.double().requires_grad_()
+    made = torch.conv2d(x.double(), exact, stride=stride, padding=padding)
+    g = images_of(*made.shape)
+    made.backward(g.double())
+    got = load_convolutions(os.environ).direct_weight_gradient(x, g, weight, stride, padding)
+    assert got.dtype == torch.float32 and got.stride() == weight.stride()
+    assert exact.grad is not None and difference(got, exact.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "kernel", "stride", "side"), [(64, 256, 1, 1, 56), (512, 512, 3, 2, 14), (96, 128, 5, 1, 27)]
+)
+def test_many_places_are_summed_in_float32(inputs: int, outputs: int, kernel: int, stride: int, side: int) -> None:
+    """More than a block of them, with a last one that is not full."""
+    layer = layer_of(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+    x = images_of(5, inputs, side, side)
+    got, expected = passes(direct(layer), x), passes(copy.deepcopy(layer).double(), x.double())
+    assert difference(got["weight"], expected["weight"]) < 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "kernel", "stride"), [(32, 48, 3, 2), (512, 2048, 1, 1), (512, 2048, 1, 2)]
+)
+def test_all_passes_are_those_of_float64(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> None:
+    """Large 1 x 1 layers are matrix products."""
+    layer = layer_of(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=bias)
+    x, exact = images_of(3, inputs, 13, 10), copy.deepcopy(layer).bfloat16().double()
+    got, expected = passes(direct(layer), x), passes(exact, x.double())
+    assert got.keys() == expected.keys()
+    assert all(difference(got[name], value) < 2 * ROUNDING for name, value in expected.items())
+    assert difference(got["weight"], expected["weight"]) < 1e-5
+    assert got["outputs"].is_contiguous(memory_format=torch.channels_last)
+    assert got["weight"].stride() == layer.weight.stride()  # DDP copies gradients of other strides
+
+
+def test_any_number_of_threads_computes_the_same_bits() -> None:
+    for side in (14, 56):  # one part of the rows, and four
+        layer, x = direct(layer_of(64, 80, 3, padding=1)), images_of(5, 64, side, side)
+        torch.set_num_threads(1)
+        expected = passes(layer, x)
+        for count in (2, 3, 22, 28):
+            torch.set_num_threads(count)
+            layer.zero_grad()
+            assert torch.equal(passes(layer, x)["weight"], expected["weight"]), (side, count)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_no_number_spoils_the_weights_that_it_meets(value: float) -> None:
+    layer, x = direct(layer_of(32, 16, 1, bias=False)), images_of(2, 32, 6, 6)
+    x[1, 5, 2, 3] = value
+    gradient = passes(layer, x)["weight"]
+    assert not gradient[:, 5].isfinite().any() and gradient[:, :5].isfinite().all() and gradient[:, 6:].isfinite().all()
+
+
+def test_other_layers_and_images_stay_with_torch() -> None:
+    kernels = load_convolutions(os.environ)
+    for layer in (
+        nn.Conv2d(16, 16, 3, groups=2),
+        nn.Conv2d(16, 16, 3, dilation=2),
+        nn.Conv2d(16, 24, 3),
+        nn.Conv2d(3, 16, 3),
+        nn.Conv2d(16, 16, 3, padding="same"),
+        nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(16, 16, 3).double(),
+    ):
+        use_direct_gradients(layer, kernels)
+        assert type(layer) is nn.Conv2d
+    layer = layer_of(16, 16, 3)
+    made, x = direct(layer), images_of(2, 16, 5, 5).float()
+    assert covers(made)  # Winograd's algorithm may replace it
+    assert torch.equal(made(x), layer(x))  # float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(torch.zeros(16, 5, 5)).shape == (16, 3, 3)
+        assert made(torch.zeros(0, 16, 5, 5)).shape == (0, 16, 3, 3)
+
+
+def test_such_layers_are_folded_for_evaluation() -> None:
+    torch.manual_seed(0)
+    network = build_model(ModelSection(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
+    fuse_batchnorms(network, checked(load(os.environ)))
+    expected = fold_batchnorms(network, torch.float32)
+    use_direct_gradients(network, load_convolutions(os.environ))
+    assert sum(isinstance(one, DirectConv2d) for one in network.modules()) == 19
+    x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert torch.equal(fold_batchnorms(network, torch.float32)(x), expected(x))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_native_engine_uses_them_where_the_cpu_multiplies_bfloat16(precision: str) -> None:
+    engine = choose_engine("native", precision, os.environ)
+    network = prepare_model(build_model(ModelSection(name="resnet18"), 10, 64), engine, precision)
+    used = precision == "bf16" and load_convolutions(os.environ).multiplies_bf16 and not has_amx()
+    assert any(isinstance(one, DirectConv2d) for one in network.modules()) == used
