@@ -152,6 +152,7 @@ def test_full_shared_memory_is_said_with_what_to_do_and_leaves_no_file() -> None
     assert said["left"] == []
 
 
+@pytest.mark.long
 def test_ranks_of_different_hosts_that_differ_get_no_result() -> None:
     """Without memory that both see. Where all have called both kinds before, they learn it by their heartbeats;
     a collective that nobody waits for yet keeps no message back, and one that is refused ends nothing."""

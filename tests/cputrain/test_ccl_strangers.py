@@ -53,6 +53,7 @@ def mpirun(*arguments: str, ranks: int = 2) -> dict[str, object]:
     return {"argv": argv, "env": {**mpi_path("intelmpi"), **meeting, "CCL_ATL_TRANSPORT": "mpi"}}
 
 
+@pytest.mark.long
 def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
     """Groups in flight, inference mode, waits, data loaders, forks, messages, sparse sums: on 2 and 3 ranks."""
     over_mpi = mpirun("good")
@@ -132,6 +133,7 @@ def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
     assert said == [(0, "ofi"), (1, "ofi"), (2, None)]
 
 
+@pytest.mark.long
 def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
     """A rank is later than oneCCL waits, keeps the GIL for 20 s, or the whole job is stopped for 20 s and goes on; what
     watched a world that has ended does not take the next one's store for lost."""

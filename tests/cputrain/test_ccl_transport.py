@@ -165,6 +165,7 @@ def test_a_launch_measures_only_where_both_transports_may_be_used_and_nothing_de
     assert not is_due(here, INTEL_MPI, env)
 
 
+@pytest.mark.long
 def test_a_launch_measures_before_the_first_job_that_can_choose(tmp_path: Path) -> None:
     cache = unmeasured_cache(tmp_path / "cache")
     intel = mpi_path("intelmpi")

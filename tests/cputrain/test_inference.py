@@ -45,6 +45,7 @@ def best(place: Path) -> Path:
     return (place / "run/checkpoints/best").resolve()
 
 
+@pytest.mark.long
 def test_predictions_over_the_validation_images_are_eval_s(place: Path, best: Path) -> None:
     shown = cputrain("eval", "run", "--format", "json", "--report", "page.html", "plan.ppn=1", cwd=place)
     assert shown.returncode == 0, shown.stderr

@@ -146,6 +146,7 @@ def test_what_would_change_the_training_is_refused_and_nothing_is_written(
     assert message in printed and contents(tmp_path / "run") == before
 
 
+@pytest.mark.long
 def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     """Its recipe, its best or last checkpoint, or a list of them; progress is message by tenths of the batches."""
     shutil.copytree(place / "run", place / "moved")

@@ -45,7 +45,8 @@ CASES: dict[str, tuple[int, str]] = {
     "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),
 }
 
-LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam", "mnist-workers")  # trained by the same processes
+LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam")  # trained by the same processes
+QUICK = ("mnist-workers",)
 
 
 def reduced(name: str, further: str, *more: str) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ RUNS = [
     pytest.param(
         names,
         backend,
-        marks=[] if (names, backend) == (LIGHT, "gloo") else [pytest.mark.long],
+        marks=[] if (names, backend) == (QUICK, "gloo") else [pytest.mark.long],
         id=f"{'+'.join(names)}-{backend}",
     )
     for names in TOGETHER
@@ -120,6 +121,7 @@ def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: 
         assert [start["backend"] for start in starts] == [backend] * 2
 
 
+@pytest.mark.long
 def test_layers_by_winograd_are_those_of_the_first_start(place: Path) -> None:
     """Which are faster is measured once; a checkpoint names them."""
     whole, first, second = thrice("imagefolder", 2, SMALL_RESNET)

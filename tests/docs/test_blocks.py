@@ -24,7 +24,12 @@ TAGS = {
     "json": "",
     "yaml": "",
 }
-LONG = ("docs/guides/training.md", "docs/guides/reports.md")  # their trainings take half a minute each
+LONG = (
+    "docs/start.md",
+    "docs/guides/training.md",
+    "docs/guides/reports.md",
+    "docs/guides/simulate.md",
+)  # their trainings take half a minute each
 HANGS_S = 1800.0  # for all blocks of a page; the first training also compiles the oneCCL backend
 THEIRS = """
 import torch

@@ -332,6 +332,7 @@ def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+@pytest.mark.long
 def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
     """As on several hosts: each rank behind an agent. Rank 1 loops, and in another job is stopped."""
     env = {**os.environ, **mpi_path("mpich")}
