@@ -105,6 +105,7 @@ def test_so_it_is_over_mpi() -> None:
         assert_differ(said_by(job)["sizes"], DIFFERENT["sizes"])
 
 
+@pytest.mark.long
 def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_cannot_judge() -> None:
     """Rank 0 waits for a rank that is in another group's collective, also where no thread can sign heartbeats without
     Python; rank 0 is busy; rank 1 has left for good; whom a message waits for is said at its timeout."""

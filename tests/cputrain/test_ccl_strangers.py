@@ -102,6 +102,7 @@ def test_messages_between_some_ranks_do_not_confuse_who_has_joined_a_collective(
         assert "Timed out after 4 s in ALLREDUCE #1" in lines_of(ended(callbacks[0], 60).out)[0]["error"]
 
 
+@pytest.mark.long
 def test_a_timeout_does_not_name_a_rank_that_has_just_joined() -> None:
     """Some seconds before a timeout, or where the timeout itself is only some seconds."""
     with ExitStack() as stack:
@@ -218,6 +219,7 @@ def test_a_process_forks_while_oneccl_is_stuck() -> None:
     assert lines_of(end.out) == [{"rank": 0, "passed": "fork_while_stuck", "stuck": True}]
 
 
+@pytest.mark.long
 def test_a_store_that_outlives_a_job_s_ranks_does_not_confuse_those_that_come_next() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with started(STRANGER, "ccl", "killed", STORE_PORT=str(store.port), **QUIET) as ranks:

@@ -148,6 +148,7 @@ def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, p
     assert "of 2 components, 2 hosts (n1; n2): all are planned like this host" in printed
 
 
+@pytest.mark.long
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
     job = submitted(slurm, place, *SMALL, *LASTING, *HERE)

@@ -45,8 +45,7 @@ CASES: dict[str, tuple[int, str]] = {
     "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),
 }
 
-LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam")  # trained by the same processes
-QUICK = ("mnist-workers",)
+LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam", "mnist-workers")  # trained by the same processes
 
 
 def reduced(name: str, further: str, *more: str) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ RUNS = [
     pytest.param(
         names,
         backend,
-        marks=[] if (names, backend) == (QUICK, "gloo") else [pytest.mark.long],
+        marks=[] if (names, backend) == (LIGHT, "gloo") else [pytest.mark.long],
         id=f"{'+'.join(names)}-{backend}",
     )
     for names in TOGETHER

@@ -93,6 +93,7 @@ def test_programs_are_compared_by_content_and_data_by_size(tmp_path: Path) -> No
     assert report.packages == (("pytest", pytest.__version__),)
 
 
+@pytest.mark.long
 def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
     """Three equal hosts; then one with a slow cable; then one that does not answer at all."""
     with fake_hosts(tmp_path / "hosts", 3) as hosts:

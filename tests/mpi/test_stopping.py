@@ -175,6 +175,7 @@ def test_a_hangup_after_another_stop_signal_ends_nothing_at_once(monkeypatch: py
         assert not signals.again
 
 
+@pytest.mark.long
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """For longer than any silence may last: launchers, agents, ranks are stopped, and go on one after another."""
     away_s = HEARTBEAT_TIMEOUT_S + 3
