@@ -264,12 +264,16 @@ class WinogradConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
+        dtype = _computed_dtype(images)
         padding = cast(int, self.padding[0])
         if images.dim() != 4 or dtype not in DTYPES or min(images.shape[2:]) + 2 * padding < 3 or len(images) == 0:
             return super().forward(images)
         apply: Any = _Winograd.apply
         return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, padding, self.kernels))
+
+
+def _computed_dtype(images: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
 
 
 def covers(layer: nn.Module) -> bool:
@@ -334,7 +338,7 @@ class DirectConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
+        dtype = _computed_dtype(images)
         if images.dim() != 4 or dtype != torch.bfloat16 or len(images) == 0:
             return super().forward(images)
         apply: Any = _DirectConvolution.apply
