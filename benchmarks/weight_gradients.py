@@ -4,7 +4,7 @@
 
 Both take turns, layer by layer; milliseconds of all layers of a kind, medians over the rounds. oneDNN's are rounded to
 bfloat16 and converted to float32, as in a training. Errors are the largest difference from float64, relative to the
-largest value. The layer of three input channels is oneDNN's in both.
+largest value. The layer of three input channels, which stays with oneDNN, is left out.
 """
 
 import argparse

@@ -32,6 +32,7 @@ SOURCES = tuple(
 )
 DTYPES = (torch.float32, torch.bfloat16)
 CHANNELS = 16  # channels must be a multiple of this
+LEAST_INPUTS = 64  # input channels of a DirectConv2d: fewer do not fill the registers
 LARGE = 4 << 20  # bytes of transformed weights that exceed any L2 cache
 
 
@@ -133,7 +134,7 @@ class ConvolutionKernels:
     def direct_weight_gradient(
         self, images: Tensor, gradient: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
     ) -> Tensor:
-        """Return the gradient of `weight`, (K, C, R, S), in float32 and with its strides, from images and the outputs'
+        """Return the gradient of `weight`, (K, C, R, S), in float32 and channels-last, from images and the outputs'
         gradient in bfloat16. C and K are multiples of CHANNELS."""
         count, inputs, height, width = images.shape
         sizes = count, height, width, inputs, *gradient.shape[1:]
@@ -278,7 +279,12 @@ def _computed_dtype(images: Tensor) -> torch.dtype:
 
 def covers(layer: nn.Module) -> bool:
     """Return whether Winograd's algorithm supports this layer."""
-    return _is_direct(layer) and layer.kernel_size == (3, 3) and layer.stride == (1, 1) and layer.padding[0] in (0, 1)
+    return (
+        _is_direct(layer)
+        and layer.kernel_size == (3, 3)
+        and layer.stride == (1, 1)
+        and layer.padding in ((0, 0), (1, 1))
+    )
 
 
 def _is_direct(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -330,8 +336,8 @@ def _dense(weight: Tensor) -> Tensor:
 class DirectConv2d(nn.Conv2d):
     """A convolution whose weight gradient in bfloat16 is computed by the kernels; all else is torch's.
 
-    On Zen 4, ResNet-50's weight gradients take 0.9 times oneDNN's time, in the last stage 0.5 to 0.8 times
-    (benchmarks/weight_gradients.py). They are not rounded to bfloat16.
+    On Zen 4, those of ResNet-50's convolutions after the first take 0.9 times oneDNN's time, in the last stage 0.5 to
+    0.8 times (benchmarks/weight_gradients.py). They are not rounded to bfloat16.
     """
 
     kernels: ConvolutionKernels
@@ -346,9 +352,10 @@ class DirectConv2d(nn.Conv2d):
 
 
 def use_direct_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
-    """Convert the layers that the kernels support to DirectConv2d; parameters and their names do not change."""
+    """Convert the layers that the kernels support to DirectConv2d, except narrow ones, for which oneDNN is faster.
+    Parameters and their names do not change."""
     for layer in network.modules():
-        if _is_direct(layer):
+        if _is_direct(layer) and layer.in_channels >= LEAST_INPUTS:
             layer.__class__ = DirectConv2d
             cast(DirectConv2d, layer).kernels = kernels
 
@@ -488,7 +495,8 @@ WORK = 4e9  # FLOP of a timed direct pass, about 20 ms on one core
 
 @torch.no_grad()
 def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: ConvolutionKernels) -> float:
-    """Measure the speedup of Winograd's algorithm over oneDNN for a layer's three passes, on this thread's cores.
+    """Measure the speedup of Winograd's algorithm over direct convolution for a layer's three passes, on this thread's
+    cores.
 
     At most `images` images are used, fewer if that is enough work. The shortest times count, after a warm-up: other
     load only lengthens them.
@@ -501,12 +509,16 @@ def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: C
     own, pad = weight.to(dtype), shape.padding
     g = torch.conv2d(x, own, padding=pad)
 
+    native = dtype == torch.bfloat16 and kernels.multiplies_bf16 and shape.inputs >= LEAST_INPUTS  # as DirectConv2d
+
     def direct() -> None:
         torch.conv2d(x, own, padding=pad)
         pads = [pad, pad]
         torch.ops.aten.convolution_backward(
-            g, x, own, None, [1, 1], pads, [1, 1], False, [0, 0], 1, [True, True, False]
+            g, x, own, None, [1, 1], pads, [1, 1], False, [0, 0], 1, [True, not native, False]
         )
+        if native:
+            kernels.direct_weight_gradient(x, g, own, (1, 1), (pad, pad))
 
     def winograd() -> None:
         kernels.output(x, weight, pad)

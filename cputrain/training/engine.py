@@ -1,5 +1,6 @@
 """Engines: native kernels, memory format, precision and compilation of a network on the CPU."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from cputrain.models.convolution import (
 from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms
 from cputrain.training import ipex
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # precision -> dtype of weights
 ENGINES = ("native", "eager", "compile", "ipex")
 ROUNDS = 5
@@ -38,7 +41,7 @@ PASSES = 4
 class Engine:
     """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels.
 
-    `gradients` are the kernels for the weight gradients of convolutions, if they are faster than oneDNN's.
+    `gradients` are the kernels for weight gradients in bf16, if the CPU has instructions for them and no AMX.
     """
 
     name: str
@@ -66,13 +69,21 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name="eager", why="precision=float64, which the native kernels do not support")
     try:
         kernels = checked(load(env))
-        gradients = load_convolutions(env) if precision == "bf16" and not has_amx() else None
     except (InputError, RunError) as error:
         if requested == "native":
             raise
         return Engine(name="eager", why=str(error).removeprefix("engine=native: "))
-    faster = gradients if gradients is not None and gradients.multiplies_bf16 else None
-    return Engine(name="native", why=str(kernels.path), kernels=kernels, gradients=faster)
+    gradients = _gradient_kernels(env) if precision == "bf16" and not has_amx() else None
+    return Engine(name="native", why=str(kernels.path), kernels=kernels, gradients=gradients)
+
+
+def _gradient_kernels(env: Mapping[str, str]) -> ConvolutionKernels | None:
+    try:
+        kernels = load_convolutions(env)
+    except (InputError, RunError) as error:
+        logger.warning("cputrain: weight gradients are computed by torch: %s", error)
+        return None
+    return kernels if kernels.multiplies_bf16 else None
 
 
 def _check_compile(env: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_many_places_are_summed_in_float32(inputs: int, outputs: int, kernel: in
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "kernel", "stride"), [(32, 48, 3, 2), (512, 2048, 1, 1), (512, 2048, 1, 2)]
+    ("inputs", "outputs", "kernel", "stride"), [(80, 48, 3, 2), (512, 2048, 1, 1), (512, 2048, 1, 2)]
 )
 def test_all_passes_are_those_of_float64(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> None:
     """Large 1 x 1 layers are matrix products."""
@@ -143,7 +144,7 @@ def test_any_number_of_threads_computes_the_same_bits() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_no_number_spoils_the_weights_that_it_meets(value: float) -> None:
-    layer, x = direct(layer_of(32, 16, 1, bias=False)), images_of(2, 32, 6, 6)
+    layer, x = direct(layer_of(64, 16, 1, bias=False)), images_of(2, 64, 6, 6)
     x[1, 5, 2, 3] = value
     gradient = passes(layer, x)["weight"]
     assert not gradient[:, 5].isfinite().any() and gradient[:, :5].isfinite().all() and gradient[:, 6:].isfinite().all()
@@ -152,23 +153,33 @@ def test_what_is_no_number_spoils_the_weights_that_it_meets(value: float) -> Non
 def test_other_layers_and_images_stay_with_torch() -> None:
     kernels = load_convolutions(os.environ)
     for layer in (
-        nn.Conv2d(16, 16, 3, groups=2),
-        nn.Conv2d(16, 16, 3, dilation=2),
-        nn.Conv2d(16, 24, 3),
-        nn.Conv2d(3, 16, 3),
-        nn.Conv2d(16, 16, 3, padding="same"),
-        nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"),
-        nn.Conv2d(16, 16, 3).double(),
+        nn.Conv2d(64, 64, 3, groups=2),
+        nn.Conv2d(64, 64, 3, dilation=2),
+        nn.Conv2d(64, 72, 3),
+        nn.Conv2d(3, 64, 3),
+        nn.Conv2d(48, 64, 3),
+        nn.Conv2d(64, 64, 3, padding="same"),
+        nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(64, 64, 3).double(),
     ):
         use_direct_gradients(layer, kernels)
         assert type(layer) is nn.Conv2d
-    layer = layer_of(16, 16, 3)
-    made, x = direct(layer), images_of(2, 16, 5, 5).float()
+    layer = layer_of(64, 16, 3)
+    made, x = direct(layer), images_of(2, 64, 5, 5).float()
     assert covers(made)  # Winograd's algorithm may replace it
     assert torch.equal(made(x), layer(x))  # float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert made(torch.zeros(16, 5, 5)).shape == (16, 3, 3)
-        assert made(torch.zeros(0, 16, 5, 5)).shape == (0, 16, 3, 3)
+        assert made(torch.zeros(64, 5, 5)).shape == (16, 3, 3)
+        assert made(torch.zeros(0, 64, 5, 5)).shape == (0, 16, 3, 3)
+
+
+@pytest.mark.parametrize("frozen", ["images", "weight"])
+def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
+    layer, x = direct(layer_of(64, 16, 3)), images_of(2, 64, 5, 5).requires_grad_(frozen != "images")
+    layer.weight.requires_grad_(frozen != "weight")
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).float().sum().backward()  # a gradient of strides 0
+    assert (x.grad is None) == (frozen == "images") and (layer.weight.grad is None) == (frozen == "weight")
 
 
 def test_such_layers_are_folded_for_evaluation() -> None:
@@ -189,3 +200,12 @@ def test_the_native_engine_uses_them_where_the_cpu_multiplies_bfloat16(precision
     network = prepare_model(build_model(ModelSection(name="resnet18"), 10, 64), engine, precision)
     used = precision == "bf16" and load_convolutions(os.environ).multiplies_bf16 and not has_amx()
     assert any(isinstance(one, DirectConv2d) for one in network.modules()) == used
+
+
+def test_without_them_the_native_engine_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *weight_gradient.cpp*) exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    engine = choose_engine("native", "bf16", {**os.environ, "CXX": str(compiler), "CPUTRAIN_CACHE": str(tmp_path)})
+    assert engine.name == "native" and engine.gradients is None
+    assert has_amx() or "weight gradients are computed by torch" in caplog.text

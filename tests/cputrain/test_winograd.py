@@ -145,6 +145,9 @@ def test_other_layers_and_images_stay_with_torch() -> None:
     for layer in (
         nn.Conv2d(16, 16, 3, stride=2, padding=1),
         nn.Conv2d(16, 16, 3, padding=2),
+        nn.Conv2d(16, 16, 3, padding=(1, 0)),
+        nn.Conv2d(16, 16, 3, padding=(0, 1)),
+        nn.Conv2d(16, 16, 3, padding=(1, 2)),
         nn.Conv2d(16, 16, 3, padding=1, groups=2),
         nn.Conv2d(16, 16, 3, padding=1, dilation=2),
         nn.Conv2d(16, 24, 3, padding=1),

@@ -25,6 +25,7 @@ constexpr size_t kDepth = 384;    // rows in a block, whose packed panels stay i
 constexpr size_t kWhole = 1024;   // most rows that are one block
 constexpr size_t kPart = 4096;    // rows whose products are summed before the sum is added to those of other parts
 constexpr size_t kMostParts = 32;
+constexpr size_t kProducts = 256;  // products that take as long as another layer's work on a value
 constexpr size_t kStrip = 16;     // output channels that are packed together
 
 // Two bfloat16 values of each column: of one row in the low half, of the next one in the high half.
@@ -183,19 +184,17 @@ int weight_gradient_native() {
 }
 
 // Computes the weight gradient (out, kernel height, kernel width, in), float32, from inputs x and the outputs'
-// gradient g. Threads share parts of the rows; if there are fewer parts, also a part's output channels, in groups.
+// gradient g. Threads share parts of the rows, and strips of output channels within a part.
 void weight_gradient(const DirectConvolution* of, const Bfloat16* x, const Bfloat16* g, float* out) {
   const DirectConvolution& layer = *of;
   const size_t rows = layer.images * layer.out_height * layer.out_width, strips = layer.out_channels / kStrip;
   const size_t parts = std::min(kMostParts, (rows + kPart - 1) / kPart), size = (rows + parts - 1) / parts;
   const size_t weights = layer.out_channels * layer.kernel[0] * layer.kernel[1] * layer.in_channels;
-  const size_t threads = static_cast<size_t>(std::max(1, layer.threads));
-  const size_t groups = std::min(strips, (threads + parts - 1) / parts);
   float* const sums = kept<float, 0>((parts - 1) * weights);  // of all parts but the first
-  share(parts * groups, rows * layer.out_channels, layer.threads, [&](size_t first_unit, size_t end_unit) {
-    for (size_t unit = first_unit; unit < end_unit; ++unit) {
-      const size_t part = unit / groups, group = unit % groups;
-      const size_t begin = strips * group / groups, end = strips * (group + 1) / groups;
+  share(parts * strips, rows * weights / kProducts, layer.threads, [&](size_t first_unit, size_t end_unit) {
+    for (size_t unit = first_unit; unit < end_unit;) {
+      const size_t part = unit / strips, begin = unit % strips, end = std::min(strips, begin + end_unit - unit);
+      unit += end - begin;
       const size_t first = part * size, stop = std::min(rows, first + size), all = stop - first;
       const size_t blocks = all <= kWhole ? 1 : (all + kDepth - 1) / kDepth;
       const size_t depth = ((all + blocks - 1) / blocks + 1) / 2 * 2;
