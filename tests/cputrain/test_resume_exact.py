@@ -92,16 +92,13 @@ def test_the_networks_are_those_of_the_recipes() -> None:
     assert networks(CASES) == networks(recipe_names())
 
 
-TOGETHER = [*((name,) for name in CASES if name not in LIGHT), LIGHT]
+ALONE = [(name,) for name in CASES if name not in LIGHT]
 RUNS = [
-    pytest.param(
-        names,
-        backend,
-        marks=[] if (names, backend) == (LIGHT, "gloo") else [pytest.mark.long],
-        id=f"{'+'.join(names)}-{backend}",
+    pytest.param(names, backend, marks=marks, id=f"{'+'.join(names)}-{backend}")
+    for names, backend, marks in (
+        (LIGHT, "gloo", []),
+        *((names, "ccl", [pytest.mark.long]) for names in (LIGHT, *ALONE)),
     )
-    for names in TOGETHER
-    for backend in ("gloo", "ccl")
 ]
 
 
