@@ -1,6 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: make check and every test without a target of its own; make test-fast: its quick part; make docs: the documentation.
-# make test-long: trainings and jobs that take about a minute each.
+# make test-long: trainings and jobs that take from half a minute to minutes each.
 # make fuzz: every reader on 10,000 inputs, tarballs and pages on 1,000.
 # make faults: what becomes of runs when something fails; make soak: a training that is killed every 100 steps.
 # make test-ipex: engine=ipex, and ccl on torch 2.8, in a second environment (about 7 GB).
@@ -58,7 +58,7 @@ check: install
 test: check
 	$(RUN) pytest $(PARALLEL) -m "not long"
 
-# Trainings, jobs and other packages' programs that take about a minute each.
+# Trainings, jobs and other packages' programs that take from half a minute to minutes each.
 test-long: install
 	$(RUN) pytest $(PARALLEL) -m long
 

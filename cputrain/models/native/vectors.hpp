@@ -2,10 +2,6 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include <cstddef>
 #include <cstdint>
 
@@ -33,17 +29,12 @@ inline Vector read(const Bfloat16* from) {
   return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
 }
 inline void write(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-inline void write(Bfloat16* to, Vector value) {  // rounds like store(), but the instruction makes subnormal values 0
-#ifdef __AVX512BF16__
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
-  __builtin_memcpy(to, &rounded, sizeof(rounded));
-#else
+inline void write(Bfloat16* to, Vector value) {  // rounds like store()
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words number = (Words)(value == value);
   const Words kept = (rounded & number) | (~number & 0x7fc0);
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
-#endif
 }
 
 }  // namespace

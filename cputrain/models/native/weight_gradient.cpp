@@ -4,6 +4,10 @@
 // outputs' places: their gradients, and the inputs that the tap reads there. Both are packed in pairs of rows, which
 // VDPBF16PS multiplies and adds. Sums are in an order that does not depend on the number of threads.
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include "rows.hpp"
 #include "vectors.hpp"
 
