@@ -29,8 +29,9 @@ struct CurrentCollective {
 };
 
 // The last collective of a group, and the last ones whose numbers are multiples of kMarks, so that ranks that report at
-// different times have some numbers in common.
-constexpr uint64_t kMarks[] = {64, 4096, 262144};
+// different times have some numbers in common. Each is a multiple of the one before: ranks that are d collectives apart
+// when they report have a number in common after about 4 d collectives.
+constexpr uint64_t kMarks[] = {64, 256, 1024, 4096, 16384, 65536, 262144};
 struct Progress {
   Place last;
   Place marks[std::size(kMarks)];
