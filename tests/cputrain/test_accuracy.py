@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accuracy import CHANGES, Result, Study, trained
 from tests.support.commands import here
 
-SMALL = ["model.name=resnet18", "data.crop=32", "data.resize=32", "epochs=4"]
+SMALL = ["model.name=resnet18", "data.crop=32", "data.resize=32", "epochs=3"]
 LEARNED, DIFFERS = 80.0, 4.0  # percent; points
 
 

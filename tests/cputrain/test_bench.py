@@ -39,6 +39,7 @@ from cputrain.cli import main
 from cputrain.models import ConvolutionShape
 from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
+from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import cputrain, here, refused
 from tests.support.machines import build_machine
 from tests.support.trace_format import check_trace
@@ -222,7 +223,7 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
 def test_bench_model_says_what_layers_by_winograd_would_take_otherwise(tmp_path: Path) -> None:
     small = ("model.name=resnet18", "data.crop=64", "batch.local=4", "plan.ppn=1", "plan.threads=1", "engine=native")
     options = ("--steps", "1", "--format", "json")
-    ran = cputrain("bench", "model", "imagefolder", *small, *options, CPUTRAIN_CACHE=str(tmp_path))
+    ran = cputrain("bench", "model", "imagefolder", *small, *options, **unmeasured_cache(tmp_path))
     assert ran.returncode == 0, ran.stderr
     (record,) = tmp_path.glob("measured/*/winograd-float32-1-thread.json")
     gains = json.loads(record.read_text())["values"]

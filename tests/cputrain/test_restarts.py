@@ -133,7 +133,7 @@ def test_a_training_goes_on_over_the_hosts_that_are_left(tmp_path: Path) -> None
     """Three hosts, of which one is cut off, then a rank of another one killed: two train to the end with the same
     global batch."""
     write_images(tmp_path / "images", train=24, val=3)
-    often = ("checkpoint.every_steps=2", "evaluate.every_epochs=null", "epochs=60")
+    often = ("checkpoint.every_steps=4", "evaluate.every_epochs=null", "epochs=40")
     settings = (f"data.path={tmp_path}/images", *LENET, *often, "comm.backend=gloo", f"output={tmp_path}/run")
     train = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings)
     with fake_hosts(tmp_path / "hosts", 3) as hosts:

@@ -22,10 +22,12 @@ Kind = TypeVar("Kind", subprocess.Popen[bytes], Forked)
 
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
-    """Return the variable of a cache with the compiled backend and without measurements."""
-    built = ensure_built(find_libraries(os.environ), os.environ).parent
-    folder.mkdir()
-    (folder / built.name).symlink_to(built)
+    """Return the variable of a cache with the compiled backend and kernels, and without measurements."""
+    cache = ensure_built(find_libraries(os.environ), os.environ).parents[1]
+    folder.mkdir(exist_ok=True)
+    for built in cache.iterdir():
+        if built.name != "measured":
+            (folder / built.name).symlink_to(built)
     return {"CPUTRAIN_CACHE": str(folder)}
 
 
