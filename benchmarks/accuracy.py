@@ -1,6 +1,6 @@
 """Accuracy with and without bfloat16 or Winograd's algorithm: trainings on digits and MNIST with the same seeds.
 
-    python -m benchmarks.accuracy {bf16,winograd} [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
+    python -m benchmarks.accuracy {bf16,winograd,both} [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
 
 The digits are the demo's training. With --mnist, a folder of MNIST's four idx files, two trainings of
 `cputrain reproduce large-batch` follow: the baseline, and LARS at 64 times its batch. Runs with the same seed start
@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,7 +21,11 @@ from statistics import mean
 from cputrain.runs import read_events
 
 DIRECT = ("precision=float32", "model.winograd=off")
-CHANGES = {"bf16": ("precision=bf16", "model.winograd=off"), "winograd": ("precision=float32", "model.winograd=auto")}
+CHANGES = {
+    "bf16": ("precision=bf16", "model.winograd=off"),
+    "winograd": ("precision=float32", "model.winograd=auto"),
+    "both": ("precision=bf16", "model.winograd=auto"),
+}
 LARS_4096 = ("batch.local=2048", "optim.name=lars", "schedule.peak_rate=10.0")
 
 
@@ -70,7 +74,7 @@ def main() -> None:
         sys.exit("--seeds: one seed has no range; set it to 2 or more")
     with tempfile.TemporaryDirectory() as scratch:
         results = {
-            study.name: trained(study, Path(scratch), options.seeds, [options.change], options.settings)[options.change]
+            study.name: trained(study, Path(scratch), options.seeds, options.change, options.settings)
             for study in studies(Path(scratch), options.mnist)
             if any(word in study.name for word in options.only or [""])
         }
@@ -90,11 +94,9 @@ def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
         yield Study(name="MNIST, LeNet, LARS, batch 4,096", recipe="large-batch-mnist", data=shards, settings=LARS_4096)
 
 
-def trained(
-    study: Study, scratch: Path, seeds: int, changes: Collection[str], settings: list[str]
-) -> dict[str, Result]:
-    """Train each seed without and with each of the changes, alternating; return the results by change."""
-    found: dict[tuple[str, ...], list[float]] = {DIRECT: [], **{CHANGES[change]: [] for change in changes}}
+def trained(study: Study, scratch: Path, seeds: int, change: str, settings: Sequence[str]) -> Result:
+    """Train each seed without and with the change, alternating."""
+    found: dict[tuple[str, ...], list[float]] = {DIRECT: [], CHANGES[change]: []}
     for seed in range(1, seeds + 1):
         for own, top1 in found.items():
             run = scratch / "run"
@@ -102,8 +104,7 @@ def trained(
             start("train", study.recipe, *places, *own, *study.settings, *settings, "--quiet", "--overwrite")
             top1.append(next(event["top1"] for event in read_events(run) if event["event"] == "end"))
             print(f"{study.name}: seed {seed}, {' '.join(own)}: {top1[-1]:.2f} %", file=sys.stderr, flush=True)
-    before = tuple(found[DIRECT])
-    return {change: Result(before=before, after=tuple(found[CHANGES[change]])) for change in changes}
+    return Result(before=tuple(found[DIRECT]), after=tuple(found[CHANGES[change]]))
 
 
 def show(change: str, results: dict[str, Result]) -> None:
