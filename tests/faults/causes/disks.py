@@ -106,7 +106,7 @@ FAULTS = (
     fault("full: events.jsonl", events_on_full_disk, 1, FULL, "run/events.jsonl"),
     fault(
         "full: logs/",
-        on_disk("run/logs", 4, *RESUME, "max_steps=900"),
+        on_disk("run/logs", 4, *RESUME, "max_steps=500"),
         0,
         "run/logs/rank-0.log: No space left on device; the job continues without this log",
     ),

@@ -47,12 +47,12 @@ def unequal(*settings: tuple[str, ...]) -> Callable[[Place], Seen]:
 
 
 def busy_neighbor(place: Place) -> Seen:
-    """Two processes on the core of rank 1, from its 50th step on."""
+    """Four processes on the core of rank 1, from its 50th step on."""
     with place.training() as run:
         run.wait_for(lambda: place.step > 50)
         pus = sorted(os.sched_getaffinity(run.ranks()[1]))
         code = f"import os\nos.sched_setaffinity(0, {pus})\nwhile True: pass"
-        neighbors = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+        neighbors = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
         run.begun = time.monotonic()
         try:
             run.wait_for(lambda: re.search("rank 1 on .* as the median rank: other processes use", run.text))
