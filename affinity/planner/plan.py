@@ -210,7 +210,10 @@ class Plan:
         return replace(
             self,
             unused=tuple(replace(item, why=render(item.why, wording)) for item in self.unused),
-            reasons=tuple(replace(reason, why=render(reason.why, wording)) for reason in self.reasons),
+            reasons=tuple(
+                replace(reason, value=render(reason.value, wording), why=render(reason.why, wording))
+                for reason in self.reasons
+            ),
             warnings=tuple(render(text, wording) for text in self.warnings),
         )
 

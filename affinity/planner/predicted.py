@@ -331,7 +331,7 @@ class Comparison:
         if request.workload is None or request.workload.assumed:
             return "not taken: the network is assumed"
         if what == COMPUTING:
-            return "not taken: --e-cores off takes it"
+            return "not taken: {e_cores=off} takes it"
         if getattr(self._full, FIELDS[what]) is not None or FIELDS[what] in self.chosen:
             return "not taken: the number is set, tuned or limited by other hosts"
         if what == WORKERS and request.global_batch is None:

@@ -22,7 +22,7 @@ class Reason:
     """A decision of the planner, or a figure that decisions are based on, with its reason.
 
     what: what was decided.
-    value: the decision, as shown.
+    value: the decision, with settings as in `why`.
     why: the reason. Settings are in braces: {balance=batch} is --balance batch on the command line.
     """
 

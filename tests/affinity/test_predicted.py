@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cputrain.affinity.errors import as_field, as_option
 from cputrain.affinity.planner import (
     CONSTANTS,
     LOSES,
@@ -241,8 +242,10 @@ def test_a_larger_worker_than_published_practice_has_is_shown_but_not_taken() ->
 def test_slower_cores_compute_unless_e_cores_leaves_them_out() -> None:
     machine = find_machine(str(MACHINES / "nvidia-dgx-gb10.tar.xz"))
     plan = checked_plan(machine, asked(workload=KNOWN, local_batch=1))
-    (shown,) = (reason.value for reason in plan.reasons if reason.what == "next best")
-    assert len(plan.workers) == 2 and "faster (not taken: --e-cores off takes it)" in shown
+    assert len(plan.workers) == 2
+    for wording, setting in ((as_option, "--e-cores off"), (as_field, "e_cores=off")):
+        (shown,) = (reason.value for reason in plan.render(wording).reasons if reason.what == "next best")
+        assert f"faster (not taken: {setting} takes it)" in shown
 
 
 def test_all_types_of_cores_are_compared_with_the_fastest_alone() -> None:
