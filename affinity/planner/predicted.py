@@ -3,7 +3,6 @@
 The model is that of `cputrain simulate` (step_time.py): the same layers, constants, links and speed of the host.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -90,15 +89,11 @@ def slowest_part(plan: Plan) -> dict[str, Any]:
     }
 
 
-TRACED = re.compile(r"(?P<name>\S+) at (?P<side>\d+) x \d+$")
-
-
 @lru_cache(maxsize=8)
 def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
     """Return the layers of a workload's traced network; a single layer of all its operations if it was not traced."""
-    found = TRACED.match(workload.name.replace("ResNet-50", "resnet50"))
-    network = read_network(found["name"]) if found else None
-    if found is None or network is None:
+    network = read_network(workload.network)
+    if network is None:
         gflop = workload.gflop * 1e9
         moved = float(workload.activation_bytes)
         return (
@@ -109,7 +104,7 @@ def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
                 moved_bytes=(2 * moved, 4 * moved),
             ),
         )
-    sizes = layers_at(network, int(found["side"]))
+    sizes = layers_at(network, workload.side)
     return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
 
 
@@ -240,6 +235,8 @@ def published_core_flops(run: "PublishedRun", constants: Constants) -> float | N
     assert network is not None, "published runs are of traced networks"
     workload = Workload(
         name=f"{run.network} at {run.crop} x {run.crop}",
+        network=run.network,
+        side=run.crop,
         parameters=network["parameters"],
         gflop=network["gflop"],
         activation_bytes=network["activation_bytes"],

@@ -134,7 +134,9 @@ WORKLOAD_FIGURES = (
 class Workload:
     """A network in training.
 
-    name: the network and its input size.
+    name: the network and its input size, as shown.
+    network: the network whose layers were traced; "" if only its sizes are known.
+    side: side of an image in pixels, as the network gets it.
     parameters: number of weights.
     gflop: floating-point operations of forward and backward pass in 1e9, per image.
     activation_bytes: bytes that the forward pass keeps for the backward pass, per image.
@@ -150,6 +152,8 @@ class Workload:
     """
 
     name: str
+    network: str = ""
+    side: int = 224
     parameters: int
     gflop: float
     activation_bytes: int
@@ -189,7 +193,7 @@ def _resnet50() -> Workload:
     """ResNet-50 as traced by tools/network_table.py."""
     traced = json.loads((shipped("networks") / "resnet50.json").read_text(encoding="utf-8"))
     sizes = {key: traced[key] for key in ("parameters", "gflop", "activation_bytes")}
-    return Workload(name="ResNet-50 at 224 x 224", assumed=True, **sizes)
+    return Workload(name="ResNet-50 at 224 x 224", network="resnet50", assumed=True, **sizes)
 
 
 RESNET50 = _resnet50()

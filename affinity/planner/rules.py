@@ -323,7 +323,7 @@ def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, str
     """Return the number of inter-op threads, and the reason."""
     if intra_op >= CORES_TO_SPARE_ONE:
         return 2, "published practice on 24-core packages (intra-op 22, inter-op 2)"
-    if workload is not None and not workload.assumed and workload.name.startswith("resnet"):
+    if workload is not None and not workload.assumed and workload.network.startswith("resnet"):
         return 1, "ResNet is a chain of operators, so nothing can run in parallel"
     return 1, "with few compute cores, operators in parallel would compete for them"
 

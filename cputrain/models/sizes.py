@@ -62,10 +62,12 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
     """
     name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
     layers, network = layer_sizes(recipe, classes), read_network(name)
-    workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's")
+    workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's", network="")
     if layers is not None and network is not None:
         workload = Workload(
             name=f"{name} at {side} x {side}",
+            network=name,
+            side=side,
             parameters=sum(sum(layer.weights) for layer in layers),
             gflop=gflop_of(layers),
             activation_bytes=round(network["activation_bytes"] * (side / network["side"]) ** 2),

@@ -267,4 +267,4 @@ def test_one_worker_of_a_gb10_computes_on_all_cores_at_the_pace_of_the_slow_ones
 
 @pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50.a1_in1k", "resnet50"])
 def test_a_library_s_network_is_predicted_layer_by_layer(name: str) -> None:
-    assert len(layers_of_workload(replace(RESNET50, name=f"{name} at 224 x 224"))) > 100
+    assert len(layers_of_workload(replace(RESNET50, network=name))) > 100

@@ -242,10 +242,10 @@ def test_every_number_of_a_warning_is_the_plan_s(plan: Plan) -> None:
 
 
 def test_a_chain_of_operators_is_the_reason_only_where_the_network_is_known_to_be_one() -> None:
-    known = replace(RESNET50, name="resnet18 at 64 x 64", assumed=False)
+    known = replace(RESNET50, name="resnet18 at 64 x 64", network="resnet18", side=64, assumed=False)
     for workload, is_chain in (
         (known, True),
-        (replace(known, name="torchvision:vit_b_16 at 224 x 224"), False),
+        (replace(known, network="torchvision:vit_b_16"), False),
         (RESNET50, False),  # stands for any network
         (None, False),
     ):
