@@ -11,7 +11,7 @@ from math import inf
 from typing import TypeVar
 
 from cputrain.affinity.errors import RequestError
-from cputrain.affinity.planner.request import SET, Reason, Request, Unused
+from cputrain.affinity.planner.request import SET, WORKERS_PER_HOST, Reason, Request, Unused
 from cputrain.affinity.topology.machine import Core, Machine, format_list, narrowed
 from cputrain.affinity.wording import Text, formatted, plural, spread
 
@@ -430,7 +430,7 @@ def partition_host(
         domains=domains,
         unused=tuple(_unused(cores, domains)),
         reasons=(
-            Reason(what="workers per host", value=formatted("{workers}", workers=len(domains)), why=ppn_why),
+            Reason(what=WORKERS_PER_HOST, value=formatted("{workers}", workers=len(domains)), why=ppn_why),
             *_core_type_reasons(cores, layout, proportional=proportional),
             *_cache_reasons(layout),
         ),
@@ -727,7 +727,7 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
     return Partition(
         domains=domains,
         unused=(),
-        reasons=(Reason(what="workers per host", value=formatted("{workers}", workers=ppn), why=why),),
+        reasons=(Reason(what=WORKERS_PER_HOST, value=formatted("{workers}", workers=ppn), why=why),),
         warnings=(
             f"oversubscribed: {ppn} workers share {plural(len(cores), 'core')}, up to {most} per core, and "
             "slow each other down; use this to test a number of workers, not to measure speed",

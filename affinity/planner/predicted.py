@@ -21,9 +21,12 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_CHOSEN, NOTHING_MEASURED, Chosen, NextBest, Plan, plan_machine
 from cputrain.affinity.planner.request import (
     ALGORITHM_OF,
+    COMM_CORES,
     LINK_GBIT,
+    LOADER_CORES,
     RESNET50,
     USUAL_BATCH,
+    WORKERS_PER_HOST,
     Measured,
     Reason,
     Request,
@@ -39,12 +42,10 @@ from cputrain.affinity.planner.step_time import (
     Speed,
     layer_of,
     layers_at,
-    messages_of,
     passes_over_weights,
     read_network,
+    seconds_at,
     solve_core_flops,
-    step_seconds,
-    work_of,
 )
 from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Core, Machine
@@ -59,10 +60,9 @@ LOSES = 0.03  # a rule's number stays if it is predicted to lose no more, which 
 MOST_OVER_CITED, MOST_OVER_MEASURED = 2.0, 4.0
 PUBLISHED = "not taken: published trainings reserve at least one comm core"
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
-WORKERS, COMM, LOADER = "workers per host", "comm cores per worker", "loader cores per worker"
 COMPUTING = "computing cores per host"
-NOUNS = {WORKERS: "worker", COMM: "comm core", LOADER: "loader core", COMPUTING: "computing core"}
-FIELDS = {WORKERS: "ppn", COMM: "comm_cores", LOADER: "loader_cores"}
+NOUNS = {WORKERS_PER_HOST: "worker", COMM_CORES: "comm core", LOADER_CORES: "loader core", COMPUTING: "computing core"}
+FIELDS = {WORKERS_PER_HOST: "ppn", COMM_CORES: "comm_cores", LOADER_CORES: "loader_cores"}
 
 
 def slowest_part(plan: Plan) -> dict[str, Any]:
@@ -132,8 +132,7 @@ class HostModel:
 
     def images_per_s(self, setup: Setup) -> float:
         """Return the images/s of a host whose workers share its images; a part of the last worker's may be empty."""
-        messages = messages_of(setup, self.constants)
-        return self.images / step_seconds(setup, work_of(setup, self.speed, self.constants), messages, self.constants)
+        return self.images / seconds_at(setup, self.constants)(self.speed)
 
 
 def batch_of(request: Request, workers: int) -> tuple[int, int]:
@@ -215,13 +214,8 @@ def core_flops(setup: Setup, step_s: float, cores: int, memory: float | None, co
     memory; None if no speed does."""
     from cputrain.affinity.planner.assumptions import speed_of
 
-    messages = messages_of(setup, constants)
-
-    def seconds(flops: float) -> float:
-        speed = speed_of(flops, cores, memory, setup.precision, constants)
-        return step_seconds(setup, work_of(setup, speed, constants), messages, constants)
-
-    return solve_core_flops(seconds, step_s)
+    seconds = seconds_at(setup, constants)
+    return solve_core_flops(lambda flops: seconds(speed_of(flops, cores, memory, setup.precision, constants)), step_s)
 
 
 @lru_cache(maxsize=8)
@@ -314,7 +308,7 @@ class Comparison:
 
     def choices(self) -> tuple[Choice, ...]:
         """Compare the plan's numbers of workers, comm, loader and computing cores with others, each alone."""
-        cores = (LOADER,) if self._full.comm_siblings else (COMM, LOADER)
+        cores = (LOADER_CORES,) if self._full.comm_siblings else (COMM_CORES, LOADER_CORES)
         found = (self._workers(), *map(self._cores, cores), self._computing())
         return tuple(replace(each, kept=self._kept(each.what)) for each in found if each is not None)
 
@@ -331,7 +325,7 @@ class Comparison:
             return "not taken: {e_cores=off} takes it"
         if getattr(self._full, FIELDS[what]) is not None or FIELDS[what] in self.chosen:
             return "not taken: the number is set, tuned or limited by other hosts"
-        if what == WORKERS and request.global_batch is None:
+        if what == WORKERS_PER_HOST and request.global_batch is None:
             return "not taken: other workers change the images of a step unless batch.global sets them"
         return ""
 
@@ -373,12 +367,12 @@ class Comparison:
                     refused[count] = PUBLISHED
                 elif count < own and len(cores) > MOST_CORES_PER_WORKER * count:
                     refused[count] = "not taken: more threads in a worker were slower than the model has them"
-        return Choice(what=WORKERS, value=own, rates=rates, refused=refused)
+        return Choice(what=WORKERS_PER_HOST, value=own, rates=rates, refused=refused)
 
     def _best_rate(self, plan: Plan) -> float:
         """Return the images/s of a plan with its loader cores, or with none if these are free and that is faster."""
         plans = [plan]
-        if not self._kept(LOADER) and slowest_part(plan)["loader_cores"]:
+        if not self._kept(LOADER_CORES) and slowest_part(plan)["loader_cores"]:
             plans.append(self._planned(ppn=len(plan.workers), loader_cores=0) or plan)
         return max(self.model.images_per_s(self.model.of(each)) for each in plans)
 
@@ -386,16 +380,16 @@ class Comparison:
         """Compare the number of comm or loader cores with smaller ones and larger ones."""
         setup = self.model.of(self.plan)
         own, most = (
-            (setup.comm_cores, MOST_COMM_CORES) if what == COMM else (setup.loader_cores, setup.loader_cores + 1)
+            (setup.comm_cores, MOST_COMM_CORES) if what == COMM_CORES else (setup.loader_cores, setup.loader_cores + 1)
         )
         rates = {own: self.images_per_s}
-        for count in range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER else ():
+        for count in range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER_CORES else ():
             numbers: dict[str, Any] = {"ppn": len(self.plan.workers), FIELDS[what]: count}
             other = self._planned(**numbers) if count != own else None
             planned = None if other is None else self.model.of(other)
-            if planned is not None and count == (planned.comm_cores if what == COMM else planned.loader_cores):
+            if planned is not None and count == (planned.comm_cores if what == COMM_CORES else planned.loader_cores):
                 rates[count] = self.model.images_per_s(planned)
-        return Choice(what=what, value=own, rates=rates, refused={0: PUBLISHED} if what == COMM and own else {})
+        return Choice(what=what, value=own, rates=rates, refused={0: PUBLISHED} if what == COMM_CORES and own else {})
 
     def _computing(self) -> Choice | None:
         """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""

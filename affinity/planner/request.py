@@ -48,6 +48,10 @@ class Unused:
     why: str
 
 
+WORKERS_PER_HOST = "workers per host"
+COMM_CORES, LOADER_CORES = "comm cores per worker", "loader cores per worker"
+"""Decisions that the predicted step time compares with others."""
+
 TWO_WORKERS_A_PACKAGE = 28  # cores; the 24-core package of a Xeon 8160 had one worker
 FEWEST_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
 

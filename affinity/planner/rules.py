@@ -11,7 +11,9 @@ from cputrain.affinity.errors import RequestError
 from cputrain.affinity.planner.domains import OTHER_TYPE, Domain
 from cputrain.affinity.planner.request import (
     ALL_REDUCE,
+    COMM_CORES,
     DECODING,
+    LOADER_CORES,
     RESNET50,
     SET,
     STANDARD,
@@ -260,7 +262,7 @@ RULE_FIGURES = (
         why="assumed: a smaller worker would lose more than communication and loading cost; SURFsara-Intel 2018, 256 "
         "hosts, reserved two in 24 for communication",
     ),
-    Reason(what="comm cores per worker", value=f"at most {MOST_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
+    Reason(what=COMM_CORES, value=f"at most {MOST_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
     Reason(
         what="negligible communication",
         value=f"{NEGLIGIBLE:.1%} of a step",
@@ -395,8 +397,8 @@ def worker_sizes(
         why_comm = default_why.get("comm_siblings", SET)
     comm_value = "{comm_cores} and {comm_siblings} hyper-threads" if siblings else "{comm_cores}"
     found = (
-        ("comm cores per worker", comm_value, why_comm),
-        ("loader cores per worker", "{loader_cores}", why_loader),
+        (COMM_CORES, comm_value, why_comm),
+        (LOADER_CORES, "{loader_cores}", why_loader),
         ("intra-op threads", "{intra_op}", why_intra),
         ("inter-op threads", "{inter_op}", why_inter),
     )

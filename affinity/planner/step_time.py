@@ -607,11 +607,6 @@ def seconds_at(setup: Setup, constants: Constants) -> Callable[[Speed], float]:
     return lambda speed: _step(setup, work_of(setup, speed, constants), messages, slowness).step_s
 
 
-def step_seconds(setup: Setup, work: Work, messages: tuple[Message, ...], constants: Constants) -> float:
-    """Return the seconds of a setup's step with this work and these messages."""
-    return _step(setup, work, messages, _slowness(setup, constants)).step_s
-
-
 SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
 PRECISE, TRIES = 1e-6, 100
 

@@ -22,7 +22,7 @@ from cputrain.affinity.planner.assumptions import (
 )
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
-from cputrain.affinity.planner.predicted import checked_plan
+from cputrain.affinity.planner.predicted import checked_plan, core_flops
 from cputrain.affinity.planner.request import BYTES, PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.planner.step_time import (
@@ -34,7 +34,6 @@ from cputrain.affinity.planner.step_time import (
     Speed,
     Step,
     seconds_at,
-    solve_core_flops,
     step_of,
     work_of,
 )
@@ -249,9 +248,7 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
     Raises InputError if no core speed reaches it, because memory or communication alone take longer.
     """
     target = reference.setup.global_batch / reference.images_per_s
-    seconds = seconds_at(reference.setup, constants)
-
-    found = solve_core_flops(lambda flops: seconds(speed_at(flops, machine=reference, constants=constants)), target)
+    found = core_flops(reference.setup, target, reference.cores, reference.host_bytes_per_s, constants)
     if found is None:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
