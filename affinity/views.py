@@ -84,13 +84,9 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
 
 
 def _candidates(plan: Plan) -> list[int]:
-    """List plausible numbers of workers: one per host, package, NUMA node or cache, and twice as many."""
-    cores = plan.machine.allowed_cores
-    packages = len({core.package for core in cores})
-    nodes = len({core.numa_node for core in cores})
-    caches = len({(core.package, core.l3) for core in cores if core.l3 is not None})
-    numbers = {1, packages, 2 * packages, nodes, 2 * nodes, caches, len(plan.workers)}
-    return sorted(number for number in numbers if 1 <= number <= max(len(cores), len(plan.workers)))
+    """List plausible numbers of workers, with the plan's own."""
+    cores, own = plan.machine.allowed_cores, len(plan.workers)
+    return sorted(number for number in domains.plausible_workers(cores) | {own} if 1 <= number <= max(len(cores), own))
 
 
 # All assumed or cited figures of the rules, with their sources.

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median, median_low
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.domains import SMALL_HOST_CORES
+from cputrain.affinity.planner.domains import SMALL_HOST_CORES, plausible_workers
 from cputrain.affinity.planner.openmp import installed_allocators, target_of
 from cputrain.affinity.planner.records import ENGINE, TUNED, Record
 from cputrain.affinity.planner.request import tuning_name
@@ -142,14 +142,11 @@ def _cores(current: PlannedTraining, role: str) -> list[object]:
 
 
 def worker_counts(machine: Machine, current: int) -> list[int]:
-    """Return plausible numbers of workers, the current plan's first: one per host, package, NUMA node or cache, and
-    twice as many; on a host of at most SMALL_HOST_CORES cores every number."""
+    """Return plausible numbers of workers, the current plan's first; on a host of at most SMALL_HOST_CORES cores every
+    number."""
     cores = machine.allowed_cores
-    packages = len({core.package for core in cores})
-    nodes = len({core.numa_node for core in cores})
-    caches = len({(core.package, core.l3) for core in cores if core.l3 is not None})
     few = range(1, len(cores) + 1) if len(cores) <= SMALL_HOST_CORES else ()
-    numbers = {1, packages, 2 * packages, nodes, 2 * nodes, caches, *few}
+    numbers = plausible_workers(cores) | {*few}
     return [current, *sorted(number for number in numbers if 1 <= number <= len(cores) and number != current)]
 
 

@@ -4,7 +4,7 @@ Usable cores are the requested ones, without cores in use by other plans' proces
 divided along NUMA nodes, dies, caches and core types. With more workers than cores, workers share cores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -264,6 +264,13 @@ WORKER_COUNT_FIGURES = (
         why="assumed: with equal batches, the others wait for the smallest",
     ),
 )
+
+
+def plausible_workers(cores: Cores) -> set[int]:
+    """Return plausible numbers of workers: one per host, package, NUMA node or cache, and twice as many."""
+    packages, nodes = len({core.package for core in cores}), len({core.numa_node for core in cores})
+    caches = len({(core.package, core.l3) for core in cores if core.l3 is not None})
+    return {1, packages, 2 * packages, nodes, 2 * nodes, caches}
 
 
 def choose_layout(
@@ -582,16 +589,8 @@ def _requested(machine: Machine, request: Request) -> UsableCores:
             f"{{cores={listed}}}: CPUs {format_list(missing)} of host {machine.name} are not available to this "
             f"process; choose from {format_list(machine.allowed_pus)}"
         )
-    pus = frozenset(request.cores)
-    return UsableCores(
-        machine=narrowed(machine, pus, None),
-        unused=(
-            Unused(
-                pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=f"{{cores={listed}}} leaves them out"
-            ),
-        ),
-        reasons=(Reason(what="CPUs used", value=listed, why=SET),),
-    )
+    used = Reason(what="CPUs used", value=listed, why=SET)
+    return _only(machine, request.cores, used, unused_why=f"{{cores={listed}}} leaves them out")
 
 
 def _without_isolated(machine: Machine, request: Request) -> UsableCores:
@@ -610,20 +609,11 @@ def _without_isolated(machine: Machine, request: Request) -> UsableCores:
             "loader and comm thread is bound to one CPU; all other threads of the program stay on a single CPU"
         )
         return UsableCores(machine=machine, warnings=(bound,))
-    return UsableCores(
-        machine=narrowed(machine, frozenset(others), None),
-        unused=(Unused(pus=isolated, why=f"isolated (isolcpus); {{cores={listed}}} uses them"),),
-        reasons=(
-            Reason(
-                what="CPUs used",
-                value=format_list(others),
-                why="the others are isolated (isolcpus), and the scheduler moves no thread between them",
-            ),
-        ),
-        warnings=(
-            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} uses them, with a thread on each",
-        ),
-    )
+    why = "the others are isolated (isolcpus), and the scheduler moves no thread between them"
+    used = Reason(what="CPUs used", value=format_list(others), why=why)
+    left = f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} uses them, with a thread on each"
+    found = _only(machine, others, used, unused_why=f"isolated (isolcpus); {{cores={listed}}} uses them")
+    return replace(found, warnings=(left,))
 
 
 def _fastest(machine: Machine, request: Request) -> UsableCores:
@@ -697,18 +687,15 @@ def _best_cores(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[
 
 
 def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why: str) -> UsableCores:
-    pus = frozenset(pu for core in kept for pu in core.pus)
-    return UsableCores(
-        machine=narrowed(machine, pus, None),
-        unused=(Unused(pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=unused_why),),
-        reasons=(
-            Reason(
-                what="cores used",
-                value=formatted("{used} of {allowed}", used=len(kept), allowed=len(machine.allowed_cores)),
-                why=why,
-            ),
-        ),
-    )
+    value = formatted("{used} of {allowed}", used=len(kept), allowed=len(machine.allowed_cores))
+    used = Reason(what="cores used", value=value, why=why)
+    return _only(machine, (pu for core in kept for pu in core.pus), used, unused_why=unused_why)
+
+
+def _only(machine: Machine, pus: Iterable[int], used: Reason, *, unused_why: str) -> UsableCores:
+    kept = frozenset(pus)
+    unused = Unused(pus=tuple(pu for pu in machine.allowed_pus if pu not in kept), why=unused_why)
+    return UsableCores(machine=narrowed(machine, kept), unused=(unused,), reasons=(used,))
 
 
 def partition_shared(machine: Machine, ppn: int) -> Partition:

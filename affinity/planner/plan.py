@@ -201,9 +201,15 @@ class Plan:
     @property
     def oversubscribed(self) -> bool:
         """Whether workers share cores."""
-        core_of = {pu: core for core in self.machine.cores for pu in core.pus}
+        core_of = self.machine.core_of
         used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
         return len(used) > len(set(used))
+
+    @property
+    def computing_cores(self) -> int:
+        """Number of cores that compute."""
+        core_of = self.machine.core_of
+        return len({core_of[pu] for worker in self.workers for pu in worker.compute_pus})
 
     def render(self, wording: Wording) -> "Plan":
         """Return the plan with the settings in its texts spelled by `wording(name, value)`."""

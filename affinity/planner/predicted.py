@@ -68,7 +68,7 @@ FIELDS = {WORKERS_PER_HOST: "ppn", COMM_CORES: "comm_cores", LOADER_CORES: "load
 def slowest_part(plan: Plan) -> dict[str, Any]:
     """Return the fields of `Setup` for the worker that all others wait for: threads, comm_cores, loader_cores, pace and
     remote. If batches are in proportion to the workers' cores, none waits, and their mean pace counts."""
-    core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
+    core_of = plan.machine.core_of
 
     def cores(pus: tuple[int, ...]) -> tuple[Core, ...]:
         return tuple(dict.fromkeys(core_of[pu] for pu in pus))
@@ -396,16 +396,11 @@ class Comparison:
         if len({core.speed for core in self.plan.machine.allowed_cores}) == 1:
             return None
         fast = self._planned(e_cores="off")
-        own = computing_cores(self.plan)
-        if fast is None or computing_cores(fast) == own:
+        own = self.plan.computing_cores
+        if fast is None or fast.computing_cores == own:
             return None
-        rates = {own: self.images_per_s, computing_cores(fast): self.model.images_per_s(self.model.of(fast))}
+        rates = {own: self.images_per_s, fast.computing_cores: self.model.images_per_s(self.model.of(fast))}
         return Choice(what=COMPUTING, value=own, rates=rates)
-
-
-def computing_cores(plan: Plan) -> int:
-    core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
-    return len({core_of[pu] for worker in plan.workers for pu in worker.compute_pus})
 
 
 def checked_plan(

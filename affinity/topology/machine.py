@@ -158,6 +158,11 @@ class Machine:
         return tuple(sorted(pu for core in self.cores for pu in core.pus))
 
     @property
+    def core_of(self) -> dict[int, Core]:
+        """The core of each online PU."""
+        return {pu: core for core in self.cores for pu in core.pus}
+
+    @property
     def allowed_cores(self) -> tuple[Core, ...]:
         """The cores with at least one allowed PU, with their allowed PUs only."""
         allowed = frozenset(self.allowed_pus)
@@ -178,7 +183,7 @@ def ordered(cores: list[Core]) -> tuple[Core, ...]:
     return tuple(sorted(cores, key=place))
 
 
-def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None) -> Machine:
+def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None = None) -> Machine:
     """Restrict a machine's allowed PUs and memory nodes to these; None keeps all of them."""
     return replace(
         machine,

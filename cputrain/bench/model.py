@@ -84,13 +84,6 @@ class MeasuredModel:
         """Images/s of all workers, per step."""
         return [self.ranks[0]["images"] / step["seconds"] for step in self.ranks[0]["steps"]]
 
-    @property
-    def compute_cores(self) -> int:
-        """The number of cores that compute."""
-        machine = self.planned.plan.machine
-        pus = {pu for worker in self.planned.plan.workers for pu in worker.compute_pus}
-        return sum(not pus.isdisjoint(core.pus) for core in machine.cores)
-
 
 def steps_alone(recipe: Recipe) -> Recipe:
     """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time."""
@@ -152,7 +145,7 @@ def model_records(found: MeasuredModel) -> tuple[Record, ...]:
     training = training_record(plan.machine, measurement, command=found.command)
     if workload.assumed:
         return (training,)
-    scale = workload.gflop / found.compute_cores
+    scale = workload.gflop / plan.computing_cores
     name = training_name(workload.name, workload.precision)
     rate = rate_record(plan.machine, name, (scale * value, scale * low, scale * high), command=found.command)
     return training, rate
@@ -196,7 +189,7 @@ def _core_rates(found: MeasuredModel, name: str, precision: str) -> list[float]:
         next(each["flops"] for each in rank["limits"] if (each["name"], each["precision"]) == (name, precision))
         for rank in found.ranks
     ]
-    return [sum(values) / GIGA / found.compute_cores for values in zip(*of_ranks, strict=True)]
+    return [sum(values) / GIGA / found.planned.plan.computing_cores for values in zip(*of_ranks, strict=True)]
 
 
 def _training_figures(found: MeasuredModel) -> list[Figure]:
@@ -205,7 +198,7 @@ def _training_figures(found: MeasuredModel) -> list[Figure]:
     flop = _flop_per_image(found)
     if flop is None:
         return [rate]
-    cores, precision = found.compute_cores, found.recipe.precision
+    cores, precision = found.planned.plan.computing_cores, found.recipe.precision
     each = figure_of("training", [flop * value / GIGA / cores for value in found.images_per_s], "GFLOP/s of a core")
     if not any(limit["precision"] == precision for limit in found.ranks[0]["limits"]):
         return [each, rate]

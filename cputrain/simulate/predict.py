@@ -227,19 +227,19 @@ def run_recipe(run: PublishedRun | Measurement, data: DataSection | None = None)
 
 
 def speed_at(
-    core_flops: float,
+    flops: float,
     *,
     machine: Machine | Reference,
     measured: Measured = NOTHING_MEASURED,
     precision: str = "float32",
     constants: Constants = CONSTANTS,
 ) -> Speed:
-    """Return the speed of a host whose cores compute `core_flops` FLOP/s in this precision."""
+    """Return the speed of a host whose cores compute `flops` FLOP/s in this precision."""
     if isinstance(machine, Reference):
         cores, memory, precision = machine.cores, machine.host_bytes_per_s, machine.setup.precision
     else:
         cores, memory = len(machine.allowed_cores), host_bytes_per_s(machine, measured)
-    return speed_of(core_flops, cores, memory, precision, constants)
+    return speed_of(flops, cores, memory, precision, constants)
 
 
 def core_flops_of(reference: Reference, constants: Constants) -> float:
