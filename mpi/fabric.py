@@ -11,11 +11,15 @@ Setting = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """A fabric: the usual link speed of a host in Gbit/s, and the settings for it."""
+    """A fabric, and the settings for it."""
 
     name: str
-    link_gbit: float
     settings: tuple[Setting, ...]
+
+    @property
+    def link_gbit(self) -> float:
+        """The usual link speed of a host in Gbit/s."""
+        return LINK_GBIT[self.name]
 
 
 # CCL_ATL_TRANSPORT is not set here: oneCCL can use MPI only if Intel MPI, MPICH or srun's PMI started the ranks, which
@@ -29,22 +33,16 @@ FABRICS = {
     for fabric in (
         Fabric(
             name="opa",
-            link_gbit=LINK_GBIT["opa"],
             settings=(
                 ("FI_PROVIDER", "psm2", "Omni-Path's libfabric provider"),
                 ("HFI_NO_CPUAFFINITY", "1", "prevents PSM2 from changing the plan's core binding"),
                 ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open separate endpoints"),
                 *COMMON_MPI,
-                (
-                    "CCL_ALLREDUCE",
-                    ALGORITHM_OF["opa"],
-                    "assumed, not measured: bandwidth dominates for large gradients",
-                ),
+                ("CCL_ALLREDUCE", ALGORITHM_OF["opa"], LARGE_GRADIENTS),
             ),
         ),
         Fabric(
             name="psm3",
-            link_gbit=LINK_GBIT["psm3"],
             settings=(
                 ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as in Intel's MLPerf runs"),
                 ("PSM3_ALLOW_ROUTERS", "1", "hosts may be in several subnets"),
@@ -53,7 +51,6 @@ FABRICS = {
         ),
         Fabric(
             name="ib",
-            link_gbit=LINK_GBIT["ib"],
             settings=(
                 ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
                 ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
@@ -63,7 +60,6 @@ FABRICS = {
         ),
         Fabric(
             name="ethernet",
-            link_gbit=LINK_GBIT["ethernet"],
             settings=(
                 ("FI_PROVIDER", "tcp", "TCP sockets, which every network card supports"),
                 *COMMON_MPI,
@@ -76,7 +72,6 @@ FABRICS = {
         ),
         Fabric(
             name="efa",
-            link_gbit=LINK_GBIT["efa"],
             settings=(
                 ("FI_PROVIDER", "efa", "Amazon's Elastic Fabric Adapter"),
                 ("FI_EFA_FORK_SAFE", "1", "scripts fork loader processes"),
@@ -85,7 +80,6 @@ FABRICS = {
         ),
         Fabric(
             name="slingshot",
-            link_gbit=LINK_GBIT["slingshot"],
             settings=(
                 ("FI_PROVIDER", "cxi", "Slingshot's libfabric provider"),
                 ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no accelerator memory is used"),
@@ -94,7 +88,6 @@ FABRICS = {
         ),
         Fabric(
             name="shm",
-            link_gbit=LINK_GBIT["shm"],
             settings=(("I_MPI_FABRICS", "shm", "one host, so shared memory only"),),
         ),
     )

@@ -51,7 +51,7 @@ def find_launcher(
     """
     path = env.get("PATH")
     if requested == "auto":
-        inside = (one for one in launchers.values() if one.job_variable is not None and one.job_variable in env)
+        inside = (one for one in launchers.values() if (name := one.own_variables.job_variable) and name in env)
         launcher = next((one for one in inside if shutil.which(one.programs[0], path=path)), None)
     else:
         launcher = launchers[requested]
@@ -121,7 +121,7 @@ def identify(
 
 def _any_program(launchers: Mapping[str, Launcher]) -> str:
     """Return the programs that "auto" looks for, both in every job and in a scheduler's job only."""
-    found = [one for one in launchers.values() if one.version is not None or one.job_variable is not None]
+    found = [one for one in launchers.values() if one.version is not None or one.own_variables.job_variable]
     return join_or(list(dict.fromkeys(name for one in found for name in one.programs)))
 
 
@@ -262,11 +262,14 @@ def _assigned(command: LaunchCommand) -> str:
     return shlex.join(("env", *(f"{name}={value}" for name, value in command.variables), *command.argv))
 
 
-def wrapped(argv: tuple[str, ...], width: int = 100) -> str:
-    """Break a command into several lines, every token quoted."""
+LINE = 100
+
+
+def wrapped(argv: tuple[str, ...]) -> str:
+    """Break a command into lines of at most LINE characters if tokens allow, every token quoted."""
     lines, line = [], ""
     for token in map(quoted, argv):
-        if line and len(line) + len(token) + 1 > width:
+        if line and len(line) + len(token) + 1 > LINE:
             lines.append(line)
             line = f"    {token}"
         else:

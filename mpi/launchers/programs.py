@@ -181,7 +181,8 @@ class Launcher:
     rank_counts: Callable[[Job, "InstalledLauncher"], Tokens]
     """Tokens for the number of ranks, after the program."""
     own_variables: LauncherVariables
-    """Variables that it sets in the environment of its ranks."""
+    """Variables that it sets in the environment of its ranks; `--launcher auto` selects it in jobs with their
+    `job_variable`."""
 
     version: re.Pattern[str] | None = None
     """Matches the version's numbers in the output of `PROGRAM --version`; None: the program's name identifies it."""
@@ -191,8 +192,6 @@ class Launcher:
     """The real program if `programs` are shell wrappers: it receives signals and needs no PATH."""
     environment: Callable[[Path, Mapping[str, str]], Variables] = lambda _prefix, _env: ()
     """Function of an installation's prefix and the environment: variables that the installation needs in addition."""
-    job_variable: str | None = None
-    """A variable of scheduler jobs in which `--launcher auto` selects this launcher."""
     schedulers: Tokens = ()
     """Schedulers whose job scripts may start ranks with it: "slurm", "pbs"."""
     slots_of_scheduler: bool = False
@@ -425,7 +424,6 @@ SRUN = Launcher(
     title="srun",
     programs=("srun",),
     package="slurm-client (Debian), Slurm",
-    job_variable=SLURM.job_variable,
     schedulers=("slurm",),
     rank_counts=_srun_rank_counts,
     own_variables=SLURM,

@@ -70,7 +70,7 @@ def test_lines_of_every_launcher(name: str, binder: str, golden) -> None:
                 launch_command(job(3, binder=binder), launcher, ("CMD",), Path())
             return
         made = launch_command(job(3, binder=binder, variables=(("NAME", "it's"),)), launcher, ("CMD", "a b"), Path())
-        texts.append("\n".join([str(launcher.version), wrapped(made.argv, 90), *map("=".join, made.variables)]))
+        texts.append("\n".join([str(launcher.version), wrapped(made.argv), *map("=".join, made.variables)]))
         texts += [f"{path}:\n{text}" for path, text in made.files]
         if not (newest.launcher.binds_by_file and binder == "launcher"):
             texts.append(

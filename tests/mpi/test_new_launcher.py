@@ -81,7 +81,8 @@ def test_it_is_found_by_its_version(tmp_path: Path) -> None:
 def test_inside_a_job_of_its_own_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "example-run").write_text("#!/bin/sh\n")
     (tmp_path / "example-run").chmod(0o755)
-    own = {**LAUNCHERS, "example": replace(EXAMPLE, version=None, job_variable="EXAMPLE_JOB")}
+    variables = replace(VARIABLES, job_variable="EXAMPLE_JOB")
+    own = {**LAUNCHERS, "example": replace(EXAMPLE, version=None, own_variables=variables)}
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(InputError, match="no mpirun, mpiexec, srun or example-run on PATH"):
