@@ -109,7 +109,7 @@ from .step_time import NETWORKS as NETWORKS
 from .step_time import Layer as Layer
 from .step_time import LayerSize as LayerSize
 from .step_time import Link as Link
-from .step_time import Path as Path
+from .step_time import MessagePath as MessagePath
 from .step_time import Setup as Setup
 from .step_time import Speed as Speed
 from .step_time import Step as Step

@@ -10,10 +10,10 @@ MPICH) and, for the ring, from Patarasuk and Yuan 2009.
 
 import json
 import math
-import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.filesystem import shipped
@@ -60,6 +60,9 @@ class Constants:
     evaluation_start_s: float
 
 
+NOT_MEASURED = (1.0, 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """A layer: the number of values of each weight tensor, in the order of registration; other values are per image.
@@ -74,7 +77,7 @@ class Layer:
     flop: tuple[float, float] = (0.0, 0.0)
     moved_bytes: tuple[float, float]
     reordered: bool = False
-    slowness: tuple[float, float] = (1.0, 1.0)
+    slowness: tuple[float, float] = NOT_MEASURED
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +112,7 @@ class LayerSize:
 NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
 
 
-def network_file(name: str) -> pathlib.Path:
+def network_file(name: str) -> Path:
     """Return the path of a network's sizes, which exists if it was traced. torchvision:resnet50 shares resnet50's, and
     timm:resnet50.a1_in1k, whose tag is of weights, timm:resnet50's."""
     file = NETWORKS / f"{name.replace(':', '/').partition('.')[0]}.json"
@@ -378,7 +381,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
+class MessagePath:
     """The path of messages: the link (None on one host), a message's latency inside a host, and the bytes/s at which
     the cores of one worker move and add: inside a host, and between hosts if that is less."""
 
@@ -436,7 +439,7 @@ def _pairwise(
     )
 
 
-def cost(found: tuple[Exchange, ...], path: Path) -> Cost:
+def cost(found: tuple[Exchange, ...], path: MessagePath) -> Cost:
     """Return the seconds of exchanges over a path; a core moves one part of a message while the link moves another."""
     seconds = core_s = 0.0
     for exchange in found:
@@ -477,7 +480,7 @@ def messages_of(setup: Setup, constants: Constants) -> tuple[Message, ...]:
     )
 
 
-def _all_reduce(setup: Setup, size: float, path: Path) -> Cost:
+def _all_reduce(setup: Setup, size: float, path: MessagePath) -> Cost:
     """Return the cost of the all-reduce of a bucket with `size` bytes of float32 gradients."""
     sent = size * (HALF if setup.compression == "bf16" else 1.0)
     leaf_hosts = setup.hosts if setup.link is None else setup.link.leaf_hosts
@@ -515,7 +518,7 @@ def assigned_buckets(setup: Setup, constants: Constants) -> list[tuple[int, int]
     return [*found, (last, size)] if size else found
 
 
-def _path(setup: Setup, constants: Constants) -> Path:
+def _path(setup: Setup, constants: Constants) -> MessagePath:
     wire = math.inf
     if setup.move_bytes_per_s is not None:
         moved = setup.move_bytes_per_s
@@ -529,7 +532,7 @@ def _path(setup: Setup, constants: Constants) -> Path:
     if setup.compression == "bf16":
         slowness = constants.gloo_bf16_slowness if setup.backend == "gloo" else constants.ccl_bf16_slowness
         moved, wire = moved / slowness, wire / slowness
-    return Path(
+    return MessagePath(
         link=setup.link,
         host_latency_s=constants.host_latency_s,
         move_bytes_per_s=moved,

@@ -30,7 +30,7 @@ from cputrain.affinity.kernel.binding import set_memory_policy
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
-from cputrain.affinity.planner.step_time import fit_alpha_beta
+from cputrain.affinity.planner.step_time import fit_alpha_beta, passes_over_weights
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import plural
 from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of, spread_of
@@ -50,9 +50,9 @@ from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
 from cputrain.measurements import BUCKET_ALL_REDUCE, BUCKET_BYTES, TITLES, rate_record, transport_records
 from cputrain.models.networks import build_model
+from cputrain.models.sizes import COPIES, TAKE_NORMS
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.simulate.setup import optimizer_passes
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
@@ -221,10 +221,11 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
     runs["triad"] = lambda: seconds_of(lambda: torch.add(b, c, alpha=3.0, out=a))
     found = interleaved(runs, repeats)
     limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
+    passes = {name: passes_over_weights(COPIES[name], norms=name in TAKE_NORMS) for name in OPTIMIZERS}
     return [
         figure_of(
             f"{name}, {plural(threads, 'thread')}",
-            [optimizer_passes(name) * size / seconds / GB for seconds in found[name]],
+            [passes[name] * size / seconds / GB for seconds in found[name]],
             "GB/s",
             limit=limit,
             limited_by=f"triad, {plural(threads, 'thread')}",

@@ -23,6 +23,7 @@ COPIES = {
     "adadelta": 2,
     "adagrad_da": 3,
 }
+TAKE_NORMS = ("lars", "lamb")  # optimizers that read weights and gradients once more, for their norms
 
 
 def gflop_of(layers: tuple[LayerSize, ...]) -> float:
@@ -44,24 +45,24 @@ def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
     return tuple(named.values())
 
 
-def layer_sizes(recipe: Recipe, classes: int = CLASSES) -> tuple[LayerSize, ...] | None:
+def layer_sizes(recipe: Recipe) -> tuple[LayerSize, ...] | None:
     """Return the layers of a recipe's network at its crop; None if the network was not traced."""
     if recipe.data.path == LINE:
         return (LayerSize(name="fc", kind="linear", weights=(1, 1), inputs=1, outputs=1, flop=(2, 2)),)
     network = read_network(recipe.model.name)
     if network is None:
         return None
-    layers = layers_at(network, recipe.data.crop, recipe.model.classes or classes)
+    layers = layers_at(network, recipe.data.crop, recipe.model.classes or CLASSES)
     return early_strides(layers) if recipe.model.resnet_version == "v1" else layers
 
 
-def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
+def workload_of(recipe: Recipe) -> Workload:
     """Return the computation of one worker under a recipe; activations grow with the area of the crop.
 
     A network that was not traced is assumed to have ResNet-50's size, as stated in the workload's name.
     """
     name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
-    layers, network = layer_sizes(recipe, classes), read_network(name)
+    layers, network = layer_sizes(recipe), read_network(name)
     workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's", network="")
     if layers is not None and network is not None:
         workload = Workload(
@@ -81,7 +82,7 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
         optimizer_copies=state_copies(recipe.optim) + (recipe.ema_decay is not None),
         precision=recipe.precision,
-        norms=recipe.optim.name in ("lars", "lamb"),
+        norms=recipe.optim.name in TAKE_NORMS,
         backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
         compression=recipe.comm.compression,
         bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,

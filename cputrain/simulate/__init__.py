@@ -1,7 +1,8 @@
 """Predict a training on hosts that are not available: time of a step, efficiency, time to train.
 
-assumptions.py loads every constant with its source. step.py has the layers of networks, the simulated host and one
-step: compute, all-reduce and their overlap. predict.py predicts a job on one and on many hosts, output.py formats it.
+setup.py has a recipe's layers and the measured rates, predict.py predicts a job on one and on many hosts, output.py
+formats it. The constants with their sources are in affinity/planner/assumptions.py; one step (compute, all-reduce and
+their overlap) is in step_time.py there.
 """
 
 from cputrain.affinity.lazy import front

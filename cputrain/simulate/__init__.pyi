@@ -26,7 +26,6 @@ from .setup import MeasuredTraining as MeasuredTraining
 from .setup import Measurement as Measurement
 from .setup import find as find
 from .setup import layers_of as layers_of
-from .setup import optimizer_passes as optimizer_passes
 from .setup import setup_of as setup_of
 from .setup import trace_unknown as trace_unknown
 from .setup import training_record as training_record

@@ -10,7 +10,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
-from cputrain.affinity.planner.step_time import Setup, Step
+from cputrain.affinity.planner.step_time import NOT_MEASURED, Setup, Step
 from cputrain.affinity.wording import MIB, plural
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.models.sizes import layer_sizes
@@ -26,7 +26,7 @@ from cputrain.simulate.predict import (
     rows_of,
     scenario_setup,
 )
-from cputrain.simulate.setup import NOT_MEASURED, find, unreadable
+from cputrain.simulate.setup import find, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

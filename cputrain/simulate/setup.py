@@ -13,26 +13,26 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.predicted import setup_of_plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
 from cputrain.affinity.planner.step_time import (
+    NOT_MEASURED,
     Layer,
     Link,
     Setup,
     Work,
     keep_network,
     layer_of,
-    passes_over_weights,
     read_network,
 )
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.models.sizes import COPIES, layer_sizes, workload_of
+from cputrain.models.sizes import layer_sizes, workload_of
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import OWN_NETWORKS, TIMM, Recipe
 
 
-def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
+def layers_of(recipe: Recipe) -> tuple[Layer, ...]:
     """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
-    sizes = layer_sizes(recipe, classes)
+    sizes = layer_sizes(recipe)
     if sizes is None:
         known = join_or(OWN_NETWORKS)
         raise InputError(
@@ -150,14 +150,6 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
         link=link if plan.request.nodes > 1 else None,
         decoded_per_core_s=None if recipe.data.generated else planned.decoded_per_core_s,
     )
-
-
-def optimizer_passes(name: str) -> int:
-    """Return the number of passes over the weights in an optimizer step."""
-    return passes_over_weights(COPIES[name], norms=name in ("lars", "lamb"))
-
-
-NOT_MEASURED = (1.0, 1.0)
 
 
 def set_slowness(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerSeconds]) -> tuple[Layer, ...]:

@@ -117,7 +117,7 @@ def kept_by(model: nn.Module, images: torch.Tensor, precision: str = "float32") 
 @pytest.mark.parametrize(("name", "side", "classes"), [("resnet18", 64, 1000), ("lenet", 28, 10), ("linear", 28, 10)])
 def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
     """Parameters, operations of a training step and what autograd keeps, counted on a real network with values."""
-    expected = workload_of(Recipe(model=ModelSection(name=name), data=DataSection(crop=side)), classes)
+    expected = workload_of(Recipe(model=ModelSection(name=name, classes=classes), data=DataSection(crop=side)))
     model = build_model(ModelSection(name=name), classes, side).to(memory_format=torch.channels_last)
     assert sum(p.numel() for p in model.parameters()) == expected.parameters
     images = torch.zeros(IMAGES, 3, side, side).to(memory_format=torch.channels_last)
@@ -153,7 +153,7 @@ def test_a_worker_in_bf16_needs_less_for_activations_and_a_copy_of_the_weights_m
 
 def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:
     whole = workload_of(Recipe())
-    small = workload_of(Recipe(data=DataSection(crop=64)), classes=10)
+    small = workload_of(Recipe(model=ModelSection(classes=10), data=DataSection(crop=64)))
     assert whole.parameters - small.parameters == 990 * 2049
     assert small.gflop == pytest.approx(whole.gflop * (64 / 224) ** 2, rel=0.001)  # the last layer's do not shrink
 

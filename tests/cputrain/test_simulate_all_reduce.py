@@ -10,19 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import ALGORITHMS, LINKED, Path, cost, exchanges, expected_maximum, link_of, slowest
+from cputrain.affinity.planner import (
+    ALGORITHMS,
+    LINKED,
+    MessagePath,
+    cost,
+    exchanges,
+    expected_maximum,
+    link_of,
+    slowest,
+)
 
-PATH = Path(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
+PATH = MessagePath(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
 SIZE = 1e8
 
 
-def seconds(algorithm: str, hosts: int, workers: int, size: float = SIZE, path: Path = PATH) -> float:
+def seconds(algorithm: str, hosts: int, workers: int, size: float = SIZE, path: MessagePath = PATH) -> float:
     link = path.link or link_of("opa")
     found = exchanges(algorithm, size, hosts=hosts, workers=workers, leaf_hosts=link.leaf_hosts)
     return cost(found, replace(path, link=path.link if hosts > 1 else None)).seconds
 
 
-def over(fabric: str, **link: float) -> Path:
+def over(fabric: str, **link: float) -> MessagePath:
     """A fabric whose messages cost the cores nothing."""
     return replace(PATH, link=link_of(fabric, **link), move_bytes_per_s=1e30)
 
