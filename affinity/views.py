@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from html import escape
-from textwrap import TextWrapper, wrap
+from textwrap import fill, wrap
 
 from cputrain.affinity.errors import InputError, Wording, as_field, describe
 from cputrain.affinity.planner import domains, memory, request, rules
@@ -10,7 +10,7 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import RESNET50, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.machine import Core, Machine, format_list
-from cputrain.affinity.wording import memory_text, plural
+from cputrain.affinity.wording import memory_text
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
@@ -134,11 +134,18 @@ def _headline(machine: Machine) -> str:
     limit = (
         "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them available to this process"
     )
-    return (
-        f"{machine.name}: {processor(machine)}\n"
-        f"{plural(len(machine.packages), 'package')}, {plural(len(machine.numa_nodes), 'NUMA node')}, "
-        f"{plural(len(machine.cores), 'core')}, {plural(len(machine.pus), 'CPU')}{limit}"
-    )
+    return f"{machine.name}: {processor(machine)}\n{', '.join(machine.counts)}{limit}"
+
+
+def _without_pus(machine: Machine) -> list[str]:
+    """Describe the NUMA nodes without PUs, a line each."""
+    lines = []
+    for node in machine.numa_nodes:
+        if not node.pus:
+            near = ", ".join(map(str, node.near)) or "none"
+            size = f"{memory_text(node.memory_bytes)} of {node.kind} memory"
+            lines.append(f"NUMA node {node.id}: {size}, next to node {near}")
+    return lines
 
 
 def _map(plan: Plan, colored: bool) -> str:
@@ -162,11 +169,7 @@ def _map(plan: Plan, colored: bool) -> str:
         room = f", {memory_text(size)}" if size else ""
         lines.append(f"package {package}, NUMA node {'none' if node is None else node}{room}")
         lines += ["  " + " ".join(cells[i : i + per_line]).rstrip() for i in range(0, len(cells), per_line)]
-    for memory_only in plan.machine.numa_nodes:
-        if not memory_only.pus:
-            near = ", ".join(map(str, memory_only.near)) or "none"
-            kind = f"{memory_text(memory_only.memory_bytes)} of {memory_only.kind} memory"
-            lines.append(f"NUMA node {memory_only.id}: {kind}, next to node {near}")
+    lines += _without_pus(plan.machine)
     lines.append(f"  one character per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
@@ -222,9 +225,14 @@ def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
 def _folded(text: str, indent: int = 2) -> str:
     """Wrap text at WIDTH characters with a hanging indent; paths and CPU lists stay whole, so they can be copied."""
     start = len(text) - len(text.lstrip())
-    wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
-    return wrapper.fill(text.lstrip())
+    return fill(
+        text.lstrip(),
+        WIDTH,
+        initial_indent=" " * start,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _indented(lines: list[str]) -> str:
@@ -326,10 +334,8 @@ def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
             x = 2 * GAP + i % COLUMNS * (CELL + GAP)
             parts += _core(core, does, x, y + LINE + GAP + i // COLUMNS * (CELL + GAP))
         y += height + GAP
-    for node_only in (node for node in plan.machine.numa_nodes if not node.pus):
-        near = ", ".join(map(str, node_only.near)) or "none"
-        size = f"{memory_text(node_only.memory_bytes)} of {node_only.kind} memory"
-        y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {size}, next to node {near}")
+    for line in _without_pus(plan.machine):
+        y = _text(parts, GAP, y, line)
     y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
     for worker in plan.workers:
         parts.append(_rect(GAP, y + 3, 12, 12, fill=color(worker.local_rank)))

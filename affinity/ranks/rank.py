@@ -156,6 +156,7 @@ NUMBER = re.compile("[0-9]{1,9}")
 SLURM_HOST, PALS_HOST = "SLURM_NODEID", "PALS_NODEID"  # number of the rank's host
 STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 SET_TASKS = "set it to the tasks per host in Slurm's format, 4(x2) for two hosts with 4 each"
+SET_RANKS = "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
 TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -173,6 +174,11 @@ class Rank:
     def one_host(self) -> bool:
         """Whether all ranks of the job are on this host."""
         return self.local_world_size == self.world_size
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Its numbers as text, in the order of `LauncherVariables.rank_names`."""
+        return tuple(map(str, (self.rank, self.world_size, self.local_rank, self.local_world_size)))
 
 
 # The launchers' variables for the local rank.
@@ -210,8 +216,7 @@ def rank_from_env(env: Mapping[str, str]) -> Rank | None:
         incomplete.append("PMIX_RANK is set, but no world size, which PMIx gives to MPI programs only")
     if incomplete:
         raise InputError(
-            f"{'; '.join(incomplete)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or unset "
-            "these variables if no launcher started this process"
+            f"{'; '.join(incomplete)}: {SET_RANKS}, or unset these variables if no launcher started this process"
         )
     return None
 
@@ -258,14 +263,13 @@ def pals_application(env: Mapping[str, str]) -> PalsApplication | None:
     the tables. Raises InputError if the file cannot be read or has another format.
     """
     path = Path(env.get(APINFO, ""))
-    remedy = "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
     try:
         data = path.read_bytes() if path.is_file() else None
     except OSError as error:
-        raise InputError(f"cannot read {APINFO}={str(path)[:100]} ({error.strerror}): {remedy}") from None
+        raise InputError(f"cannot read {APINFO}={str(path)[:100]} ({error.strerror}): {SET_RANKS}") from None
     application = None if data is None else _application_in(data)
     if data is not None and application is None:
-        raise InputError(f"{APINFO}={str(path)[:100]} is not a description of ranks by PALS: {remedy}")
+        raise InputError(f"{APINFO}={str(path)[:100]} is not a description of ranks by PALS: {SET_RANKS}")
     return application
 
 
@@ -293,8 +297,8 @@ def _pals_rank(env: Mapping[str, str]) -> Rank:
     application = pals_application(env) if missing else None
     if missing and application is None:
         raise InputError(
-            f"{rank} is set, but not {', '.join(missing)}, and {APINFO} is not a file: set RANK, WORLD_SIZE, "
-            "LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or unset these variables if no launcher started it"
+            f"{rank} is set, but not {', '.join(missing)}, and {APINFO} is not a file: {SET_RANKS}, or "
+            "unset these variables if no launcher started it"
         )
     sizes = (
         (_number(env, world), _number(env, local_world))
@@ -328,9 +332,8 @@ def tasks_per_node(env: Mapping[str, str], name: str) -> tuple[int, ...]:
 
 def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
     """Return the env:// variables that torch.distributed.init_process_group() reads."""
-    numbers = (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)
     return {
-        **{name: str(number) for name, number in zip(ENV.rank_names, numbers, strict=True)},
+        **dict(zip(ENV.rank_names, rank.numbers, strict=True)),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
@@ -416,11 +419,10 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     named = {SLURM.convention: SLURM_HOST, PALS.convention: PALS_HOST}.get(rank.convention, "")
     host = env.get(named) or str(rank.rank // rank.local_world_size)
     node = {"SLURM_NODEID": host, "NODE_RANK": host, "GROUP_RANK": host}
-    numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
-    same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
+    same = {name: number for names in others for name, number in zip(names, rank.numbers, strict=True)}
     # A PMI server from outside this job, such as that of a shell started by srun, does not know this job's ranks.
-    foreign = [env.get(name) for name in HYDRA.rank_names[:2]] != numbers[:2]
+    foreign = [env.get(name) for name in HYDRA.rank_names[:2]] != [*rank.numbers[:2]]
     kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
     return {**defaults, **kept, **same, **node, **rendezvous(rank, address, port)}
 

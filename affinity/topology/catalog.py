@@ -28,9 +28,6 @@ from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.affinity.wording import GIB
 
-# Assumed memory of a NUMA node in a description without sizes: large, so that memory does not limit the number of
-# workers (hwloc assumes 1 GiB).
-ASSUMED_NODE_BYTES = 256 * GIB
 ACHIEVED = 0.8  # achieved share of the memory channels' nominal bandwidth
 
 
@@ -66,9 +63,7 @@ def _read_description(spec: str, path: Path) -> Machine:
     if ":" in spec:
         from cputrain.affinity.topology.hwloc import read_synthetic
 
-        return read_synthetic(
-            spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=ASSUMED_NODE_BYTES
-        )
+        return read_synthetic(spec)
     return named_machine(spec)
 
 

@@ -22,6 +22,7 @@ from cputrain.affinity.topology.machine import (
 )
 from cputrain.affinity.topology.memory import Sizes, on_package_gib, with_kinds, without_dram
 from cputrain.affinity.topology.sysfs import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
+from cputrain.affinity.wording import GIB
 
 
 def plain_number(text: str) -> int:
@@ -421,7 +422,19 @@ class _Levels:
     node_indexes: str | None
 
 
-def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], memory_bytes: int) -> Machine:
+# Assumed memory of a NUMA node in a description without sizes: large, so that memory does not limit the number of
+# workers (hwloc assumes 1 GiB).
+ASSUMED_NODE_BYTES = 256 * GIB
+
+
+def read_synthetic(
+    text: str,
+    *,
+    name: str = "synthetic",
+    model: str = "synthetic machine",
+    isa: tuple[str, ...] = (),
+    memory_bytes: int = ASSUMED_NODE_BYTES,
+) -> Machine:
     """Build the machine that a synthetic description has: levels type:count from the outside in, nested in any order.
 
     Types are pack, die, numa, l3, l2, core (required) and pu (last), each at most once; hwloc's other types only

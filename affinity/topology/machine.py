@@ -7,6 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from cputrain.affinity.wording import plural
+
 MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS; a larger id means damaged input
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
@@ -156,6 +158,16 @@ class Machine:
     def pus(self) -> tuple[int, ...]:
         """All online PUs, ascending."""
         return tuple(sorted(pu for core in self.cores for pu in core.pus))
+
+    @property
+    def counts(self) -> tuple[str, str, str, str]:
+        """Its packages, NUMA nodes, cores and CPUs: ("2 packages", "2 NUMA nodes", "48 cores", "96 CPUs")."""
+        return (
+            plural(len(self.packages), "package"),
+            plural(len(self.numa_nodes), "NUMA node"),
+            plural(len(self.cores), "core"),
+            plural(len(self.pus), "CPU"),
+        )
 
     @property
     def core_of(self) -> dict[int, Core]:

@@ -34,7 +34,7 @@ def speeds(root: Path) -> list[float]:
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_dies_caches_and_core_types_read_back(tmp_path: Path, masks: bool) -> None:
-    made = read_synthetic("pack:2 die:2 l3:2 l2:3 core:2 pu:2", name="made", model="m", isa=(), memory_bytes=1 << 30)
+    made = read_synthetic("pack:2 die:2 l3:2 l2:3 core:2 pu:2")
     write_sysfs(made, tmp_path / "a", masks=masks)
     stated = tuple(replace(node, memory_assumed=False) for node in made.numa_nodes)
     assert read_machine(tmp_path / "a") == replace(made, numa_nodes=stated), "the kernel states the memory"

@@ -15,7 +15,7 @@ from tests.support.plan_facts import reason_of
 
 
 def synthetic(text: str) -> Machine:
-    return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
+    return read_synthetic(text, isa=("avx2",), memory_bytes=64 << 30)
 
 
 def plenty(domains: tuple[Domain, ...]) -> float:

@@ -9,7 +9,7 @@ from tests.support.commands import need
 
 
 def synthetic(text: str) -> Machine:
-    return read_synthetic(text, name="s", model="m", isa=(), memory_bytes=1 << 30)
+    return read_synthetic(text, memory_bytes=1 << 30)
 
 
 def test_levels_multiply() -> None:
