@@ -10,17 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import cache_folder, installed_version
 from cputrain.affinity.planner.openmp import find_runtime, installed_allocators, target_of
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.request import OPTION_OF, Measured, Rate, Request, Tuned, tuning_name, with_defaults
+from cputrain.affinity.planner.request import Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import GIB, plural
+from cputrain.affinity.wording import GIB
 
+T = TypeVar("T")
 FORMAT, FOLDER = 1, "measured"
 RATE, TRAINING, TUNED, ENGINE = "rate", "training", "tuned", "engine"
 GOVERNOR = Path("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -65,12 +68,13 @@ def machine_name(machine: Machine) -> str:
     memory, and how much of them this process may use."""
     memory = sum(node.memory_bytes for node in machine.numa_nodes)
     limit = machine.memory_limit_bytes
+    packages, nodes, cores, cpus = machine.counts
     parts = (
         machine.model,
-        plural(len(machine.packages), "package"),
-        plural(len(machine.numa_nodes), "NUMA node"),
-        f"{len(machine.allowed_cores)} of {plural(len(machine.cores), 'core')}",
-        plural(len(machine.pus), "CPU"),
+        packages,
+        nodes,
+        f"{len(machine.allowed_cores)} of {cores}",
+        cpus,
         # rounded up to whole memory modules, as kernels reserve a varying part of the memory
         f"{MODULE_GIB * ceil(memory / GIB / MODULE_GIB)} GiB",
         *(() if limit is None or limit >= memory else (f"{limit // GIB} GiB of them",)),
@@ -141,8 +145,6 @@ def _stale_notes(stale: list[Record], now: tuple[str, ...]) -> list[str]:
 
 def parse_record(text: str) -> Record:
     """Parse a record. Raises ValueError if it is invalid."""
-    import msgspec  # most hosts have no records
-
     try:
         data = msgspec.json.decode(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -159,27 +161,26 @@ def parse_record(text: str) -> Record:
 
 def rate_of(record: Record) -> Rate:
     """Return the rate in a record. Raises ValueError if it is invalid."""
-    value, low, high = (_positive(record.values.get(key)) for key in ("value", "low", "high"))
-    if not low <= value <= high:
+    rate = _converted(record, Rate)
+    if not rate.low <= rate.value <= rate.high:
         raise ValueError("value is not between low and high")
-    return Rate(name=record.name, value=value, low=low, high=high, date=record.date, command=record.command)
-
-
-def _positive(value: Any) -> float:
-    if type(value) not in (int, float) or not LEAST <= value <= MOST:
-        raise ValueError("value, low or high is not a plausible positive number")
-    return float(value)
+    if not LEAST <= rate.low <= rate.high <= MOST:
+        raise ValueError("low or high is not a plausible rate")
+    return rate
 
 
 def tuned_of(record: Record) -> Tuned:
     """Return the tuned plan in a record. Raises ValueError if it is invalid."""
-    values = record.values
-    counts = {key: values.get(key) for key in ("ppn", "comm_cores", "loader_cores")}
-    if not all(type(count) is int and count >= (name == "ppn") for name, count in counts.items()):
-        raise ValueError("ppn, comm_cores and loader_cores are not counts")
-    if values.get("allocator") not in OPTION_OF["allocator"].choices or not isinstance(values.get("why"), str):
-        raise ValueError("allocator or why is missing")
-    return Tuned(**counts, allocator=values["allocator"], why=values["why"], date=record.date)  # type: ignore[arg-type]
+    return _converted(record, Tuned)
+
+
+def _converted(record: Record, kind: type[T]) -> T:
+    """Convert a record's values, name, date and command to a type. Raises ValueError if they do not fit it."""
+    about = {"name": record.name, "date": record.date, "command": record.command}
+    try:
+        return msgspec.convert({**record.values, **about}, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
 
 def read_measured(machine: Machine, request: Request, env: Mapping[str, str]) -> Measured:
