@@ -315,7 +315,7 @@ def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
         machine,
         request.ppn,
         ppn_why=ppn_why,
-        most=None if request.most_workers is None else max(1, request.most_workers // request.nodes),
+        most=request.most_per_host,
         proportional=proportional,
         headroom=headroom,
     )

@@ -34,7 +34,7 @@ from cputrain.affinity.planner.request import (
     is_phi,
     with_defaults,
 )
-from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates, most_per_pass
+from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates, most_per_pass, passes_of
 from cputrain.affinity.planner.step_time import (
     Constants,
     Layer,
@@ -140,7 +140,7 @@ def batch_of(request: Request, workers: int) -> tuple[int, int]:
     limit, ranks = request.local_batch or USUAL_BATCH, request.nodes * workers
     if request.global_batch is None:
         return limit, request.accumulation
-    return most_per_pass(limit, request.global_batch, ranks), ceil(request.global_batch / (ranks * limit))
+    return most_per_pass(limit, request.global_batch, ranks), passes_of(limit, request.global_batch, ranks)
 
 
 def setup_of_plan(plan: Plan) -> Setup:
@@ -354,7 +354,7 @@ class Comparison:
         near = {own // 2, 2 * own, len({core.package for core in cores})}
         if len(uniform_groups(cores)) == 1:
             near |= {count for count in (own - 1, own + 1) if count and len(cores) % count == 0}
-        most = len(cores) if request.most_workers is None else max(1, request.most_workers // request.nodes)
+        most = request.most_per_host or len(cores)
         images = request.global_batch
         if images is not None and images % (request.nodes * own) == 0:
             near = {count for count in near if count and images % (request.nodes * count) == 0}
@@ -405,7 +405,7 @@ class Comparison:
 
 def checked_plan(
     machine: Machine,
-    request: Request | None = None,
+    request: Request,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
     chosen: Chosen = NOTHING_CHOSEN,
@@ -422,7 +422,7 @@ def checked_plan(
 
 def compared_plan(
     machine: Machine,
-    request: Request | None = None,
+    request: Request,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
     chosen: Chosen = NOTHING_CHOSEN,

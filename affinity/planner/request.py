@@ -516,6 +516,11 @@ class Request:
     comm_siblings: Count = 0
     reserve_last: bool = False
 
+    @property
+    def most_per_host(self) -> int | None:
+        """The limit on a host's workers that the rules may choose; None if there is none."""
+        return None if self.most_workers is None else max(1, self.most_workers // self.nodes)
+
 
 def check_request(request: Request) -> None:
     """Raise RequestError if a value is invalid on any machine."""

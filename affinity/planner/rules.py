@@ -330,13 +330,17 @@ def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, str
     return 1, "with few compute cores, operators in parallel would compete for them"
 
 
+def passes_of(local_batch: int, global_batch: int, workers: int) -> int:
+    """Return the backward passes of a worker in which workers compute a global batch, each at most `local_batch`."""
+    return ceil(global_batch / (workers * local_batch))
+
+
 def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> int:
     """Return the most images of a worker's backward pass: `local_batch`, or less if equal parts of a global batch need
     no more passes with less."""
     if global_batch is None:
         return local_batch
-    passes = ceil(global_batch / (workers * local_batch))
-    return ceil(ceil(global_batch / workers) / passes)
+    return ceil(ceil(global_batch / workers) / passes_of(local_batch, global_batch, workers))
 
 
 def local_batches(

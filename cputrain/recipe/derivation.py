@@ -12,7 +12,7 @@ from typing import Literal
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.request import Reason
-from cputrain.affinity.planner.rules import most_per_pass
+from cputrain.affinity.planner.rules import most_per_pass, passes_of
 from cputrain.affinity.wording import plural
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 
@@ -245,7 +245,7 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
 
 def passes_per_step(batch: BatchSection, workers: int) -> int:
     """Return the backward passes per worker in a step with this number of workers."""
-    return batch.accumulation if batch.global_ is None else ceil(batch.global_ / (workers * batch.local))
+    return batch.accumulation if batch.global_ is None else passes_of(batch.local, batch.global_, workers)
 
 
 def largest_local_batch(batch: BatchSection, workers: int) -> int:
