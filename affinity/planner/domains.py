@@ -693,6 +693,7 @@ def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why:
 
 
 def _only(machine: Machine, pus: Iterable[int], used: Reason, *, unused_why: str) -> UsableCores:
+    """Keep these allowed PUs; `used` explains them, `unused_why` the others."""
     kept = frozenset(pus)
     unused = Unused(pus=tuple(pu for pu in machine.allowed_pus if pu not in kept), why=unused_why)
     return UsableCores(machine=narrowed(machine, kept), unused=(unused,), reasons=(used,))

@@ -99,7 +99,7 @@ def test_loader_cores_are_as_many_as_the_decoder_and_the_images_need(
     plan = plan_machine(MACHINE, replace(REQUEST, ppn=2, workload=workload))
     reason = reason_of(plan, "loader cores per worker")
     assert round(reason.numbers["decoded_per_s"]) == per_core and reason.why.endswith(f" by {decoder}")
-    core_of = {pu: core for core in MACHINE.cores for pu in core.pus}
+    core_of = MACHINE.core_of
     assert [len({core_of[pu] for pu in worker.loader_pus}) for worker in plan.workers] == [loaders] * 2
 
 

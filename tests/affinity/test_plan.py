@@ -61,7 +61,7 @@ def machines_and_requests(draw: st.DrawFn, *, packages: int = 4, cores: int = 30
 def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
     machine, request = drawn
     plan = plan_machine(machine, request, RUNTIME)
-    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    core_of = machine.core_of
     used: set = set()
     for worker in plan.workers:
         cores = {core_of[pu] for pu in worker.pus}
@@ -136,7 +136,7 @@ def test_more_workers_than_cores_share_them_evenly(drawn, more: int) -> None:
     cores = len(machine.allowed_cores)
     request = replace(request, ppn=cores + more, oversubscribe=True)
     plan = plan_machine(machine, request, RUNTIME)
-    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    core_of = machine.core_of
     load = dict.fromkeys((core_of[pu] for pu in machine.allowed_pus), 0)
     for worker in plan.workers:
         assert worker.pus and set(worker.pus) <= set(machine.allowed_pus)
@@ -266,7 +266,7 @@ def test_a_cpu_quota_counts_threads(quota: float, smt: bool, cores: int, threads
     """Eight cores of two threads: no more threads than the quota feeds, those that load and communicate included."""
     machine = replace(build_machine(1, 1, 8, 2), cpu_quota=quota)
     plan = plan_machine(machine, Request(smt=smt, loader_cores=0), RUNTIME)
-    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    core_of = machine.core_of
     busy = [pu for worker in plan.workers for pu in worker.pus]
     assert (len({core_of[pu] for pu in busy}), len(busy)) == (cores, threads)
     reserved = plan_machine(machine, Request(ppn=1, smt=smt, loader_cores=min(1, cores - 1)), RUNTIME)

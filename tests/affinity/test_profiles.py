@@ -64,7 +64,7 @@ def test_mlperf_on_sapphire_rapids() -> None:
     """One worker a package, one loader core, the others compute, eight oneCCL threads on their second threads."""
     made = plan("spr-8480plus-2s", "mlperf-spr")
     assert [(worker.intra_op, worker.loader_pus) for worker in made.workers] == [(55, (0, 112)), (55, (56, 168))]
-    core_of = {pu: core for core in made.machine.cores for pu in core.pus}
+    core_of = made.machine.core_of
     for worker in made.workers:
         assert len(worker.comm_pus) == 8
         assert {core_of[pu].pus[1] for pu in worker.compute_pus} >= set(worker.comm_pus)
