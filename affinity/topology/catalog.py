@@ -93,12 +93,13 @@ def described_machines(folder: Path) -> tuple[Path, ...]:
 
 def machine_names() -> list[str]:
     """List the names of all machines in the catalog: PROCESSOR-VARIANT."""
-    return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["variants"])
+    variants = ((path.stem, read_yaml(path)["variants"]) for path in MACHINES.glob("*.yaml"))
+    return sorted(f"{processor}-{variant}" for processor, listed in variants for variant in listed)
 
 
 def catalog_machines() -> tuple[Machine, ...]:
     """Return all machines in the catalog, sorted by name."""
-    entries = ((path, _entry(path)) for path in MACHINES.glob("*.yaml"))
+    entries = ((path, read_yaml(path)) for path in MACHINES.glob("*.yaml"))
     found = (
         _build_machine(f"{path.stem}-{variant}", entry, **sizes)
         for path, entry in entries
@@ -117,7 +118,7 @@ def named_machine(name: str) -> Machine:
     """Return a catalog machine by name. Raises InputError with the nearest names if it does not exist."""
     for path in MACHINES.glob("*.yaml"):
         if name.startswith(f"{path.stem}-"):
-            entry = _entry(path)
+            entry: dict[str, Any] = read_yaml(path)
             variant = entry["variants"].get(name.removeprefix(f"{path.stem}-"))
             if variant is not None:
                 return _build_machine(name, entry, **variant)
@@ -146,7 +147,7 @@ def processor_facts(model: str) -> ProcessorFacts:
     for path in MACHINES.glob("*.yaml"):
         if f"model: {model}\n" not in path.read_text(encoding="utf-8"):
             continue
-        entry = _entry(path)
+        entry = read_yaml(path)
         nominal, measured, clock = (entry.get(key) for key in ("memory_gb_s", "stream_gb_s", "clock_ghz"))
         memory = measured or (None if nominal is None else ACHIEVED * nominal)
         return ProcessorFacts(
@@ -154,17 +155,6 @@ def processor_facts(model: str) -> ProcessorFacts:
             clock_range=None if clock is None else clock[1] / clock[0] - 1,
         )
     return ProcessorFacts()
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    try:
-        entry: dict[str, Any] = read_yaml(path)
-    except ModuleNotFoundError:  # `python -m cputrain.affinity` reads all other descriptions without PyYAML
-        raise InputError(
-            "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "
-            "tarball, lstopo's XML or a synthetic description"
-        ) from None
-    return entry
 
 
 def _build_machine(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.__main__ import main
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import Request, Runtime, plan_from_dict, plan_machine, plan_to_json
 from cputrain.affinity.topology import (
@@ -426,22 +425,6 @@ def test_packages_without_numbers_are_told_apart_by_their_cpus(tmp_path: Path, s
     machine = read_machine(tmp_path)
     assert machine.packages == (tuple(range(8)) if sets else (0,))
     assert [core.package for core in machine.cores] == [i // 4 if sets else 0 for i in range(32)]
-
-
-@pytest.mark.parametrize(
-    ("machine", "status", "said"),
-    [
-        ("pack:2 core:4 pu:2", 0, ""),
-        ("skx-8160-2s", 2, "the catalog of machines needs PyYAML, which is not installed: pip install"),
-    ],
-)
-def test_the_catalog_alone_needs_pyyaml(
-    machine: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert main(["plan", "--machine", machine, "--ppn", "2"], {}) == status
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == bool(said) and bool(printed.out) != bool(said)
 
 
 def test_nobody_needs_to_read_all_that_is_printed() -> None:
