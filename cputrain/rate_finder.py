@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9  # weight of earlier losses in the moving average
 DIVERGED = 4.0  # times the lowest smoothed loss, at which the test ends (fastai)
-SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 LEAST_FALL = 0.02  # of the first smoothed loss; a smaller fall is noise
 
 
@@ -143,7 +142,7 @@ def find_rate(
     found = suggest(test)
     if picture is not None:
         title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
-        write_text(picture, SVG_HEAD + range_test_svg(title, test, found))
+        write_text(picture, range_test_svg(title, test, found))
     if as_json:
         losses, smoothed = ([x if math.isfinite(x) else None for x in each] for each in (test.losses, test.smoothed))
         points = zip(test.rates, losses, smoothed, strict=True)

@@ -192,13 +192,12 @@ MAX_BYTES = 16 << 20  # content of larger files is not compared: they are data, 
 def inspect_host(
     files: tuple[str, ...],
     packages: tuple[str, ...],
-    scratch: str,
     machine: Machine,
     now_s: float,
     provider: str | None,
 ) -> HostReport:
     """Return this host's report; `now_s` is the launching host's clock, `provider` the job's libfabric provider."""
-    space = os.statvfs(scratch)
+    space = os.statvfs(tempfile.gettempdir())
     return HostReport(
         host=socket.gethostname(),
         python=sys.version.split()[0],
@@ -426,7 +425,6 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     before or after that."""
     parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.preflight", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
-    parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("--packages", default="", metavar="NAME,...", help="packages whose versions are reported")
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
@@ -440,7 +438,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     server = socket.create_server((address, 0), family=connection.socket.family)
     threading.Thread(target=_receive_all, args=(server, token), daemon=True).start()
     files, packages = tuple(options.files), tuple(filter(None, options.packages.split(",")))
-    report = inspect_host(files, packages, options.scratch, this_machine(), clock.now_s, env.get("FI_PROVIDER"))
+    report = inspect_host(files, packages, this_machine(), clock.now_s, env.get("FI_PROVIDER"))
     connection.send(report)
     connection.send(Listening(address=address, port=server.getsockname()[1]))
     neighbor = _next(connection, LinkPeer)

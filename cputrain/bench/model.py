@@ -52,7 +52,7 @@ def measure_training(
     Replaces the run in the recipe's folder. Raises as `run_on_ranks` does; `what` names the training in messages.
     """
     folder = planned.recipe.folder
-    make_folder(planned.recipe, None, overwrite=True)
+    make_folder(planned.recipe, overwrite=True)
     asked = {"recipe": str(folder / RECIPE), "spec": asdict(spec)}
     return run_on_ranks(planned.plan, "cputrain.bench.recorder:measure", asked, folder, env, what=what)
 

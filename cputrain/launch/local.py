@@ -97,7 +97,7 @@ def train_here(
     command = (*isolated_command("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
-            make_folder(recipe, None, overwrite=overwrite)
+            make_folder(recipe, overwrite=overwrite)
             job = local_job(planned.plan, command, folder, verify=verify, plain_rank=0)
             return run_local(job, env, save_first=True)
     except JobFailedError as error:
@@ -136,9 +136,8 @@ def run_in_scratch(plan: Plan, words: tuple[str, ...], env: Mapping[str, str], *
     return status
 
 
-def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
-    """Return a recipe's request for the planner on one of `nodes` hosts, with its number of training images if
-    known."""
+def request_of(recipe: Recipe, images: int | None = None) -> Request:
+    """Return a recipe's request for the planner on one host, with its number of training images if known."""
     fields = {
         option.name: option.requested(getattr(recipe.plan, option.name))
         for option in RECIPE_OPTIONS
@@ -146,7 +145,6 @@ def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Req
     }
     return Request(
         **fields,
-        nodes=nodes,
         local_batch=recipe.batch.local,
         global_batch=recipe.batch.global_,
         accumulation=recipe.batch.accumulation,

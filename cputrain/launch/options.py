@@ -442,11 +442,11 @@ def in_pods(job: Job, env: Mapping[str, str]) -> Job:
     return replace(job, pods=pods, master_port=port_of(env) or MASTER_PORT, secrets=secrets)
 
 
-def wait_for_name(address: str, pods: Pods, limit_s: float = NAME_S) -> None:
+def wait_for_name(address: str, pods: Pods) -> None:
     """Wait until the first pod has an address: its name appears when it is scheduled. Raises RunError at the limit."""
     if pods.count == 1:
         return
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + NAME_S
     while True:
         try:
             socket.getaddrinfo(address, None)
@@ -454,7 +454,7 @@ def wait_for_name(address: str, pods: Pods, limit_s: float = NAME_S) -> None:
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"the first pod, {address}, has no address after {limit_s:g} s ({error.strerror}): check "
+                    f"the first pod, {address}, has no address after {NAME_S:g} s ({error.strerror}): check "
                     "that it is scheduled, and that a headless Service has the name of the pods' subdomain"
                 ) from None
         time.sleep(1)

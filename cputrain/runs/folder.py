@@ -13,8 +13,6 @@ from typing import IO, Any
 from cputrain import __version__
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
-from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.plan_file import plan_to_json
 from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
     BEST,
@@ -443,7 +441,7 @@ def finished(folder: Path, last_step: int) -> str | None:
     return f"{folder} is finished: {result}; nothing to do"
 
 
-def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
+def make_folder(recipe: Recipe, *, overwrite: bool) -> None:
     """Create the run folder; with `overwrite` first remove the files of an earlier run, and no others."""
     folder = recipe.folder
     if overwrite or not (folder / RECIPE).is_file():  # also clean up after an interrupted removal
@@ -451,8 +449,6 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
     write_text(folder / RECIPE, _given_paths(recipe) + dump_recipe(with_absolute_paths(recipe)))
-    if plan is not None:
-        write_text(folder / PLAN, plan_to_json(plan))
 
 
 def _given_paths(recipe: Recipe) -> str:

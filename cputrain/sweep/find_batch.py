@@ -73,7 +73,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     Raises KeyboardInterrupt if SIGINT or SIGTERM stopped it.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    make_folder(recipe, None, overwrite=True)
+    make_folder(recipe, overwrite=True)
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn

@@ -159,14 +159,14 @@ class WorkerComparison:
     run: str
 
 
-def stable_maximum(values: Sequence[float], *, near: float = NEAR, drop: float = DROP) -> int | None:
-    """Return the index of the first value that is within `near` of the largest and is followed by no value more than
-    `drop` below it; None if there is no such value."""
+def stable_maximum(values: Sequence[float]) -> int | None:
+    """Return the index of the first value that is within NEAR of the largest and is followed by no value more than
+    DROP below it; None if there is no such value."""
     top = max(values, default=0.0)
     lowest_after = float("inf")
     found = None
     for index in reversed(range(len(values))):
-        if values[index] >= top - near and lowest_after >= values[index] - drop:
+        if values[index] >= top - NEAR and lowest_after >= values[index] - DROP:
             found = index
         lowest_after = min(lowest_after, values[index])
     return found

@@ -37,7 +37,6 @@ from cputrain.training.session import (
     evaluation_batch,
     evaluation_batches,
     evaluation_shares,
-    evaluation_steps,
     start_session,
 )
 from cputrain.training.step import Accuracy, count_correct
@@ -176,7 +175,7 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
     if len(set(all_gather((path, step)))) > 1:
         raise InputError(f"the ranks find different files at {path}: copy it to a file system shared by all hosts")
     started = time.perf_counter()
-    steps = evaluation_steps(session)
+    steps = len(evaluation_shares(session, "val"))  # no rank has more than rank 0
     progress = EvaluationProgress(steps, shown=session.is_main_rank, bar=bar, lines=lines)
     log = PredictionLog()
     with closing(progress):

@@ -464,11 +464,6 @@ def evaluation_batch(recipe: Recipe) -> int:
     return recipe.evaluate.batch or recipe.batch.local
 
 
-def evaluation_steps(session: Session, split: str = "val") -> int:
-    """Return the number of batches that this rank evaluates; rank 0's is the largest."""
-    return len(_evaluation_sampler(session, split))
-
-
 def evaluation_shares(session: Session, split: str) -> list[Indices]:
     """Return the image indices of each of this rank's batches."""
     return _evaluation_sampler(session, split).batches()

@@ -58,7 +58,7 @@ def test_a_second_training_is_refused_until_the_first_has_ended_however_it_ended
 
 def test_a_restart_overwrites_an_older_run_and_continues_the_job_s_own(recipe: Recipe) -> None:
     folder = recipe.folder
-    make_folder(recipe, None, overwrite=False)
+    make_folder(recipe, overwrite=False)
     first = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "b"}
     second = {**first, "TORCHELASTIC_RESTART_COUNT": "1"}
     for job, continued in (("a", False), ("b", True)):

@@ -20,7 +20,7 @@ def recipe(tmp_path: Path) -> Recipe:
 @pytest.fixture
 def run(recipe: Recipe) -> Path:
     """A run with a checkpoint and a log."""
-    make_folder(recipe, None, overwrite=False)
+    make_folder(recipe, overwrite=False)
     for name in ("checkpoints/step-0000001/model.safetensors", "logs/rank-0.log"):
         (recipe.folder / name).parent.mkdir(parents=True)
         (recipe.folder / name).write_text("old")
@@ -29,7 +29,7 @@ def run(recipe: Recipe) -> Path:
 
 def overwrite(recipe: Recipe) -> None:
     check_folder(recipe, SCALE, resume=False, overwrite=True)
-    make_folder(recipe, None, overwrite=True)
+    make_folder(recipe, overwrite=True)
 
 
 def files(folder: Path) -> set[str]:
@@ -50,7 +50,7 @@ def test_a_foreign_folder_with_a_recipe_loses_nothing(recipe: Recipe) -> None:
     for resume, flag in ((False, True), (False, False), (True, False)):
         with pytest.raises(InputError, match=r"contains other files but no run|contains no run"):
             check_folder(recipe, SCALE, resume=resume, overwrite=flag)
-    make_folder(recipe.model_copy(update={"output": str(folder)}), None, overwrite=True)
+    make_folder(recipe.model_copy(update={"output": str(folder)}), overwrite=True)
     assert (folder / "checkpoints/thesis.pt").read_text() == "years of work"
 
 
@@ -84,7 +84,7 @@ def test_a_file_in_place_of_a_folder_and_the_other_way_round_are_refused_before_
     recipe: Recipe, run: Path, name: str
 ) -> None:
     """The report is written after the last step."""
-    make_folder(recipe, None, overwrite=False)
+    make_folder(recipe, overwrite=False)
     path = run / name
     if path.exists():
         path.rename(run / "away")
@@ -105,7 +105,7 @@ def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe,
     with pytest.raises(InputError, match="contains no run"):
         check_folder(recipe, SCALE, resume=True, overwrite=False)
     assert check_folder(recipe, SCALE, resume=False, overwrite=False) == ""
-    make_folder(recipe, None, overwrite=False)
+    make_folder(recipe, overwrite=False)
     assert files(run) == {".cputrain-run", "recipe.yaml"}
 
 

@@ -106,7 +106,7 @@ def test_only_a_training_goes_on_without_a_host() -> None:
 
 def test_fewer_workers_keep_the_global_batch_of_the_run(tmp_path: Path) -> None:
     recipe = load_recipe("imagefolder", (f"output={tmp_path}/run", "batch.local=8", "data.path=images"))
-    make_folder(recipe, None, overwrite=False)
+    make_folder(recipe, overwrite=False)
     start = '{"event": "start", "time": 1.0, "bindings": [], "workers": 4, "global_batch": 32, "train_images": 9, '
     (tmp_path / "run/events.jsonl").write_text(start + '"classes": 3}\n')
     batch = with_same_global_batch(recipe, 3).batch

@@ -85,9 +85,7 @@ def test_programs_are_compared_by_content_and_data_by_size(tmp_path: Path) -> No
     with data.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     named = (str(program), str(data), str(tmp_path / "elsewhere"))
-    report = inspect_host(
-        named, ("pytest", "no-such-package"), str(tmp_path), build_machine(1, 1, 2, 1), time.time(), None
-    )
+    report = inspect_host(named, ("pytest", "no-such-package"), build_machine(1, 1, 2, 1), time.time(), None)
     content = hashlib.sha256(b"print()").hexdigest()[:12]
     assert [found for _, found in report.files] == [content, f"{MAX_BYTES + 1:,} bytes", "absent"]
     assert report.packages == (("pytest", pytest.__version__),)
