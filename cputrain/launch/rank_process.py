@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +21,7 @@ from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
 from cputrain.files import LOGS
 from cputrain.launch.local import local_job, request_of
+from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
@@ -189,6 +190,7 @@ class StartOptions:
 
 
 SPEC = "spec.json"
+OWN = "cputrain: "  # how messages of a rank about its failure begin
 SIGNALED = 128
 
 
@@ -212,11 +214,13 @@ def run_on_ranks(
         except RunError as error:
             if what is None:
                 raise
-            raise RunError(f"{what} failed: {_cause(str(error).splitlines())}") from None
+            tail = error.tail if isinstance(error, JobFailedError) else ()
+            why = own_line(tail) or str(error).partition("\n")[0]
+            raise RunError(f"{what} failed: {why}") from None
         if status >= SIGNALED:
             raise KeyboardInterrupt
         if status:
-            raise InputError(f"{what or 'the task'} cannot run: {_cause(_last_lines(folder / LOGS))}")
+            raise InputError(f"{what or 'the task'} cannot run: {rejection(folder / LOGS) or 'no message'}")
         return [json.loads(result_file(results, rank).read_text(encoding="utf-8")) for rank in range(len(plan.workers))]
 
 
@@ -225,17 +229,16 @@ def result_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def _last_lines(logs: Path) -> list[str]:
-    """Return the last line of each rank's log; ranks that were ended because others rejected their input have none."""
+def rejection(logs: Path) -> str:
+    """Return the last line of the first rank that rejected its input and said why, "" if there is none."""
     texts = (log.read_text(encoding="utf-8", errors="backslashreplace") for log in sorted(logs.glob("rank-*.log")))
-    return [line for text in texts for line in text.splitlines()[-1:]]
+    last = [line.strip() for text in texts for line in text.splitlines()[-1:]]  # ranks that others ended have none
+    return own_line(last) or next(iter(last), "")
 
 
-def _cause(lines: list[str]) -> str:
-    """Return the line that a rank printed about its failure, else the launcher's line."""
-    texts = [line.strip().removeprefix("| ") for line in lines]
-    printed = [text.removeprefix("cputrain: ") for text in texts if text.startswith("cputrain: ")]
-    return (printed or texts or ["no message"])[0]
+def own_line(lines: Iterable[str]) -> str:
+    """Return the first line that cputrain printed about a failure, "" if there is none."""
+    return next((line[len(OWN) :].rstrip() for line in lines if line.startswith(OWN)), "")
 
 
 def main() -> None:

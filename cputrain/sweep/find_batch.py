@@ -84,7 +84,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     except InputError as error:
         status, why = FAILED, f"{error}; logs {folder / LOGS}"
     except RunError as error:
-        status, why = outcome_of(str(error))
+        status, why = outcome_of(error)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     peaks = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(

@@ -23,6 +23,8 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.terminal import ExitStatus, status_of_signal
 from cputrain.files import LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, train_here
+from cputrain.launch.rank_process import own_line, rejection
+from cputrain.mpi.supervise.processes import OUTPUT_FOLLOWS, JobFailedError
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.loading import load_recipe
@@ -124,26 +126,24 @@ NO_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory|Out of memory|not enough memory"
     r"|could not create a memory|failed to map segment|can't start new thread|Thread creation failed"
 )
-KILLED = re.compile(r"(.*) was ended by SIGKILL(?:, (out of memory: [^;]*))?")
 NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
-OWN_MESSAGE = re.compile(r"cputrain: (.+)")
 
 
-def outcome_of(message: str) -> tuple[str, str]:
-    """Return status and cause of a failed training, parsed from the launcher's message."""
-    first, *tail = [line.strip().removeprefix("| ") for line in message.splitlines()] or [""]
-    if killed := KILLED.match(first):
-        rank, shortage = killed.groups()
-        if shortage is not None:
-            return OUT_OF_MEMORY, f"{rank} killed by SIGKILL: {shortage}"
-        return FAILED, f"{rank} killed by SIGKILL: the kernel counted no out-of-memory kill; see the scheduler's log"
+def outcome_of(error: RunError) -> tuple[str, str]:
+    """Return status and cause of a failed training."""
+    cause = error.cause if isinstance(error, JobFailedError) else None
+    if cause is not None and cause.status == -signal.SIGKILL:
+        killed = f"{cause.place} killed by SIGKILL"
+        if cause.shortage is not None:
+            return OUT_OF_MEMORY, f"{killed}: {cause.shortage}"
+        return FAILED, f"{killed}: the kernel counted no out-of-memory kill; see the scheduler's log"
+    tail = [line.rstrip() for line in cause.printed] if cause else []
     lacking = next((line for line in tail if NO_MEMORY.search(line)), None)
     if lacking is not None:
         return OUT_OF_MEMORY, f"allocation failed: {lacking}"
-    own = next((found[1] for line in tail if (found := OWN_MESSAGE.match(line))), None)
-    if own is not None:
+    if own := own_line(tail):
         return DIVERGED if NON_FINITE.search(own) else FAILED, own
-    return FAILED, first.removesuffix("; its last lines:")
+    return FAILED, str(error).partition("\n")[0].removesuffix(OUTPUT_FOLLOWS)
 
 
 FILE = "sweep-run.json"
@@ -444,19 +444,18 @@ def train_all(
 def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
     """Train, and record the time used and how it ended. Raises InputError if the folder cannot be written to."""
     check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
-    started, message = time.monotonic(), ""
+    started = time.monotonic()
+    failure: RunError | None = None
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:
             status = train_here(one, env, resume=resume, overwrite=False, verify=True, quiet=False)
         except RunError as error:
-            message, status = str(error), ExitStatus.FAILED
-    if status == ExitStatus.FAILED:
-        logger.error("cputrain: %s", message)
-        outcome, why = outcome_of(message)
+            failure, status = error, ExitStatus.FAILED
+    if failure is not None:
+        logger.error("cputrain: %s", failure)
+        outcome, why = outcome_of(failure)
     elif status == ExitStatus.WRONG_INPUT:
-        log = one.recipe.folder / LOGS / "rank-0.log"
-        lines = log.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if log.is_file() else []
-        outcome, why = INVALID, lines[-1].removeprefix("cputrain: ") if lines else ""
+        outcome, why = INVALID, rejection(one.recipe.folder / LOGS)
     elif limit.reached:
         outcome, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
     else:

@@ -98,6 +98,7 @@ def _host_bytes(root: Path) -> int:
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits noticed within this time may have happened in the other order
 LAST_LINES = 15
+OUTPUT_FOLLOWS = "; its last lines:"  # the end of a message's first line, before the lines
 STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 
@@ -119,27 +120,39 @@ class RankExit:
         """Whether the process ended itself: by a status, or by SIGABRT, as C++ libraries do after a timeout."""
         return self.status >= 0 or self.status == -signal.SIGABRT
 
+    @property
+    def place(self) -> str:
+        """The rank and its host for messages."""
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def printed(self) -> tuple[str, ...]:
+        """The last LAST_LINES lines of output, as a terminal shows them."""
+        return tuple(printable(line.rpartition("\r")[2]) for line in self.tail[-LAST_LINES:])
+
 
 class JobFailedError(RunError):
-    """A job failed. `shortage`: memory ran out. `hosts`: hosts that may be down. `tail`: the last lines of the rank
-    that failed first."""
+    """A job failed. `cause`: the exit of the rank that failed first, if it reported one. `hosts`: hosts that may be
+    down."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        shortage: OutOfMemory | None = None,
-        hosts: tuple[str, ...] = (),
-        tail: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, message: str, *, cause: RankExit | None = None, hosts: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.shortage = shortage
+        self.cause = cause
         self.hosts = hosts
-        self.tail = tail
+
+    @property
+    def shortage(self) -> OutOfMemory | None:
+        """Set if memory ran out."""
+        return self.cause.shortage if self.cause else None
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of output of the rank that failed first."""
+        return self.cause.printed if self.cause else ()
 
     def advised(self, advice: str) -> "JobFailedError":
         """Return the same failure with a line of advice."""
-        return JobFailedError(f"{self}\n{advice}", shortage=self.shortage, hosts=self.hosts, tail=self.tail)
+        return JobFailedError(f"{self}\n{advice}", cause=self.cause, hosts=self.hosts)
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:
@@ -155,9 +168,9 @@ def describe_exit(one: RankExit) -> str:
     how = describe_status(one.status)
     if one.shortage is not None:
         how += f", {one.shortage}" if one.status < 0 else f" after the kernel had killed a process, {one.shortage}"
-    tail = "".join(f"\n  | {printable(line.rpartition(chr(13))[2])}" for line in one.tail[-LAST_LINES:])
-    output = f"; its last lines:{tail}" if tail else "; it printed nothing"
-    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"
+    tail = "".join(f"\n  | {line}" for line in one.printed)
+    output = f"{OUTPUT_FOLLOWS}{tail}" if tail else "; it printed nothing"
+    return f"{one.place} {how}; log {one.log}{output}"
 
 
 def signal_name(number: int) -> str:

@@ -177,7 +177,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
     cause = first_cause(rank.exit() for rank in failed)
-    raise _failure(cause, describe_failure(cause, rank_states, stall, stacks))
+    raise JobFailedError(describe_failure(cause, rank_states, stall, stacks), cause=cause)
 
 
 def _rejected(job: Job, first: RankExit) -> int:
@@ -185,10 +185,6 @@ def _rejected(job: Job, first: RankExit) -> int:
     if not job.names_errors:
         logger.warning("cputrain: %s", describe_exit(first))
     return ExitStatus.WRONG_INPUT
-
-
-def _failure(cause: RankExit, text: str) -> JobFailedError:
-    return JobFailedError(text, shortage=cause.shortage, tail=cause.tail)
 
 
 def _stacks(ranks: RankSupervisor | Monitor, stall: Stall | None) -> Stacks:
@@ -285,7 +281,7 @@ def _watch_remote(
                 hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in failed))
                 raise JobFailedError(monitor.cause(), hosts=hosts)
             stall = stalls.before(monitor.clock.now())
-            raise _failure(first_cause(exits), monitor.cause(stall, _stacks(monitor, stall)))
+            raise JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), cause=first_cause(exits))
         if ended:
             return _after_launcher(job, installed, process.returncode, monitor)
         now = monitor.clock.now()

@@ -18,7 +18,7 @@ from cputrain.files import LOGS
 from cputrain.launch import RemainingHosts, remedy, training_arguments, with_memory_advice, with_missing_module
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import JobFailedError, OutOfMemory
+from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit
 from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events, with_same_global_batch
 from tests.support.commands import cputrain, mpi_path
@@ -175,7 +175,8 @@ def test_a_training_without_memory_is_told_a_batch_that_fits() -> None:
 
 def test_what_became_of_the_recipe_never_takes_the_place_of_the_failure(tmp_path: Path) -> None:
     shortage = OutOfMemory(used_bytes=0, limit_bytes=12 * GIB, whole="control group")
-    failure = JobFailedError("rank 1 on n1 was ended by SIGKILL", shortage=shortage, hosts=("n1",))
+    cause = RankExit(rank=1, host="n1", status=-9, time=0.0, log="l", tail=(), shortage=shortage)
+    failure = JobFailedError("rank 1 on n1 was ended by SIGKILL", cause=cause)
     group = HostGroup(hosts=("n1",), plan=plan_machine(build_machine(1, 1, 4, 1), Request(ppn=2), Runtime()))
 
     def told(*arguments: str) -> str:
@@ -193,8 +194,10 @@ def test_a_module_of_intel_s_time_that_is_missing_is_named_with_the_remedy() -> 
     missing = "ModuleNotFoundError: No module named '{}'"
 
     def told(module: str) -> str:
-        failure = JobFailedError("rank 0 exited with status 1", tail=("Traceback", missing.format(module)))
-        return str(with_missing_module(failure)).splitlines()[-1]
+        tail = ("Traceback", missing.format(module))
+        cause = RankExit(rank=0, host="n1", status=1, time=0.0, log="l", tail=tail)
+        failed = JobFailedError("rank 0 exited with status 1", cause=cause)
+        return str(with_missing_module(failed)).splitlines()[-1]
 
     assert told("oneccl_bindings_for_pytorch").startswith(
         'oneccl_bindings_for_pytorch: pip install "cputrain[compat]" provides it'

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import GIB
 from cputrain.cli.output import parse_clock
+from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit, describe_exit
 from cputrain.recipe import SweepSection
 from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
 from cputrain.runs import elapsed
@@ -137,27 +139,25 @@ def test_generated_data_is_named_in_the_table() -> None:
 
 
 def test_the_cause_of_a_failed_training_is_one_line() -> None:
-    killed = "rank 1 on n07 was ended by SIGKILL{}; log run/logs/rank-1.log; its last lines:\n  | step 3"
-    shortage = "out of memory: 1.9 GiB of the 4.0 GiB of its control group"
-    assert outcome_of(killed.format(f", {shortage}")) == (
+
+    def outcome(status: int, *tail: str, shortage: OutOfMemory | None = None) -> tuple[str, str]:
+        cause = RankExit(rank=1, host="n07", status=status, time=0.0, log="l", tail=tail, shortage=shortage)
+        return outcome_of(JobFailedError(describe_exit(cause), cause=cause))
+
+    shortage = OutOfMemory(used_bytes=0, limit_bytes=4 * GIB, whole="control group")
+    assert outcome(-9, "step 3", shortage=shortage) == (
         "out of memory",
-        f"rank 1 on n07 killed by SIGKILL: {shortage}",
+        "rank 1 on n07 killed by SIGKILL: out of memory: the 4.0 GiB of its control group",
     )
-    status, why = outcome_of(killed.format(""))
+    status, why = outcome(-9, "step 3")
     assert status == "failed" and "no out-of-memory kill" in why
-    exited = "rank 0 on n07 exited with status 1; log l; its last lines:\n  | epoch 1\n  | "
     refused = "RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
-    assert outcome_of(exited + refused) == ("out of memory", f"allocation failed: {refused}")
+    assert outcome(1, "epoch 1", refused) == ("out of memory", f"allocation failed: {refused}")
     expected = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower schedule.peak_rate"
-    assert outcome_of(f"{exited}cputrain: {expected}") == ("diverged", expected)
-    assert outcome_of(f"{exited}cputrain: rank 0: photo.jpg: mend it") == (
-        "failed",
-        "rank 0: photo.jpg: mend it",
-    )
-    assert outcome_of(f"{exited}KeyError: 3") == (
-        "failed",
-        "rank 0 on n07 exited with status 1; log l",
-    )
+    assert outcome(1, "epoch 1", f"cputrain: {expected}") == ("diverged", expected)
+    assert outcome(1, "epoch 1", "cputrain: rank 0: photo.jpg: mend it") == ("failed", "rank 0: photo.jpg: mend it")
+    assert outcome(1, "epoch 1", "KeyError: 3") == ("failed", "rank 1 on n07 exited with status 1; log l")
+    assert outcome_of(RunError("no agent")) == ("failed", "no agent")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:10:00", 600), ("01:30:05", 5405), ("2-00:00:01", 172801)])
