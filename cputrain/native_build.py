@@ -3,20 +3,21 @@
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import FULL, cause, check_execution
+from cputrain.affinity.filesystem import FULL, cache_folder, cause, check_execution
 from cputrain.affinity.ranks.rank import local_rank_of
 from cputrain.affinity.wording import plural
 
@@ -41,6 +42,13 @@ class NativeExtension:
     alternative: str
     argv: Callable[[str, Path], tuple[str, ...]]
     parts: Callable[[str, Path], tuple[tuple[str, ...], ...]] = lambda _cxx, _output: ()
+
+
+def library_path(name: str, parts: Iterable[str], env: Mapping[str, str], *, file: str | None = None) -> Path:
+    """Return the path of a compiled library (`file` or `name`, with .so); its folder has a hash of `parts`, which are
+    texts of everything that the library depends on."""
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return cache_folder(env) / f"{name}-{platform.machine()}-{key}" / f"{file or name}.so"
 
 
 def object_file(output: Path, number: int) -> Path:

@@ -5,7 +5,6 @@ This module does not depend on where images are stored or on their order. `nativ
 
 import ctypes
 import ctypes.util
-import hashlib
 import io
 import math
 import platform
@@ -28,10 +27,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import cache_folder
 from cputrain.data.order import image_rng
 from cputrain.files import placeholder_text
-from cputrain.native_build import NativeExtension, ensure_compiled, loading
+from cputrain.native_build import NativeExtension, ensure_compiled, library_path, loading
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
 FUNCTIONS = (
@@ -179,9 +177,7 @@ EXTENSION = NativeExtension(
 
 def built_path(env: Mapping[str, str]) -> Path:
     """Return the path of the compiled library, which depends on the sources and the machine's architecture."""
-    parts = (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine())
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return cache_folder(env) / f"pixels-{platform.machine()}-{key}" / "pixels.so"
+    return library_path("pixels", (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine()), env)
 
 
 Pixels = NDArray[np.uint8]

@@ -1,6 +1,5 @@
 from .batchnorm_relu import EXTENSION as EXTENSION
 from .batchnorm_relu import FUSED as FUSED
-from .batchnorm_relu import NATIVE as NATIVE
 from .batchnorm_relu import FusedBatchNorm2d as FusedBatchNorm2d
 from .batchnorm_relu import Kernels as Kernels
 from .batchnorm_relu import built_path as built_path
@@ -25,6 +24,7 @@ from .fusion import FoldedConv2d as FoldedConv2d
 from .fusion import FoldedWinogradConv2d as FoldedWinogradConv2d
 from .fusion import fold_batchnorms as fold_batchnorms
 from .fusion import fuse_batchnorms as fuse_batchnorms
+from .kernels import NATIVE as NATIVE
 from .networks import GhostBatchNorm2d as GhostBatchNorm2d
 from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms

@@ -5,8 +5,6 @@ operators.
 """
 
 import ctypes
-import hashlib
-import platform
 from collections.abc import Mapping
 from ctypes import POINTER, byref, c_double, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -21,15 +19,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.filesystem import cache_folder
+from cputrain.models.kernels import (
+    NATIVE,
+    NativeKernels,
+    kernels_extension,
+    kernels_path,
+    library_options,
+    load_kernels,
+)
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
-from cputrain.native_build import NativeExtension, ensure_compiled, loading
+from cputrain.native_build import ensure_compiled
 
-NATIVE = Path(__file__).parent / "native"
 SOURCES = tuple(
     NATIVE / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
 )
-CPUINFO = Path("/proc/cpuinfo")
 DTYPES = (torch.float32, torch.bfloat16)
 """Data types of images that the kernels support; parameters are float32."""
 
@@ -58,33 +61,22 @@ class NormLayer(ctypes.Structure):
         return cls(statistics.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps, relu)
 
 
-class Kernels:
+class Kernels(NativeKernels):
     """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with loading(path, EXTENSION.requested_by, EXTENSION.alternative):
-            native = ctypes.CDLL(str(path))
-        images, layer = POINTER(_Images), POINTER(NormLayer)
-
-        def function(name: str, *arguments: Any) -> Any:
-            found = getattr(native, f"batchnorm_{name}")
-            found.argtypes, found.restype = arguments, None
-            return found
-
+        super().__init__(path)
+        images, layer, function = POINTER(_Images), POINTER(NormLayer), self.function
         pointers = (c_void_p,) * 6
-        self._statistics = function("statistics", images, *pointers[:2])
-        self._forward = function("forward", images, layer, *pointers[:3])
-        self._gradient_sums = function("gradient_sums", images, layer, *pointers)
-        self._input_gradient = function("input_gradient", images, layer, *pointers[:3], c_double, c_void_p)
+        self._statistics = function("batchnorm_statistics", images, *pointers[:2])
+        self._forward = function("batchnorm_forward", images, layer, *pointers[:3])
+        self._gradient_sums = function("batchnorm_gradient_sums", images, layer, *pointers)
+        self._input_gradient = function("batchnorm_input_gradient", images, layer, *pointers[:3], c_double, c_void_p)
         sizes = (c_size_t, c_size_t, c_void_p)
-        self._update_running = function("update_running", *sizes, c_void_p, c_double, *pointers[:2])
-        self._parameter_gradients = function("parameter_gradients", *sizes, c_double, *pointers[:3])
-        self.has_threads = bool(native.batchnorm_has_threads())
+        self._update_running = function("batchnorm_update_running", *sizes, c_void_p, c_double, *pointers[:2])
+        self._parameter_gradients = function("batchnorm_parameter_gradients", *sizes, c_double, *pointers[:3])
+        self.has_threads = bool(function("batchnorm_has_threads", result=c_int)())
         """Whether torch's OpenMP threads can be used."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.path,)  # copies of networks share the library
 
     def statistics(self, images: Tensor, out: Tensor) -> None:
         """Write each channel's mean and (biased) variance to out, (2, C) float64."""
@@ -144,15 +136,10 @@ def load(env: Mapping[str, str]) -> Kernels:
 
     Raises InputError if there is no compiler, RunError if it fails or torch's OpenMP threads cannot be used.
     """
-    kernels = _load(ensure_compiled(EXTENSION, built_path(env), env))
+    kernels: Kernels = load_kernels(Kernels, ensure_compiled(EXTENSION, built_path(env), env))
     if not kernels.has_threads:
         raise RunError("engine=native: torch's OpenMP runtime is not visible to other libraries: set engine=eager")
     return kernels
-
-
-@cache
-def _load(path: Path) -> Kernels:
-    return Kernels(path)
 
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
@@ -161,36 +148,12 @@ def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     return (cxx, *library_options(), "-ffp-contract=off", str(SOURCES[0]), "-o", str(output))
 
 
-def library_options() -> tuple[str, ...]:
-    """Return the compiler options of all kernels, for this CPU."""
-    # By default, compilers use 256-bit vectors on AVX-512, with which bfloat16 runs at 0.8 to 0.9 times the speed.
-    wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
-    return ("-std=c++20", "-O3", "-march=native", *wide, "-fPIC", "-shared")
-
-
-EXTENSION = NativeExtension(
-    title="the batch-norm kernels",
-    requested_by="engine=native",
-    alternative="set engine=eager",
-    argv=command_line,
-)
+EXTENSION = Kernels.extension = kernels_extension("the batch-norm kernels", command_line)
 
 
 def built_path(env: Mapping[str, str]) -> Path:
     """Return the path of the compiled library."""
-    return library_path("batchnorm", SOURCES, command_line("", Path()), env)
-
-
-def library_path(name: str, sources: tuple[Path, ...], command: tuple[str, ...], env: Mapping[str, str]) -> Path:
-    """Return the path of a compiled library; its folder is a hash of sources, command line and CPU flags."""
-    parts = (*(path.read_text(encoding="utf-8") for path in sources), *command, platform.machine(), _cpu_flags())
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return cache_folder(env) / f"{name}-{platform.machine()}-{key}" / f"{name}.so"
-
-
-def _cpu_flags() -> str:
-    lines = CPUINFO.read_text(encoding="utf-8").splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return kernels_path("batchnorm", SOURCES, command_line("", Path()), env)
 
 
 SECOND_USE = "_second_use"

@@ -23,8 +23,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
-from cputrain.models.batchnorm_relu import NATIVE, library_options, library_path
-from cputrain.native_build import NativeExtension, ensure_compiled, loading
+from cputrain.models.kernels import (
+    NATIVE,
+    NativeKernels,
+    kernels_extension,
+    kernels_path,
+    library_options,
+    load_kernels,
+)
+from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
     NATIVE / name
@@ -58,7 +65,7 @@ class _Direct(ctypes.Structure):
     )
 
 
-class ConvolutionKernels:
+class ConvolutionKernels(NativeKernels):
     """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16; weights
     (K, C, 3, 3) are channels-last and float32. All but `direct_weight_gradient` are Winograd's algorithm.
 
@@ -67,27 +74,16 @@ class ConvolutionKernels:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with loading(path, EXTENSION.requested_by, EXTENSION.alternative):
-            native = ctypes.CDLL(str(path))
-        layer, pointer = POINTER(_Layer), c_void_p
-
-        def function(name: str, result: Any, *arguments: Any) -> Any:
-            found = getattr(native, name)
-            found.argtypes, found.restype = arguments, result
-            return found
-
-        self._scratch = function("winograd_scratch", c_size_t, layer, c_int)
-        self._weights = function("winograd_weights", None, pointer, c_size_t, c_size_t, c_int, c_int, pointer)
-        self._weights_size = function("winograd_weights_size", c_size_t, c_size_t, c_size_t)
-        self._forward = function("winograd_forward", None, layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
-        self._weight_gradient = function("winograd_weight_gradient", None, layer, *(pointer,) * 4)
-        self._direct_weight_gradient = function("weight_gradient", None, POINTER(_Direct), *(pointer,) * 3)
-        self.multiplies_bf16: bool = function("weight_gradient_native", c_int)() == 1
+        super().__init__(path)
+        layer, pointer, function = POINTER(_Layer), c_void_p, self.function
+        self._scratch = function("winograd_scratch", layer, c_int, result=c_size_t)
+        self._weights = function("winograd_weights", pointer, c_size_t, c_size_t, c_int, c_int, pointer)
+        self._weights_size = function("winograd_weights_size", c_size_t, c_size_t, result=c_size_t)
+        self._forward = function("winograd_forward", layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
+        self._weight_gradient = function("winograd_weight_gradient", layer, *(pointer,) * 4)
+        self._direct_weight_gradient = function("weight_gradient", POINTER(_Direct), *(pointer,) * 3)
+        self.multiplies_bf16: bool = function("weight_gradient_native", result=c_int)() == 1
         self._kept = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.path,)  # copies of networks share the library
 
     def transform(self, weight: Tensor, *, mirrored: bool = False, out: Tensor | None = None) -> Tensor:
         """Return transformed weights for `convolve`, 4 times as large; `mirrored` ones compute the input gradient."""
@@ -184,12 +180,7 @@ def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     return (cxx, *library_options(), "-ffp-contract=fast", *compiled, "-o", str(output))
 
 
-EXTENSION = NativeExtension(
-    title="the convolution kernels",
-    requested_by="engine=native",
-    alternative="set engine=eager",
-    argv=command_line,
-)
+EXTENSION = ConvolutionKernels.extension = kernels_extension("the convolution kernels", command_line)
 
 
 def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
@@ -198,19 +189,14 @@ def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     Raises InputError if there is no compiler; RunError if it fails, or if a value differs by more than rounding because
     of a broken compiler or another CPU's code.
     """
-    path = library_path("convolution", SOURCES, command_line("", Path()), env)
-    kernels = _load(ensure_compiled(EXTENSION, path, env))
+    path = kernels_path("convolution", SOURCES, command_line("", Path()), env)
+    kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, ensure_compiled(EXTENSION, path, env))
     if wrong := _difference(kernels):
         raise RunError(
             f"engine=native: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
             "another compiler"
         )
     return kernels
-
-
-@cache
-def _load(path: Path) -> ConvolutionKernels:
-    return ConvolutionKernels(path)
 
 
 SHAPE = (2, 16, 9, 6)  # with partial tiles at two edges

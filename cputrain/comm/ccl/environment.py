@@ -1,7 +1,6 @@
 """Set up oneCCL on a host: find its libraries, compile the extension, choose the transport, set the environment."""
 
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -26,7 +25,6 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import cache_folder
 from cputrain.affinity.ranks.rank import (
     HYDRA,
     LAUNCHER_VARIABLES,
@@ -40,7 +38,7 @@ from cputrain.affinity.wording import plural
 from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.measurements import LIBFABRIC, MPI, TITLES, VARIABLE, comparison
 from cputrain.mpi.fabric import Setting
-from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
+from cputrain.native_build import NativeExtension, ensure_compiled, library_path, loading, object_file
 
 SHM = Path("/dev/shm")
 OWNED_SEGMENT = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
@@ -447,8 +445,7 @@ def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     source = "".join(path.read_text(encoding="utf-8") for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
     commands = (*compile_line("c++", libraries, (NATIVE,), Path(NAME)), *link_line("c++", libraries, (), Path(NAME)))
     parts = (source, torch.__version__, sys.version, platform.machine(), *commands)
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return cache_folder(env) / f"ccl-torch{torch.__version__}-{platform.machine()}-{key}" / f"{NAME}.so"
+    return library_path(f"ccl-torch{torch.__version__}", parts, env, file=NAME)
 
 
 def ensure_built(libraries: Libraries, env: Mapping[str, str]) -> Path:
