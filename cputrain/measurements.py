@@ -26,6 +26,11 @@ from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.files import write_text
 
 
+def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the lowest and the highest value."""
+    return median(values), min(values), max(values)
+
+
 def new_record(machine: Machine, kind: str, name: str, values: dict[str, Any], *, command: str) -> Record:
     """Return a record of a measurement made today with the current versions; `command` repeats the measurement."""
     return Record(
@@ -71,9 +76,8 @@ def save_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
     """Save the speedup of bfloat16 measured at a training's start, for `plan`; ignored if the cache is not writable, as
     only a line of advice depends on it."""
     machine = read_machine(Path("/"))  # the whole host, not the part that this process is bound to
-    value = median(speedups), min(speedups), max(speedups)
     with suppress(RunError):
-        keep(rate_record(machine, BF16, value, command="cputrain train"), env)
+        keep(rate_record(machine, BF16, spread_of(speedups), command="cputrain train"), env)
 
 
 VARIABLE = "CCL_ATL_TRANSPORT"
@@ -88,16 +92,13 @@ def rate_name(transport: str) -> str:
     return f"{ALL_REDUCE} ccl over {TITLES[transport]}, 25 MiB"
 
 
-def transport_records(seconds: Mapping[str, tuple[float, float, float]], *, command: str) -> tuple[Record, ...]:
-    """Return the records of all-reduces of BUCKET_BYTES: median, lowest and highest seconds by transport.
+def transport_records(seconds: Mapping[str, Sequence[float]], *, command: str) -> tuple[Record, ...]:
+    """Return the records of all-reduces of BUCKET_BYTES from the seconds of each round, by transport.
 
     They are recorded for the whole host, as the ranks that read them may use only some of its cores.
     """
     host = without_limits(this_machine())
-    rates = {
-        name: (BUCKET_BYTES / median, BUCKET_BYTES / highest, BUCKET_BYTES / lowest)
-        for name, (median, lowest, highest) in seconds.items()
-    }
+    rates = {name: spread_of([BUCKET_BYTES / each for each in rounds]) for name, rounds in seconds.items()}
     return tuple(rate_record(host, rate_name(name), rate, command=command) for name, rate in rates.items())
 
 

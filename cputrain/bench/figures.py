@@ -4,10 +4,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cputrain.affinity.wording import plural
+from cputrain.measurements import spread_of
 from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ def figure_of(name: str, values: Sequence[float], unit: str, **about: Any) -> Fi
     """Build the figure of repeated measurements; `about` sets its limit and note."""
     value, low, high = spread_of(values)
     return Figure(name=name, value=value, low=low, high=high, unit=unit, **about)
-
-
-def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the lowest and the highest value."""
-    return median(values), min(values), max(values)
 
 
 def seconds_of(act: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -26,15 +26,15 @@ from PIL import Image
 from torch import nn
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import set_memory_policy
+from cputrain.affinity.kernel.binding import running_on, set_memory_policy
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.planner.step_time import fit_alpha_beta, passes_over_weights
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import plural
-from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of, spread_of
-from cputrain.comm.group import end_group, start_group
+from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
+from cputrain.comm.group import end_group, start_group, timed_rounds
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
 from cputrain.data.pixels import (
     Crop,
@@ -48,7 +48,7 @@ from cputrain.data.pixels import (
 )
 from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
-from cputrain.measurements import BUCKET_ALL_REDUCE, BUCKET_BYTES, TITLES, rate_record, transport_records
+from cputrain.measurements import BUCKET_ALL_REDUCE, TITLES, rate_record, spread_of, transport_records
 from cputrain.models.networks import build_model
 from cputrain.models.sizes import COPIES, TAKE_NORMS
 from cputrain.optim import build_optimizer, set_lr_and_decay
@@ -181,10 +181,10 @@ def _timed_passes(
     return spans[1:]
 
 
-def level3_bytes(machine: Machine, root: Path = Path("/")) -> int:
+def level3_bytes(machine: Machine) -> int:
     """Return the bytes of all level-3 caches of the allowed cores; 0 if the kernel does not report them."""
     first = {core.l3: core.pus[0] for core in machine.allowed_cores if core.l3 is not None}
-    files = [root / f"sys/devices/system/cpu/cpu{pu}/cache/index3/size" for pu in first.values()]
+    files = [Path(f"/sys/devices/system/cpu/cpu{pu}/cache/index3/size") for pu in first.values()]
     return sum(_size(file.read_text(encoding="utf-8")) for file in files if file.is_file())
 
 
@@ -338,13 +338,12 @@ def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]
 
 def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
     """Run `work` with one thread on the last core, as the first cores handle the host's interrupts."""
-    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, {machine.allowed_cores[-1].pus[0]})
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return work()
+        with running_on(machine.allowed_cores[-1].pus[:1]):
+            return work()
     finally:
-        os.sched_setaffinity(0, before)
         torch.set_num_threads(threads)
 
 
@@ -454,9 +453,9 @@ def bench_all_reduce(
     return report, (*records, *transport_records(transports, command=COMMAND))
 
 
-def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[float, float, float]]:
-    """Return the seconds of a bucket's all-reduce over each oneCCL transport; append a note for each one that fails."""
-    from cputrain.comm.ccl.check import time_transports
+def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, list[float]]:
+    """Return the seconds of a bucket's all-reduces over each oneCCL transport; append a note for each that fails."""
+    from cputrain.comm.ccl.check import bucket_seconds, time_transports
     from cputrain.comm.ccl.environment import find_libraries
 
     try:
@@ -464,14 +463,12 @@ def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[flo
     except RunError as error:
         found, problems = {}, [str(error)]
     notes += problems
-    return {transport: spread_of(times[BUCKET_BYTES]) for transport, times in found.items()}
+    return bucket_seconds(found)
 
 
-def _bucket_times(transports: Mapping[str, tuple[float, float, float]]) -> Table:
-    rows = tuple(
-        (TITLES[name], 1000 * middle, 1000 * lowest, 1000 * highest)
-        for name, (middle, lowest, highest) in transports.items()
-    )
+def _bucket_times(transports: Mapping[str, list[float]]) -> Table:
+    spreads = {TITLES[name]: spread_of([1000 * each for each in seconds]) for name, seconds in transports.items()}
+    rows = tuple((title, *spread) for title, spread in spreads.items())
     return Table(
         title=f"oneCCL's transports: {BUCKET_ALL_REDUCE}", head=("transport", "ms", "lowest", "highest"), rows=rows
     )
@@ -485,18 +482,9 @@ def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
     for size in asked["sizes"]:
         values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
         acts = {"all-reduce": partial(dist.all_reduce, values), "copy": partial(copied.copy_, values)}
-        found[size] = {name: _timed(act, asked["rounds"]) for name, act in acts.items()}
+        found[size] = {name: timed_rounds(act, asked["rounds"] + 1)[1:] for name, act in acts.items()}
     end_group(group)
     return found
-
-
-def _timed(act: Callable[[], object], rounds: int) -> list[float]:
-    """Return the seconds of each round, started by a barrier; one warm-up round is discarded."""
-    seconds = []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        seconds.append(seconds_of(act))
-    return seconds[1:]
 
 
 def bus_bytes_per_s(size: int, seconds: float) -> float:

@@ -12,11 +12,11 @@ from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.wording import plural, spread
-from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
+from cputrain.bench.figures import Figure, Report, Table, figure_of
 from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.rank_process import run_on_ranks
-from cputrain.measurements import rate_record
+from cputrain.measurements import rate_record, spread_of
 from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection

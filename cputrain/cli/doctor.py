@@ -107,7 +107,7 @@ def ccl(output_format: str) -> None:
         for problem in problems:
             click.echo(f"warning: {problem}", err=True)
         try:
-            for record in records_of(found, command="cputrain doctor ccl"):
+            for record in records_of(found):
                 click.echo(f"saved in      {keep(record, env)}")
         except RunError as error:  # a cache that another user has written
             click.echo(f"warning: {error}", err=True)

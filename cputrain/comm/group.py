@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -264,6 +265,17 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
+def timed_rounds(act: Callable[[], object], rounds: int) -> list[float]:
+    """Call `act` in all ranks, each time after a barrier; return the seconds of each round."""
+    seconds = []
+    for _ in range(rounds):
+        dist.barrier()
+        started = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
 ROUNDS = 5
 
 
@@ -271,13 +283,8 @@ def measure_alpha_beta() -> tuple[float, float]:
     """Measure alpha and beta of the default group's float32 all-reduce; all ranks return the slowest rank's values."""
     medians = []
     for size in MEASURED_BYTES:
-        values, seconds = torch.zeros(size // 4), []
-        for _ in range(ROUNDS):
-            dist.barrier()
-            started = time.perf_counter()
-            dist.all_reduce(values)
-            seconds.append(time.perf_counter() - started)
-        medians.append(median(seconds))
+        values = torch.zeros(size // 4)
+        medians.append(median(timed_rounds(partial(dist.all_reduce, values), ROUNDS)))
     slowest = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return fit_alpha_beta(list(zip(map(float, MEASURED_BYTES), slowest.tolist(), strict=True)))

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from statistics import median
 
 import torch
@@ -26,6 +27,7 @@ from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import BACKEND
 from cputrain.comm.ccl.environment import Libraries, ensure_built, find_libraries
+from cputrain.comm.group import timed_rounds
 from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
 from cputrain.mpi.supervise.run import free_port
 
@@ -123,12 +125,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...]:
+def bucket_seconds(found: Mapping[str, Times]) -> dict[str, list[float]]:
+    """Return the seconds of each all-reduce of BUCKET_BYTES, by transport."""
+    return {transport: times[BUCKET_BYTES] for transport, times in found.items()}
+
+
+def records_of(found: Mapping[str, Times]) -> tuple[Record, ...]:
     """Return the records to cache for later starts."""
-    seconds = {transport: times[BUCKET_BYTES] for transport, times in found.items()}
-    return transport_records(
-        {transport: (median(each), min(each), max(each)) for transport, each in seconds.items()}, command=command
-    )
+    return transport_records(bucket_seconds(found), command="cputrain doctor ccl")
 
 
 def be_rank(env: MutableMapping[str, str]) -> int:
@@ -152,15 +156,10 @@ def be_rank(env: MutableMapping[str, str]) -> int:
 
 def _timed(size: int) -> list[float]:
     """Return the seconds of each round, after a warm-up round."""
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        values = torch.full((size // 4,), float(dist.get_rank() + 1))
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(values)
-        seconds.append(time.perf_counter() - started)
-        if not bool((values == 3.0).all()):
-            raise RunError(f"an all-reduce of {size} bytes returned a wrong sum")
+    values = torch.full((size // 4,), float(dist.get_rank() + 1))
+    seconds = timed_rounds(partial(dist.all_reduce, values), ROUNDS + 1)
+    if not bool((values == 3.0 * 2**ROUNDS).all()):  # 1 + 2, doubled by each further round: exact in float32
+        raise RunError(f"an all-reduce of {size} bytes returned a wrong sum")
     return seconds[1:]
 
 
@@ -173,12 +172,12 @@ def main() -> int:
         libraries = find_libraries(env)
         ensure_built(libraries, env)
         found, problems = time_transports(libraries, env)
-        for record in records_of(found, command="cputrain doctor ccl"):
+        for record in records_of(found):
             keep(record, env)
     except (InputError, RunError) as error:
         print(error)
         return status_of(error)
-    print("; ".join((*problems, comparison({name: median(times[BUCKET_BYTES]) for name, times in found.items()}))))
+    print("; ".join((*problems, comparison({name: median(times) for name, times in bucket_seconds(found).items()}))))
     return ExitStatus.FAILED if problems else ExitStatus.DONE
 
 
