@@ -108,6 +108,11 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
             raise
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write bytes with `write_with`."""
+    write_with(path, lambda file: file.write(data))
+
+
 def mount_of(path: Path) -> Path:
     """Return the mount point of a path's file system (proc_pid_mountinfo(5))."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

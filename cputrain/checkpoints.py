@@ -19,7 +19,7 @@ import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cputrain.affinity.errors import InputError
-from cputrain.files import write_text
+from cputrain.files import CHUNK_BYTES, crc32c_of, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,9 +276,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        place, first = first_error(error)
         raise InputError(f"{path} is damaged or from another version of cputrain ({place}: {first['msg']})") from None
+
+
+def first_error(error: ValidationError) -> tuple[str, Mapping[str, Any]]:
+    """Return the place of the first error, such as "optimizer.name", and pydantic's description of it."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])), first
 
 
 def rank_file(rank: int) -> str:
@@ -307,7 +312,6 @@ def checksum(content: Any) -> int:
 
 SUFFIX = ".safetensors"
 CHECKSUMS = "crc32c"  # header entry with a JSON object of tensor name -> CRC-32C
-CHUNK_BYTES = 1 << 20  # per checksum or write; other threads run in between
 ALIGNMENT = 8
 DTYPES = {  # torch's names -> safetensors' names
     "float64": "F64",
@@ -335,7 +339,7 @@ def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     arrays = {name: _row_major(tensors[name]) for name in order}
-    checksums = {name: _sum_of_bytes(array) for name, array in arrays.items()}
+    checksums = {name: crc32c_of(array) for name, array in arrays.items()}
     header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}}
     offset = 0
     for name, array in arrays.items():
@@ -421,20 +425,13 @@ def _row_major(tensor: "Tensor") -> "NDArray[np.uint8]":
     return np.ascontiguousarray(plain.numpy()).reshape(-1).view(np.uint8)
 
 
-def _sum_of_bytes(array: "NDArray[np.uint8]") -> int:
-    crc = 0
-    for begin in range(0, len(array), CHUNK_BYTES):
-        crc = google_crc32c.extend(crc, array[begin : begin + CHUNK_BYTES].tobytes())
-    return crc
-
-
 def _wrong_tensor(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str | None:
     """Return the name of a tensor whose checksum differs from the header; None if all match."""
     known = json.loads(metadata.get(CHECKSUMS, "{}"))
     if not isinstance(known, dict):
         raise ValueError("its checksums are not a JSON object")
     for name, value in tensors.items():
-        if name in known and known[name] != _sum_of_bytes(_row_major(value)):
+        if name in known and known[name] != crc32c_of(_row_major(value)):
             return name
     return None
 

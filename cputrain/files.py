@@ -1,4 +1,4 @@
-"""Atomic file writes, errors that name the file, and the file names of a run.
+"""Atomic file writes, errors that name the file, checksums, and the file names of a run.
 
 Imports no recipe code, so that `cputrain launch` starts fast.
 """
@@ -7,11 +7,18 @@ import errno
 import os
 from io import RawIOBase
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import google_crc32c
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import errors_name, write_with
+from cputrain.affinity.filesystem import errors_name, write_bytes
 from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.terminal import CODES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
     "recipe.yaml",
@@ -24,14 +31,20 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
 )
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write bytes with `write_with`."""
-    write_with(path, lambda file: file.write(data))
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write text as UTF-8 with `write_atomic`; parts of names that are not UTF-8 are escaped."""
-    write_atomic(path, text.encode(errors=CODES))
+    """Write text as UTF-8 with `write_bytes`; parts of names that are not UTF-8 are escaped."""
+    write_bytes(path, text.encode(errors=CODES))
+
+
+CHUNK_BYTES = 1 << 20  # per checksum or write; other threads run in between
+
+
+def crc32c_of(array: "NDArray[np.uint8]") -> int:
+    """Return the CRC-32C of bytes."""
+    crc = 0
+    for begin in range(0, len(array), CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, array[begin : begin + CHUNK_BYTES].tobytes())
+    return crc
 
 
 def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:

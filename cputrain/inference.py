@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import plural
-from cputrain.checkpoints import MANIFEST, MODEL, SUFFIX, NetworkRecord, read_manifest, read_tensors, write_tensors
+from cputrain.checkpoints import (
+    MANIFEST,
+    MODEL,
+    SUFFIX,
+    NetworkRecord,
+    first_error,
+    read_manifest,
+    read_tensors,
+    write_tensors,
+)
 from cputrain.data.formats.dataset import ImageFiles, Images
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
@@ -107,8 +116,7 @@ def _model_section(record: NetworkRecord, checkpoint: Path) -> ModelSection:
     try:
         return ModelSection.model_validate(tuples(record.model))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        place, first = first_error(error)
         why = first["msg"].removeprefix("Value error, ")
         raise InputError(f"{checkpoint / MANIFEST}: the network's {place} is wrong: {why}") from None
 

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import check_writable
+from cputrain.affinity.filesystem import check_writable, write_bytes
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import MIB, join_or, plural
 from cputrain.cli.options import settings_argument
@@ -35,7 +35,6 @@ from cputrain.data.prepare import (
     transformed,
 )
 from cputrain.data.sources import KINDS, TORCHVISION, open_source, write_digits
-from cputrain.files import write_atomic
 from cputrain.runs.folder import load_training
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -186,7 +185,7 @@ def show(
         squares = transformed(images, decode, transform, seed=training.seed, epoch=epoch - 1)
         sheet = contact_sheet(images, dataset.classes, squares, count=count, side=transform.image_size)
     sheet.save(out, FORMATS[output.suffix.lower()])
-    write_atomic(output, out.getvalue())
+    write_bytes(output, out.getvalue())
     shown = min(count, len(images))
     if output_format == "json":
         print_json({"file": str(output), "split": split, "images": shown})

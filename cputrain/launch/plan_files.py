@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError, as_option
-from cputrain.affinity.filesystem import check_execution, check_writable
+from cputrain.affinity.filesystem import check_execution, check_writable, write_bytes
 from cputrain.affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
 from cputrain.affinity.ranks.rank import MASTER_PORT
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_svg, plan_to_text
 from cputrain.affinity.wording import plural
-from cputrain.files import write_atomic
 from cputrain.launch.options import (
     THIS_HOST,
     THIS_MACHINE,
@@ -75,7 +74,7 @@ def write_plan_files(
         report(note)
     files = plan_files(job, launcher, recipe)
     for name, text in files.items():
-        write_atomic(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
+        write_bytes(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
     (folder / "launch.sh").chmod(0o755)
     arguments = "" if recipe else " CMD..."
     shell = ""

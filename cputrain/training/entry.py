@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import bind_process, bind_thread, observe, verify
+from cputrain.affinity.filesystem import write_bytes
+from cputrain.affinity.kernel.binding import bind_process, bind_thread
 from cputrain.affinity.kernel.bound_plan import (
     PLAN_VARIABLE,
     WORKER_VARIABLE,
@@ -34,9 +35,9 @@ from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import AllReduceHook, all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
-from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
+from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_text
 from cputrain.launch.local import request_of
-from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
+from cputrain.launch.rank_process import RankContext, StartOptions, rank_context, run_rank
 from cputrain.measurements import save_bf16_gain
 from cputrain.models.networks import inputs_note
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
@@ -275,7 +276,7 @@ def _make_run(session: Session, stack: ExitStack, options: StartOptions, *, ends
         print(resumption, flush=True)
     stack.enter_context(locked(recipe.folder, restarted=restarted, job=job))
     make_folder(recipe, overwrite=options.overwrite)
-    write_atomic(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
+    write_bytes(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
     return None
 
 
@@ -444,16 +445,13 @@ def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: b
     """
     worker = bound_worker(env)
     check = worker is not None
-    if worker is not None:
-        verify(worker)
-    else:
+    if worker is None:
         request = replace(request_of(recipe), workload=None, allocator="glibc")
         plan, index = plan_for_rank(request, rank, (), env)
         worker = plan.workers[index]
         bind_process(worker)
         env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
-    startup = startup_of(rank, env, shown=shown)
-    return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
+    return rank_context(rank, worker, env, check=check, shown=shown)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import write_bytes
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
@@ -36,6 +37,7 @@ from cputrain.checkpoints import (
     NetworkRecord,
     OptimizerRecord,
     TrainingRecord,
+    first_error,
     list_checkpoints,
     manifest_text,
     name_of,
@@ -52,7 +54,7 @@ from cputrain.checkpoints import (
 )
 from cputrain.comm.group import Bf16AllReduceHook, all_gather, run_on_main_rank
 from cputrain.comm.store import SignedKeys
-from cputrain.files import CHECKPOINTS, write_atomic
+from cputrain.files import CHECKPOINTS
 from cputrain.models.sizes import state_copies
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
@@ -409,7 +411,7 @@ class CheckpointWriter:
         mine = place / rank_file(self.rank)
         if first_on_host:
             try:
-                write_atomic(mine, TRIAL.encode())
+                write_bytes(mine, TRIAL.encode())
             except OSError as error:
                 problem = f"rank {self.rank} cannot write into {self.folder}: {error.strerror}"
         tries = all_gather((problem, rank_file(self.rank) if first_on_host else None))
@@ -595,8 +597,7 @@ class Saver:
             record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
             manifest_text(self._manifest(position, record))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
+            place, first = first_error(error)
             found = f"{place}={first['input']!r} ({first['msg']})"
             raise InputError(f"checkpoints cannot store {found}: set another value") from None
         except ValueError as error:

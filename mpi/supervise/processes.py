@@ -16,12 +16,11 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import methodcaller
 from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_with
+from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_bytes
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import cgroup_folders, read_limits
 from cputrain.affinity.wording import GIB
@@ -376,7 +375,7 @@ def start_launcher(
 def write_files(files: Files) -> None:
     """Write a job's files. Raises OSError naming the file."""
     for path, text in files:
-        write_with(path, methodcaller("write", text.encode(errors="surrogateescape")))  # paths are bytes
+        write_bytes(path, text.encode(errors="surrogateescape"))  # paths are bytes
 
 
 def signal_group(pid: int, number: int) -> bool:

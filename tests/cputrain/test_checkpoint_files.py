@@ -153,7 +153,7 @@ def test_a_folder_that_hosts_do_not_share_is_noticed_before_the_first_step(
 ) -> None:
     """Rank 0 does not find what a host has said to have written."""
     monkeypatch.setattr("cputrain.training.saving.VISIBLE_S", 0.1)
-    monkeypatch.setattr("cputrain.training.saving.write_atomic", lambda *_: None)
+    monkeypatch.setattr("cputrain.training.saving.write_bytes", lambda *_: None)
     with pytest.raises(InputError, match="is not visible here: set output to a folder that all hosts share"):
         writer_of(tmp_path / "run").try_out(1000, first_on_host=True)
 

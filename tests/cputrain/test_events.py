@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import write_with
-from cputrain.files import write_atomic
+from cputrain.affinity.filesystem import write_bytes, write_with
 from cputrain.report import WatchState, write_report
 from cputrain.runs import FILE, Events, TimeSpent, elapsed, finished, read_events, read_log, time_spent
 
@@ -113,7 +112,7 @@ def test_a_clock_that_jumps_changes_no_time(tmp_path: Path, by_s: float) -> None
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a/b.json"
-    write_atomic(path, b"old")
+    write_bytes(path, b"old")
 
     def fail(file) -> None:
         file.write(b"half")

@@ -29,7 +29,7 @@ from cputrain.affinity.wording import MIB
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
 from cputrain.data.formats.source import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length
-from cputrain.files import check_downloaded
+from cputrain.files import check_downloaded, crc32c_of
 
 logger = logging.getLogger(__name__)
 
@@ -195,23 +195,14 @@ class Shards(PiecewiseImages):
         return f"{self.paths[int(self.index[i]['shard'])]}:{i:08d}"
 
 
-CHUNK_BYTES = 1 << 20
-
-
 def split_checksum(images: Images, root: str) -> int:
     """Return the CRC-32C of the shards' index, which includes the checksum of each image; without shards, of the labels
     and of the images' names below `root`. No image is read."""
     if isinstance(images, Shards):
-        return _extend(0, np.ascontiguousarray(images.index).view(np.uint8))
+        return crc32c_of(np.ascontiguousarray(images.index).view(np.uint8))
     names = "\n".join(images.name(i).removeprefix(root) for i in range(len(images)))
-    crc = _extend(0, np.ascontiguousarray(images.labels).view(np.uint8))
+    crc = crc32c_of(np.ascontiguousarray(images.labels).view(np.uint8))
     return int(google_crc32c.extend(crc, names.encode(errors="surrogateescape")))
-
-
-def _extend(crc: int, values: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
-    for begin in range(0, len(values), CHUNK_BYTES):
-        crc = google_crc32c.extend(crc, values[begin : begin + CHUNK_BYTES].tobytes())
-    return int(crc)
 
 
 def images_per_block(images: Images, block_mib: float, steps: int) -> int:
