@@ -139,6 +139,16 @@ def squares_of(states: Sequence[dict[str, Any]], grads: Sequence[Tensor], name: 
     return [state[name] for state in states]
 
 
+def root_plus(squares: list[Tensor], added: Sequence[float], eps: float) -> list[Tensor]:
+    """Return sqrt(squares) + added, to divide by: with `eps` 0, 1 in place of 0."""
+    made = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(made, added)
+    if eps == 0:
+        for each in made:
+            each.masked_fill_(each == 0, 1.0)
+    return made
+
+
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Return the Euclidean norm of each tensor, even if float32 cannot represent the squares."""
     found = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).tolist()
@@ -388,11 +398,8 @@ class Lamb(GroupOptimizer):
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
         # Both corrections at once: (m / a) / (sqrt(v / b) + eps) = sqrt(b) / a * m / (sqrt(v) + eps sqrt(b))
         roots = [math.sqrt(1 - beta2**step) for step in steps]
-        scale = torch._foreach_sqrt(squares)
-        torch._foreach_add_(scale, [group["eps"] * root for root in roots])
-        if group["eps"] == 0:  # an element without any gradient so far follows only its weight decay
-            for each in scale:
-                each.masked_fill_(each == 0, 1.0)
+        # With eps 0, an element without any gradient so far follows only its weight decay.
+        scale = root_plus(squares, [group["eps"] * root for root in roots], group["eps"])
         updates = torch._foreach_div(averages, scale)
         torch._foreach_mul_(updates, [root / (1 - beta1**step) for root, step in zip(roots, steps, strict=True)])
         torch._foreach_add_(updates, params, alpha=group["weight_decay"])
@@ -450,13 +457,10 @@ class AdagradDA(GroupOptimizer):
         squares = squares_of(states, grads, "square_sum", group["eps"])
         torch._foreach_add_(sums, grads, alpha=group["lr"])
         torch._foreach_addcmul_(squares, grads, grads)
-        scale = torch._foreach_sqrt(squares)
-        torch._foreach_add_(scale, [group["eps"] + decay_sum for decay_sum in decay_sums])
+        # With eps 0, a weight without gradient or decay so far stays unchanged, as for eps -> 0.
+        scale = root_plus(squares, [group["eps"] + decay_sum for decay_sum in decay_sums], group["eps"])
         change = torch._foreach_mul(initial, decay_sums)
         torch._foreach_add_(change, sums)
-        if group["eps"] == 0:  # a weight without gradient or decay so far stays unchanged, as for eps -> 0
-            for each in scale:
-                each.masked_fill_(each == 0, 1.0)
         change = torch._foreach_div(change, scale)
         torch._foreach_copy_(params, torch._foreach_sub(initial, change))
 

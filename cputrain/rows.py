@@ -90,21 +90,16 @@ def figure(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels
     return figure_svg(made)
 
 
-def subplots(*grid: int, **how: Any) -> Any:
+def subplots(*grid: int, figsize: tuple[float, float], **how: Any) -> Any:
     """Create a matplotlib figure and its axes; importing matplotlib takes a second."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt.subplots(*grid, layout="constrained", **how)
+    made = Figure(figsize=figsize, layout="constrained")
+    return made, made.subplots(*grid, **how)
 
 
 def figure_svg(figure: "Figure") -> str:
-    """Return a figure as an SVG element for HTML pages; closes the figure."""
-    from matplotlib import pyplot as plt
-
+    """Return a figure as an SVG element for HTML pages."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
-    plt.close(figure)
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)

@@ -139,10 +139,7 @@ def to_line(record: Use) -> bytes:
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
     """Inverse of `to_line`. Raises ValueError if the line is truncated, damaged or of another kind."""
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from None
+    return msgspec.json.decode(line, type=kind)
 
 
 FOLDER = "usage"  # in the run folder, beside the logs
