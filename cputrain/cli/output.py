@@ -164,8 +164,19 @@ def amount_option(
     return click.option(*names, type=kind, show_default=shown or None, **settings)
 
 
-def path_option(*names: str, dir_okay: bool = True, **settings: Any) -> Callable[[F], F]:
-    """Add an option that takes a path, which does not have to exist."""
+def path_option(
+    *names: str, dir_okay: bool = True, suffixes: tuple[str, ...] = (), why: str = "", **settings: Any
+) -> Callable[[F], F]:
+    """Add an option that takes a path, which does not have to exist. With `suffixes` it must end in one of them; `why`
+    explains the first one in the message."""
+
+    def checked(_context: click.Context, _option: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in suffixes:
+            raise InputError(f"{names[0]} {path} does not end in {suffixes[0]}: {why}")
+        return path
+
+    if suffixes:
+        settings["callback"] = checked
     return click.option(*names, type=click.Path(path_type=Path, dir_okay=dir_okay), **settings)
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 @path_option(
     "--output",
     dir_okay=False,
+    suffixes=(".html", ".htm"),
+    why="the page is HTML, the tables get .md and .csv",
     metavar="FILE.html",
     help="write the page to FILE.html  [default: RUN/report.html, or comparison.html for several runs]",
 )
@@ -43,8 +45,6 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
     differing settings, and scaling if the numbers of workers differ. The tables are also written as .md and .csv next
     to it. Of several paths, as in runs/*, those without a run are skipped.
     """
-    if output is not None and output.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"--output {output} does not end in .html: the page is HTML, the tables get .md and .csv")
     if len(runs) == 1 and not (found := _runs_in(runs[0])):
         from cputrain.report.page import write_report  # numpy, only needed here
 

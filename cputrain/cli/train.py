@@ -166,6 +166,8 @@ def _show_sizes(planned: PlannedTraining) -> None:
     "--report",
     "page",
     dir_okay=False,
+    suffixes=(".html", ".htm"),
+    why="the page is HTML, the predictions get .csv",
     metavar="FILE.html",
     help="also write a page with the accuracy of each class, the confusion matrix and the most confident "
     "mistakes, and next to it FILE.csv with the prediction for each image",
@@ -195,7 +197,8 @@ def eval_command(
         )
     alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
     checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
-    check_page(page, len(checkpoints))
+    if page is not None and len(checkpoints) > 1:
+        raise InputError(f"--report shows one checkpoint, but {len(checkpoints)} are evaluated: name one")
     env = os.environ
     rank = rank_from_env(env)
     if rank is not None:
@@ -218,21 +221,20 @@ def eval_command(
     return run_in_scratch(plan, ("eval", *arguments), env, verify=not no_verify)
 
 
-def check_page(page: Path | None, checkpoints: int) -> None:
-    """Raise InputError if `page` is not an HTML file, or if there are several checkpoints for one page."""
-    if page is not None and page.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"--report {page} does not end in .html: the page is HTML, the predictions get .csv")
-    if page is not None and checkpoints > 1:
-        raise InputError(f"--report shows one checkpoint, but {checkpoints} are evaluated: name one")
-
-
 @click.command("find-lr")
 @click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @number_option("--steps", least=10, most=100_000, default=100, help="run this many steps")
 @amount_option("--from", "low", above=0, default=1e-5, metavar="RATE", help="start with this learning rate")
 @amount_option("--to", "high", above=0, default=10.0, metavar="RATE", help="end with this learning rate")
-@path_option("--picture", dir_okay=False, metavar="FILE.svg", help="plot the loss over the learning rate")
+@path_option(
+    "--picture",
+    dir_okay=False,
+    suffixes=(".svg",),
+    why="the picture is SVG",
+    metavar="FILE.svg",
+    help="plot the loss over the learning rate",
+)
 @formats_option("json", help="choose the output format")
 @no_verify_option
 def find_lr_command(
@@ -253,8 +255,6 @@ def find_lr_command(
     """
     if not low < high < math.inf:
         raise InputError(f"--from {low:g} --to {high:g}: the first rate must be lower than the last")
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise InputError(f"--picture {picture} does not end in .svg: the picture is SVG")
     training = load_training(recipe, settings)
     env = os.environ
     rank = rank_from_env(env)

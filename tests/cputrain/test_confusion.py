@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cputrain.affinity.errors import InputError
-from cputrain.cli.train import check_page
+from cputrain.checkpoints import MANIFEST
+from cputrain.cli import main
 from cputrain.report import (
     MOST_CLASSES,
     Predicted,
@@ -80,10 +80,13 @@ def test_the_page_shows_the_most_wrong_images_and_escapes_their_names(tmp_path: 
     assert rows[0]["predicted"] == "cat" and rows[0]["probability of the label"] == "0.25"
 
 
-def test_a_page_is_html_and_of_one_checkpoint() -> None:
-    check_page(None, 3)
-    check_page(Path("a.html"), 1)
-    with pytest.raises(InputError, match=r"does not end in \.html"):
-        check_page(Path("a.pdf"), 1)
-    with pytest.raises(InputError, match="name one"):
-        check_page(Path("a.html"), 2)
+def test_a_page_is_html_and_of_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = []
+    for name in ("step-0000001", "step-0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).touch()
+        named += ["--checkpoint", str(tmp_path / name)]
+    assert main(["eval", "imagefolder", *named, "--report", "a.pdf"]) == 2
+    assert "--report a.pdf does not end in .html: the page is HTML" in capsys.readouterr().err
+    assert main(["eval", "imagefolder", *named, "--report", "a.html"]) == 2
+    assert "2 are evaluated: name one" in capsys.readouterr().err
