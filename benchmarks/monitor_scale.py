@@ -20,8 +20,8 @@ from cputrain.mpi.supervise import (
     REMOTE_POLL_S,
     STALL_CHECK_S,
     TOKEN_VARIABLE,
+    Activity,
     Answer,
-    Heartbeat,
     Hello,
     Monitor,
     Preempt,
@@ -104,7 +104,7 @@ def be_agents(port: int, ranks: int, first: int, last: int) -> None:
             if at > now:
                 continue
             assert connections[i].receive() is not None, "the monitor has closed a connection"
-            connections[i].send(Heartbeat(idle_s=10.0))
+            connections[i].send(Activity(idle_s=10.0))
             due[i] = max(at + interval_s, now)
         time.sleep(max(0.0, min(min(due) - time.monotonic(), 0.05)))
 

@@ -2,7 +2,6 @@ from .monitor import READ_S as READ_S
 from .monitor import STARTING_S as STARTING_S
 from .monitor import WAITING_S as WAITING_S
 from .monitor import WITHOUT_STACK_S as WITHOUT_STACK_S
-from .monitor import Activity as Activity
 from .monitor import ActivityMeter as ActivityMeter
 from .monitor import Monitor as Monitor
 from .monitor import RankState as RankState
@@ -43,10 +42,10 @@ from .signals import stop_signals as stop_signals
 from .wire import HEARTBEAT_S as HEARTBEAT_S
 from .wire import HEARTBEAT_TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from .wire import TOKEN_VARIABLE as TOKEN_VARIABLE
+from .wire import Activity as Activity
 from .wire import Answer as Answer
 from .wire import Connection as Connection
 from .wire import Exit as Exit
-from .wire import Heartbeat as Heartbeat
 from .wire import Hello as Hello
 from .wire import Preempt as Preempt
 from .wire import ProtocolError as ProtocolError

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from cputrain.mpi.supervise.wire import (
     Answer,
     Connection,
     Exit,
-    Heartbeat,
     Hello,
     Preempt,
     ShowStack,
@@ -188,7 +187,7 @@ class MonitorLink:
         """Send a heartbeat if one is due."""
         now = self._supervisor.clock.now()
         if now - self._sent >= self._interval_s:
-            self._connection.send(Heartbeat(**asdict(self._supervisor.ranks[0].meter.activity)))
+            self._connection.send(self._supervisor.ranks[0].meter.activity)
             self._sent = now
 
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,9 +31,9 @@ from cputrain.mpi.supervise.signals import RunningClock
 from cputrain.mpi.supervise.wire import (
     ANSWER_S,
     HEARTBEAT_TIMEOUT_S,
+    Activity,
     Answer,
     Exit,
-    Heartbeat,
     Hello,
     Preempt,
     RankServer,
@@ -49,15 +49,6 @@ IDLE_CORES = 0.05  # a rank with less demand is waiting; heartbeats and progress
 BUSY_CORES = 0.5  # a rank with more demand is computing
 STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /proc/PID/stat
 NANOSECOND_S = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """Seconds, up to its last reading, for which a rank has been stopped, idle or busy without a break."""
-
-    stopped_s: float = 0.0
-    idle_s: float = 0.0
-    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,26 +330,18 @@ GATHER_S = 1e-5  # per rank, so that reports of many ranks are processed togethe
 
 
 @dataclass(slots=True, kw_only=True)
-class RankStatus:
-    """A rank as its agent reports it. `heartbeat` is when its last message arrived by the monitor's clock, `answered`
-    when a message was last answered. `exit` is None while it runs; with `by_job` the job ended it. `stack` is the last
-    requested Python stack. `signal` is the stop signal that its agent received (0: none), `signaled` when."""
+class ReportedRank:
+    """What the monitor knows of a rank from its agent. `heartbeat` is when its last message arrived by the monitor's
+    clock, `answered` when a message was last answered. With `by_job` the job ended it. `stack` is the last requested
+    Python stack. `signal` is the stop signal that its agent received (0: none), `signaled` when."""
 
-    rank: int
-    host: str
+    state: RankState
     heartbeat: float
     answered: float
-    activity: Activity
-    exit: RankExit | None = None
     by_job: bool = False
     stack: tuple[str, ...] | None = None
     signal: int = 0
     signaled: float = 0.0
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the rank has exited with status 0."""
-        return self.exit is not None and self.exit.status == 0
 
 
 class Monitor:
@@ -372,18 +355,18 @@ class Monitor:
         self, token: str, hosts: tuple[str, ...], address: str = LOOPBACK, timeout_s: float = HEARTBEAT_TIMEOUT_S
     ) -> None:
         self.token = token
-        self.ranks: dict[int, RankStatus] = {}
+        self.ranks: dict[int, ReportedRank] = {}
         self.clock = RunningClock()
         self._timeout_s = timeout_s
-        self._failed: list[RankStatus] = []
-        self._alone: list[RankStatus] = []  # the failed ranks whose only fault is that their agents were stopped
+        self._failed: list[ReportedRank] = []
+        self._alone: list[ReportedRank] = []  # the failed ranks whose only fault is that their agents were stopped
         self._checked_at = self.clock.now() - SILENCE_CHECK_S
         self._preempts = False
         self._hosts, self._size = hosts, len(hosts)
         self._labels = _labels(tuple(dict.fromkeys(hosts)))
         self._exits = 0
         self._ended = 0  # exits and lost agents that `failed` has taken into account
-        self._server = RankServer(token, hosts, address, (Heartbeat, Exit, Stack, Signaled))
+        self._server = RankServer(token, hosts, address, (Activity, Exit, Stack, Signaled))
 
     @property
     def port(self) -> int:
@@ -403,30 +386,29 @@ class Monitor:
     def _take(self, rank: int, message: Any) -> None:
         now = self.clock.now()
         if isinstance(message, Hello):
-            status = RankStatus(rank=rank, host=message.host, heartbeat=now, activity=Activity(), answered=now)
-            self.ranks[rank] = status
+            self.ranks[rank] = ReportedRank(state=RankState(rank=rank, host=message.host), heartbeat=now, answered=now)
             label = self._labels[self._hosts[rank]] or message.host.partition(".")[0]
             self._server.connections[rank].send(Answer(label=label))
             return
-        status = self.ranks[rank]
-        status.heartbeat = now
-        if isinstance(message, Heartbeat):
-            if now - status.answered >= ANSWER_S:
-                status.answered = now
+        reported = self.ranks[rank]
+        reported.heartbeat = now
+        if isinstance(message, Activity):
+            if now - reported.answered >= ANSWER_S:
+                reported.answered = now
                 self._server.connections[rank].send(Answer())
-            status.activity = Activity(stopped_s=message.stopped_s, idle_s=message.idle_s, busy_s=message.busy_s)
+            reported.state = replace(reported.state, activity=message)
         elif isinstance(message, Stack):
-            status.stack = message.lines
+            reported.stack = message.lines
         elif isinstance(message, Signaled):
-            status.signal, status.signaled = message.number, now
-        elif status.exit is not None or message.status not in STATUSES:
+            reported.signal, reported.signaled = message.number, now
+        elif reported.state.exit is not None or message.status not in STATUSES:
             self._server.drop(rank)
         else:
-            status.by_job = message.by_job
-            status.exit = _exit(rank, status.host, message, now)
+            reported.by_job = message.by_job
+            reported.state = replace(reported.state, exit=_exit(rank, reported.state.host, message, now))
             self._exits += 1
 
-    def failed(self) -> list[RankStatus]:
+    def failed(self) -> list[ReportedRank]:
         """Return the ranks that failed by themselves, are silent, or whose agents are gone or were stopped alone.
 
         Evaluated when a rank has exited or lost its agent, otherwise every SILENCE_CHECK_S.
@@ -434,58 +416,55 @@ class Monitor:
         now, ended = self.clock.now(), self._exits + len(self._server.lost)
         if ended != self._ended or now - self._checked_at >= SILENCE_CHECK_S:
             self._checked_at, self._ended, oldest = now, ended, now - self._timeout_s
-            failed = [status for status in self.ranks.values() if self._has_failed(status, oldest)]
+            failed = [one for one in self.ranks.values() if self._has_failed(one, oldest)]
             self._alone = [] if failed else self._stopped_alone(now - ALONE_S)
             self._failed = failed or self._alone
         return self._failed
 
-    def _has_failed(self, status: RankStatus, oldest: float) -> bool:
+    def _has_failed(self, one: ReportedRank, oldest: float) -> bool:
         """Return whether the rank has failed; heartbeats before the time `oldest` are too old."""
-        if status.exit is not None:
-            return status.exit.status != 0 and not status.by_job
-        return status.heartbeat < oldest or status.rank in self._server.lost
+        if one.state.exit is not None:
+            return one.state.exit.status != 0 and not one.by_job
+        return one.heartbeat < oldest or one.state.rank in self._server.lost
 
-    def _stopped_alone(self, latest: float) -> list[RankStatus]:
+    def _stopped_alone(self, latest: float) -> list[ReportedRank]:
         """Return the ranks whose agents a signal stopped before `latest` while others run without having received one:
         then nobody is ending the job, and the others may wait for these ranks."""
         signaled = [one for one in self.ranks.values() if one.signal and one.signaled < latest]
-        ends = not signaled or all(one.signal or one.exit is not None for one in self.ranks.values())
+        ends = not signaled or all(one.signal or one.state.exit is not None for one in self.ranks.values())
         return [] if ends else signaled
 
     def rank_states(self) -> tuple[RankState, ...]:
         """Return what the ranks are doing, or were doing when they exited."""
-        return tuple(
-            RankState(rank=one.rank, host=one.host, activity=one.activity, exit=one.exit) for one in self.ranks.values()
-        )
+        return tuple(one.state for one in self.ranks.values())
 
     def cause(self, stall: Stall | None = None, stacks: Stacks = MappingProxyType({})) -> str:
         """Describe the failure that caused the others in one line, followed by the last lines of output. `stall` is the
         stall just before it, `stacks` are the stacks of its ranks."""
         if self.failed() and self._alone:
-            alone = min(self._alone, key=lambda one: (one.signaled, one.rank))
-            end = "" if alone.exit is None else f"; {describe_exit(alone.exit)}"
-            stopped = f"the agent of rank {alone.rank} on {alone.host} was stopped by {signal_name(alone.signal)}"
+            alone = min(self._alone, key=lambda one: (one.signaled, one.state.rank))
+            end = "" if alone.state.exit is None else f"; {describe_exit(alone.state.exit)}"
+            stopped = f"the agent of {alone.state.place} was stopped by {signal_name(alone.signal)}"
             return f"{stopped}, while other ranks kept running{end}"
-        if exits := [status.exit for status in self.failed() if status.exit is not None]:
+        if exits := [one.state.exit for one in self.failed() if one.state.exit is not None]:
             return describe_failure(first_cause(exits), self.rank_states(), stall, stacks)
         lost = self._server.lost
-        first = min(self.failed(), key=lambda one: (one.rank not in lost, one.heartbeat, one.rank))
-        rank = f"rank {first.rank} on {first.host}"
-        if first.rank in lost:
-            return f"{rank} has lost its agent, which was killed or cut off: see its host's log"
-        return f"{rank} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
+        first = min(self.failed(), key=lambda one: (one.state.rank not in lost, one.heartbeat, one.state.rank))
+        if first.state.rank in lost:
+            return f"{first.state.place} has lost its agent, which was killed or cut off: see its host's log"
+        return f"{first.state.place} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
 
     def stacks(self, ranks: Sequence[int]) -> Stacks:
         """Return the Python stacks of the running ranks among these: answers within STACK_S, else earlier stacks."""
-        running = {rank: status for rank in ranks if (status := self.ranks[rank]).exit is None}
-        before = {rank: status.stack for rank, status in running.items()}
-        for rank, status in running.items():
-            status.stack = None
+        running = {rank: one for rank in ranks if (one := self.ranks[rank]).state.exit is None}
+        before = {rank: one.stack for rank, one in running.items()}
+        for rank, one in running.items():
+            one.stack = None
             self._server.connections[rank].send(ShowStack())
         deadline = time.monotonic() + STACK_S
-        while any(status.stack is None for status in running.values()) and time.monotonic() < deadline:
+        while any(one.stack is None for one in running.values()) and time.monotonic() < deadline:
             self.poll(STACK_POLL_S)
-        return {rank: status.stack or before[rank] or () for rank, status in running.items()}
+        return {rank: one.stack or before[rank] or () for rank, one in running.items()}
 
     def stop(self, grace_s: float) -> None:
         """Tell every agent to end its rank, which gets grace_s to exit by itself."""

@@ -261,7 +261,7 @@ def _watch_remote(
     stalls = StallWatch(job.starting)
     done_at: float | None = None
     while True:
-        done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
+        done = len(monitor.ranks) == job.world_size and all(rank.state.finished for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else REMOTE_POLL_S)
         signals.check()
         ended = process.poll() is not None
@@ -274,11 +274,11 @@ def _watch_remote(
                 monitor.poll(REMOTE_POLL_S)
             signals.check()
         if failed := monitor.failed():
-            exits = [rank.exit for rank in failed if rank.exit is not None]
+            exits = [rank.state.exit for rank in failed if rank.state.exit is not None]
             if len(exits) == len(failed) and all(one.status == ExitStatus.WRONG_INPUT for one in exits):
                 return _rejected(job, exits[0])
             if not exits:
-                hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in failed))
+                hosts = tuple(dict.fromkeys(job.host_of_ranks[rank.state.rank] for rank in failed))
                 raise JobFailedError(monitor.cause(), hosts=hosts)
             stall = stalls.before(monitor.clock.now())
             raise JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), cause=first_cause(exits))
@@ -302,13 +302,14 @@ def _watch_remote(
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:
     """Return 0 if the launcher and all ranks succeeded. Raises JobFailedError otherwise."""
-    if status == 0 and all(rank.succeeded for rank in monitor.ranks.values()):
+    if status == 0 and all(rank.state.finished for rank in monitor.ranks.values()):
         return 0
     if not monitor.ranks:
         why = f"{installed.name} {describe_status(status)} before any rank started; see its output above"
         raise JobFailedError(why, hosts=job.hosts)
     hosts = _missing(job, monitor)
-    ended = [rank.exit for rank in monitor.ranks.values() if rank.exit and rank.exit.status]
+    exits = (rank.state.exit for rank in monitor.ranks.values())
+    ended = [one for one in exits if one and one.status]
     if not hosts and ended:  # the agents ended their ranks
         first = first_cause(ended)
         raise JobFailedError(f"the agent of rank {first.rank} was stopped by a signal; {describe_exit(first)}")
@@ -323,7 +324,7 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
 def _missing(job: Job, monitor: Monitor) -> tuple[str, ...]:
     """Return the hosts of ranks that have not started, or have not reported their exit."""
     ranks = job.host_of_ranks
-    missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
+    missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].state.exit is None)
     return tuple(dict.fromkeys(ranks[i] for i in missing))
 
 

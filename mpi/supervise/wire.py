@@ -46,8 +46,9 @@ class Hello(Message, frozen=True):
     host: Text
 
 
-class Heartbeat(Message, frozen=True):
-    """Sign of life of a rank: for how long it has been stopped, idle or busy without a break."""
+class Activity(Message, frozen=True):
+    """Heartbeat of a rank: seconds, up to its last reading, for which it has been stopped, idle or busy without a
+    break."""
 
     stopped_s: Number = 0.0
     idle_s: Number = 0.0

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import (
+    Activity,
     Answer,
     Connection,
     Exit,
-    Heartbeat,
     Hello,
     Monitor,
     Preempt,
@@ -77,15 +77,15 @@ def test_silence_is_a_failure(monitor: Monitor) -> None:
         for _ in range(4):
             assert monitor.failed() == []
             clock.now += 0.4
-            connections[0].send(Heartbeat())
+            connections[0].send(Activity())
             poll_until(monitor, lambda: monitor.ranks[0].heartbeat == clock.now)
-        assert [status.rank for status in monitor.failed()] == [1]
+        assert [one.state.rank for one in monitor.failed()] == [1]
         assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
 
 
 def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor) -> None:
     with agents(monitor, 2) as connections:
-        connections[1].send(Heartbeat(stopped_s=11.0))
+        connections[1].send(Activity(stopped_s=11.0))
         poll_until(monitor, lambda: stopped_rank(monitor.rank_states()))
         found = stopped_rank(monitor.rank_states())
         assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
@@ -133,7 +133,7 @@ def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monito
 
     server_end._send = interrupted
     monitor.ranks[0].answered = -math.inf
-    connection.send(Heartbeat())
+    connection.send(Activity())
     received: list[object] = []
     poll_until(monitor, lambda: received.extend(connection.receive() or []) or len(received) >= 3)
     assert received == [Answer(label="h0"), Answer(), Preempt()]
@@ -167,7 +167,7 @@ def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
         connections[2].send(Exit(status=-9, tail=(), log="l", by_job=False))
         connections[0].send(Exit(status=1, tail=(), log="l", by_job=True))
         poll_until(monitor, lambda: len(monitor.failed()) >= 2)
-        assert sorted(status.rank for status in monitor.failed()) == [1, 2]
+        assert sorted(one.state.rank for one in monitor.failed()) == [1, 2]
         assert "rank 2 on h2 was ended by SIGKILL" in monitor.cause()
 
 
@@ -179,7 +179,7 @@ def test_many_ranks(monitor: Monitor) -> None:
     await_hello(monitor, 1500)
     for rank, connection in enumerate(connections):
         monitor.ranks[rank].answered = -math.inf
-        connection.send(Heartbeat())
+        connection.send(Activity())
     deadline = time.monotonic() + HANGS_S
     answered = 0
     while answered < 2 * 1500 and time.monotonic() < deadline:  # a Hello and a heartbeat of each
@@ -209,12 +209,12 @@ def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor) -> Non
         for rank in (1, 2):
             connections[rank].send(Signaled(number=15))
             connections[rank].send(Exit(status=-15, tail=("half way",), log="l", by_job=True))
-        poll_until(monitor, lambda: all(monitor.ranks[rank].exit for rank in (1, 2)))
+        poll_until(monitor, lambda: all(monitor.ranks[rank].state.exit for rank in (1, 2)))
         for _ in range(2):
             clock.now += 4.0
             assert monitor.failed() == []
         clock.now += 4.0
-        assert [status.rank for status in monitor.failed()] == [1, 2]
+        assert [one.state.rank for one in monitor.failed()] == [1, 2]
         expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks kept running; rank 1 on h1 was"
         assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
         connections[0].send(Signaled(number=15))
@@ -240,8 +240,8 @@ def test_an_agent_ends_with_its_rank_at_whatever_moment_a_signal_stops_it(
     pid = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
     assert not pid or not Path(f"/proc/{pid}").exists()
     poll_until(monitor, lambda: None, 0.2)
-    status = monitor.ranks[0]
-    assert status.exit is None or (status.signal, status.by_job) == (signal.SIGTERM, True)
+    reported = monitor.ranks[0]
+    assert reported.state.exit is None or (reported.signal, reported.by_job) == (signal.SIGTERM, True)
 
 
 def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from cputrain.affinity.ranks import address_to
 from cputrain.affinity.terminal import JOINERS
 from cputrain.mpi.supervise import (
+    Activity,
     Answer,
     Connection,
     Exit,
-    Heartbeat,
     Hello,
     Monitor,
     Preempt,
@@ -48,7 +48,7 @@ from tests.support.jobs import poll_until
 TOKEN = "secret"
 HOSTS = tuple(f"h{i // 2}" for i in range(8))
 ORDERS = (Answer, Stop, Preempt, ShowStack)
-REPORTS = (Hello, Heartbeat, Exit, Stack)
+REPORTS = (Hello, Activity, Exit, Stack)
 EXIT = Exit(status=1, tail=("a line",), log="rank-0.log", by_job=False)
 
 
@@ -119,7 +119,7 @@ def test_noise_ends_its_own_connection_only(monitor: Monitor, data: bytes) -> No
         poll(monitor)
         assert is_closed(noise)
     before = monitor.ranks[0].heartbeat
-    friend.send(Heartbeat())
+    friend.send(Activity())
     poll_until(monitor, lambda: monitor.ranks[0].heartbeat > before)
     assert list(monitor.ranks) == [0] and not monitor.failed() and friend.receive() in ([], [Answer()])
     friend.close()
@@ -164,7 +164,7 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
         assert [connection.receive() for connection in (first, second)] == [[Answer(label="h0")]] * 2
         for rank, connection in enumerate((first, second)):
             monitor.ranks[rank].answered = -math.inf
-            connection.send(Heartbeat())
+            connection.send(Activity())
         poll(monitor)
         assert [connection.receive() for connection in (first, second)] == [[Answer()]] * 2
         first.close()
@@ -261,7 +261,7 @@ def test_a_recorded_connection_cannot_be_repeated(monitor: Monitor) -> None:
         attacker.sendall(recorded)
         poll(monitor, 0.1)
         assert is_closed(attacker)
-    assert not any(status.exit for status in monitor.ranks.values())
+    assert not any(one.state.exit for one in monitor.ranks.values())
 
 
 @pytest.mark.parametrize(("rank", "host"), [(8, "host4"), (-1, "host0"), (0, "host0"), (1, "another")])
@@ -277,7 +277,7 @@ def test_rank_and_host_have_to_fit_the_job(
     assert f"rank {rank} " in caplog.text
     friend.send(EXIT)
     poll(monitor)
-    assert monitor.ranks[0].exit is not None
+    assert monitor.ranks[0].state.exit is not None
     friend.close()
     other.close()
 
@@ -290,7 +290,7 @@ def odd_message(randomness: random.Random) -> bytes:
     """A message of the protocol with odd values, or fewer or more fields; or what is no message."""
     if randomness.random() < 0.1:
         return randomness.choice([b"[" * 30_000, b"", b"null", b"7", b'"x"', b"\xff\xfe", b'{"type":', b"NaN"])
-    good = randomness.choice([Hello(rank=randomness.randrange(8), host="host0"), Heartbeat(), EXIT])
+    good = randomness.choice([Hello(rank=randomness.randrange(8), host="host0"), Activity(), EXIT])
     fields = json.loads(encode(good))
     for _ in range(randomness.randrange(1, 4)):
         fields[randomness.choice(NAMES)] = randomness.choice(ODD)
