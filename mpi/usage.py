@@ -139,7 +139,10 @@ def to_line(record: Use) -> bytes:
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
     """Inverse of `to_line`. Raises ValueError if the line is truncated, damaged or of another kind."""
-    return msgspec.json.decode(line, type=kind)
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.MsgspecError as error:  # no ValueError before msgspec 0.20
+        raise ValueError(str(error)) from None
 
 
 FOLDER = "usage"  # in the run folder, beside the logs

@@ -24,7 +24,6 @@ from .fusion import FoldedConv2d as FoldedConv2d
 from .fusion import FoldedWinogradConv2d as FoldedWinogradConv2d
 from .fusion import fold_batchnorms as fold_batchnorms
 from .fusion import fuse_batchnorms as fuse_batchnorms
-from .kernels import NATIVE as NATIVE
 from .networks import GhostBatchNorm2d as GhostBatchNorm2d
 from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms

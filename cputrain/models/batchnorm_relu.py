@@ -19,19 +19,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
-from cputrain.models.kernels import (
-    NATIVE,
+from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
+from cputrain.native_build import (
+    KERNELS,
     NativeKernels,
+    ensure_compiled,
     kernels_extension,
     kernels_path,
     library_options,
     load_kernels,
 )
-from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
-from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
-    NATIVE / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
+    KERNELS / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
 )
 DTYPES = (torch.float32, torch.bfloat16)
 """Data types of images that the kernels support; parameters are float32."""

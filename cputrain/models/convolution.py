@@ -23,18 +23,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
-from cputrain.models.kernels import (
-    NATIVE,
+from cputrain.native_build import (
+    KERNELS,
     NativeKernels,
+    ensure_compiled,
     kernels_extension,
     kernels_path,
     library_options,
     load_kernels,
 )
-from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
-    NATIVE / name
+    KERNELS / name
     for name in ("winograd.cpp", "weight_gradient.cpp", "winograd.hpp", "vectors.hpp", "rows.hpp", "values.hpp")
 )
 DTYPES = (torch.float32, torch.bfloat16)

@@ -18,7 +18,6 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.models import (
     EXTENSION,
     FUSED,
-    NATIVE,
     FusedBatchNorm2d,
     GhostBatchNorm2d,
     RunningBatchNorm2d,
@@ -27,6 +26,7 @@ from cputrain.models import (
     fuse_batchnorms,
     load,
 )
+from cputrain.native_build import KERNELS
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
@@ -384,7 +384,7 @@ def compiler_that(place: Path, does: str) -> dict[str, str]:
     """An environment whose C++ compiler does something to a copy of the sources first, and whose cache is empty."""
     cxx = place / "cxx"
     cxx.write_text(
-        f"#!/bin/bash -e\nwork=$(mktemp -d)\ncp {NATIVE}/* $work\ncd $work\n{does}\n"
+        f"#!/bin/bash -e\nwork=$(mktemp -d)\ncp {KERNELS}/* $work\ncd $work\n{does}\n"
         'exec c++ "${@/*batchnorm_relu.cpp/batchnorm_relu.cpp}"\n'
     )
     cxx.chmod(0o755)
