@@ -4,7 +4,6 @@ import copy
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,6 @@ from tests.support.by_hand import ranks_of_code
 from tests.support.ccl_jobs import ran
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Torch's threads, as they were after each test."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def fused(layer: nn.BatchNorm2d, *, relu: bool = True) -> FusedBatchNorm2d:
@@ -400,10 +391,7 @@ def compiler_that(place: Path, does: str) -> dict[str, str]:
             "sed -i 's/ + shift\\[c\\]//' forward.hpp",
             r"\(output in float32 is .* off\): remove /.*, or set engine=eager",
         ),
-        (
-            "sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp",
-            r"\(gradient in float32 is .* off\)",
-        ),
+        ("sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp", r"\(gradient in float32 is .* off\)"),
     ],
 )
 def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: Path, does: str, why: str) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,21 +24,9 @@ from cputrain.models import (
 )
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, prepare_model
+from tests.support.convolutions import images_of, layer_of, passes
 
 ROUNDING = 2**-8  # of a value to bfloat16
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Torch's threads, as they were after each test."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def layer_of(inputs: int, outputs: int, kernel: int | tuple[int, int], **options: object) -> nn.Conv2d:
-    torch.manual_seed(inputs + outputs)
-    return nn.Conv2d(inputs, outputs, kernel, **options).to(memory_format=torch.channels_last)
 
 
 def direct(layer: nn.Conv2d) -> DirectConv2d:
@@ -47,21 +34,6 @@ def direct(layer: nn.Conv2d) -> DirectConv2d:
     use_direct_gradients(made, load_convolutions(os.environ))
     assert isinstance(made, DirectConv2d)
     return made
-
-
-def images_of(*shape: int) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-    return values.bfloat16().to(memory_format=torch.channels_last)
-
-
-def passes(layer: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Outputs and gradients of a loss that weighs each output by its own number, in bfloat16 unless all is float64."""
-    x = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=images.dtype != torch.float64):
-        outputs = layer(x)
-    outputs.backward(torch.linspace(-1, 1, outputs.numel(), dtype=torch.bfloat16).view(outputs.shape).to(outputs.dtype))
-    found = {"outputs": outputs.detach(), "images": x.grad, **{n: one.grad for n, one in layer.named_parameters()}}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
@@ -72,7 +44,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     images=st.integers(1, 5),
     inputs=st.integers(1, 9).map(lambda n: 16 * n),
@@ -94,10 +66,10 @@ def test_weight_gradients_are_those_of_float64(
     count: int,
 ) -> None:
     torch.set_num_threads(count)
-    x, weight = images_of(images, inputs, *size), layer_of(inputs, outputs, kernel).weight.detach()
+    x, weight = images_of(images, inputs, *size).bfloat16(), layer_of(inputs, outputs, kernel).weight.detach()
     exact = weight.double().requires_grad_()
     made = torch.conv2d(x.double(), exact, stride=stride, padding=padding)
-    g = images_of(*made.shape)
+    g = images_of(*made.shape).bfloat16()
     made.backward(g.double())
     got = load_convolutions(os.environ).direct_weight_gradient(x, g, weight, stride, padding)
     assert got.dtype == torch.float32 and got.stride() == weight.stride()
@@ -110,7 +82,7 @@ def test_weight_gradients_are_those_of_float64(
 def test_many_places_are_summed_in_float32(inputs: int, outputs: int, kernel: int, stride: int, side: int) -> None:
     """More than a block of them, with a last one that is not full."""
     layer = layer_of(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
-    x = images_of(5, inputs, side, side)
+    x = images_of(5, inputs, side, side).bfloat16()
     got, expected = passes(direct(layer), x), passes(copy.deepcopy(layer).double(), x.double())
     assert difference(got["weight"], expected["weight"]) < 1e-5
 
@@ -122,7 +94,7 @@ def test_many_places_are_summed_in_float32(inputs: int, outputs: int, kernel: in
 def test_all_passes_are_those_of_float64(inputs: int, outputs: int, kernel: int, stride: int, bias: bool) -> None:
     """Large 1 x 1 layers are matrix products."""
     layer = layer_of(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=bias)
-    x, exact = images_of(3, inputs, 13, 10), copy.deepcopy(layer).bfloat16().double()
+    x, exact = images_of(3, inputs, 13, 10).bfloat16(), copy.deepcopy(layer).bfloat16().double()
     got, expected = passes(direct(layer), x), passes(exact, x.double())
     assert got.keys() == expected.keys()
     assert all(difference(got[name], value) < 2 * ROUNDING for name, value in expected.items())
@@ -133,7 +105,7 @@ def test_all_passes_are_those_of_float64(inputs: int, outputs: int, kernel: int,
 
 def test_any_number_of_threads_computes_the_same_bits() -> None:
     for side in (14, 56):  # one part of the rows, and four
-        layer, x = direct(layer_of(64, 80, 3, padding=1)), images_of(5, 64, side, side)
+        layer, x = direct(layer_of(64, 80, 3, padding=1)), images_of(5, 64, side, side).bfloat16()
         torch.set_num_threads(1)
         expected = passes(layer, x)
         for count in (2, 3, 22, 28):
@@ -144,7 +116,7 @@ def test_any_number_of_threads_computes_the_same_bits() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_no_number_spoils_the_weights_that_it_meets(value: float) -> None:
-    layer, x = direct(layer_of(64, 16, 1, bias=False)), images_of(2, 64, 6, 6)
+    layer, x = direct(layer_of(64, 16, 1, bias=False)), images_of(2, 64, 6, 6).bfloat16()
     x[1, 5, 2, 3] = value
     gradient = passes(layer, x)["weight"]
     assert not gradient[:, 5].isfinite().any() and gradient[:, :5].isfinite().all() and gradient[:, 6:].isfinite().all()
@@ -165,7 +137,7 @@ def test_other_layers_and_images_stay_with_torch() -> None:
         use_direct_gradients(layer, kernels)
         assert type(layer) is nn.Conv2d
     layer = layer_of(64, 16, 3)
-    made, x = direct(layer), images_of(2, 64, 5, 5).float()
+    made, x = direct(layer), images_of(2, 64, 5, 5)
     assert covers(made)  # Winograd's algorithm may replace it
     assert torch.equal(made(x), layer(x))  # float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -175,7 +147,7 @@ def test_other_layers_and_images_stay_with_torch() -> None:
 
 @pytest.mark.parametrize("frozen", ["images", "weight"])
 def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
-    layer, x = direct(layer_of(64, 16, 3)), images_of(2, 64, 5, 5).requires_grad_(frozen != "images")
+    layer, x = direct(layer_of(64, 16, 3)), images_of(2, 64, 5, 5).bfloat16().requires_grad_(frozen != "images")
     layer.weight.requires_grad_(frozen != "weight")
     with torch.autocast("cpu", torch.bfloat16):
         layer(x).float().sum().backward()  # a gradient of strides 0

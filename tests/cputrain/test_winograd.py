@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,21 +20,13 @@ from cputrain.models import (
     use_winograd,
 )
 from cputrain.recipe import ModelSection
+from tests.support.convolutions import images_of, layer_of, passes
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Torch's threads, as they were after each test."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def layer_of(inputs: int, outputs: int, *, padding: int = 1, bias: bool = False) -> nn.Conv2d:
-    torch.manual_seed(inputs + outputs)
-    return nn.Conv2d(inputs, outputs, 3, padding=padding, bias=bias).to(memory_format=torch.channels_last)
+def square(inputs: int, outputs: int, **options: object) -> nn.Conv2d:
+    return layer_of(inputs, outputs, 3, **{"padding": 1, "bias": False, **options})
 
 
 def winograd(layer: nn.Conv2d) -> WinogradConv2d:
@@ -45,31 +36,13 @@ def winograd(layer: nn.Conv2d) -> WinogradConv2d:
     return made
 
 
-def images_of(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(memory_format=torch.channels_last)
-
-
-def passes(layer: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Outputs and gradients of a loss that weighs each output by its own number."""
-    x = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    outputs = layer(x)
-    gradient = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view(outputs.shape)
-    outputs.backward(gradient)
-    found = {
-        "outputs": outputs.detach(),
-        "images": x.grad,
-        **{n: one.grad for n, one in layer.named_parameters()},
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def furthest(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference, in units of the expected tensor's largest value."""
     assert got.keys() == expected.keys()
     return max(float((got[n].double() - one).abs().max() / one.abs().max()) for n, one in expected.items())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     images=st.integers(1, 5),
     inputs=st.integers(1, 9).map(lambda n: 16 * n),
@@ -86,18 +59,18 @@ def test_all_passes_are_those_of_float64(
     if padding == 0:
         height, width = height + 2, width + 2
     torch.set_num_threads(count)
-    layer, x = layer_of(inputs, outputs, padding=padding, bias=bias), images_of((images, inputs, height, width))
+    layer, x = square(inputs, outputs, padding=padding, bias=bias), images_of(images, inputs, height, width)
     assert furthest(passes(winograd(layer), x), passes(layer.double(), x.double())) < 5e-5
 
 
 @pytest.mark.parametrize(("channels", "side"), [(64, 56), (512, 7), (256, 14), (128, 28)])
 def test_the_layers_of_resnet50_are_close_to_float64(channels: int, side: int) -> None:
-    layer, x = layer_of(channels, channels), images_of((2, channels, side, side))
+    layer, x = square(channels, channels), images_of(2, channels, side, side)
     assert furthest(passes(winograd(layer), x), passes(layer.double(), x.double())) < 5e-5
 
 
 def test_bfloat16_is_rounded_once() -> None:
-    layer, x = layer_of(32, 48), images_of((3, 32, 13, 10))
+    layer, x = square(32, 48), images_of(3, 32, 13, 10)
     made = winograd(layer)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = made(x)
@@ -108,7 +81,7 @@ def test_bfloat16_is_rounded_once() -> None:
 
 def test_any_number_of_threads_computes_the_same_bits() -> None:
     """Also 22 and 28, as on hosts with as many cores a worker."""
-    layer, x = winograd(layer_of(64, 80)), images_of((5, 64, 14, 14))
+    layer, x = winograd(square(64, 80)), images_of(5, 64, 14, 14)
     torch.set_num_threads(1)
     expected = passes(layer, x)
     for count in (2, 3, 22, 28):
@@ -120,7 +93,7 @@ def test_any_number_of_threads_computes_the_same_bits() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_no_number_spoils_its_image_and_no_other(value: float) -> None:
-    layer, x = winograd(layer_of(16, 16)), images_of((3, 16, 12, 12))
+    layer, x = winograd(square(16, 16)), images_of(3, 16, 12, 12)
     x[1, 5, 6, 7] = value
     outputs = layer(x).detach()
     assert outputs[0].isfinite().all() and outputs[2].isfinite().all()
@@ -134,7 +107,7 @@ def test_a_network_computes_and_learns_as_before() -> None:
     use_winograd(fast, load_convolutions(os.environ))
     converted = [one for one in fast.modules() if isinstance(one, WinogradConv2d)]
     assert len(converted) == 13 and fast.state_dict().keys() == network.state_dict().keys()
-    x = images_of((4, 3, 64, 64))
+    x = images_of(4, 3, 64, 64)
     got, expected = passes(fast, x), passes(network.double(), x.double())
     # Norms, as a value that rounding moves across ReLU's zero changes single gradients by much more.
     off = {name: float((got[name] - value).norm() / value.norm()) for name, value in expected.items()}
@@ -158,11 +131,11 @@ def test_other_layers_and_images_stay_with_torch() -> None:
         nn.Conv2d(16, 16, 3, padding=1).double(),
     ):
         assert not covers(layer)
-    made = winograd(layer_of(16, 16))
+    made = winograd(square(16, 16))
     assert made(torch.zeros(16, 5, 5)).shape == (16, 5, 5)
     assert made(torch.zeros(0, 16, 5, 5)).shape == (0, 16, 5, 5)
     with pytest.raises(RuntimeError):
-        winograd(layer_of(16, 16, padding=0))(torch.zeros(1, 16, 2, 2))
+        winograd(square(16, 16, padding=0))(torch.zeros(1, 16, 2, 2))
 
 
 def test_the_shapes_of_a_network_are_those_of_its_layers() -> None:
