@@ -14,6 +14,7 @@ import cputrain.optim
 from cputrain.models import state_copies
 from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
 from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection
+from tests.cputrain import test_optim_edges as formulas
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +47,9 @@ def adamw(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: f
     return w - rate * decay * w - rate * moments(o, s, g, n, 1e-8)
 
 
-def lamb(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, n: int) -> Tensor:
-    u = moments(o, s, g, n, 1e-6) + decay * w
-    adapts = (w.ndim > 1 or o.adapt_bn_and_bias) and w.norm() > 0 and u.norm() > 0
-    return w - rate * (w.norm() / u.norm() if adapts else 1.0) * u
+def lamb(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
+    options = {"betas": (o.beta1, o.beta2), "eps": 1e-6, "adapt": w.ndim > 1 or o.adapt_bn_and_bias}
+    return formulas.lamb({"lr": rate, "weight_decay": decay, **options}, s, w, g)
 
 
 def rmsprop(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
@@ -74,11 +74,7 @@ def adadelta(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay
 
 
 def adagrad_da(_o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
-    """The minimum, coordinate by coordinate, of G w + D w^2 / 2 + H (w - first)^2 / 2."""
-    first = s.setdefault("first", w.clone())
-    s["G"], s["D"], s["q"] = s.get("G", 0.0) + rate * g, s.get("D", 0.0) + rate * decay, s.get("q", 0.0) + g * g
-    h = s["q"].sqrt() + 1e-10
-    return (h * first - s["G"]) / (h + s["D"])
+    return formulas.adagrad_da({"lr": rate, "weight_decay": decay, "eps": 1e-10}, s, w, g)
 
 
 CASES: list[tuple[Update, dict[str, Any], float]] = [

@@ -80,6 +80,7 @@ def lamb(o: dict[str, Any], s: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
 
 
 def adagrad_da(o: dict[str, Any], s: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+    """The minimum, coordinate by coordinate, of g w + d w^2 / 2 + H (w - first)^2 / 2."""
     first = s.setdefault("first", w.clone())
     s["g"], s["q"] = s.get("g", 0.0) + o["lr"] * g, s.get("q", 0.0) + g * g
     s["d"] = s.get("d", 0.0) + o["lr"] * o["weight_decay"]
@@ -140,7 +141,7 @@ def follow(
         assert difference <= closeness * scale, (n, difference, scale)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(options=LARS, kind=KINDS, layout=LAYOUTS, sizes=st.tuples(SIZES, SIZES, SIZES).map(list))
 def test_lars_follows_its_formula_for_all_options_sizes_types_and_layouts(
     options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
@@ -148,7 +149,7 @@ def test_lars_follows_its_formula_for_all_options_sizes_types_and_layouts(
     follow(Lars, lars, options, kind, layout, sizes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(options=LAMB, kind=KINDS, layout=LAYOUTS, sizes=MIXED)
 def test_lamb_follows_its_formula_for_all_options_types_and_layouts(
     options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
@@ -156,13 +157,8 @@ def test_lamb_follows_its_formula_for_all_options_types_and_layouts(
     follow(Lamb, lamb, options, kind, layout, sizes)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    options=ADAGRAD_DA,
-    kind=KINDS,
-    layout=LAYOUTS,
-    sizes=MIXED,
-)
+@settings(max_examples=200)
+@given(options=ADAGRAD_DA, kind=KINDS, layout=LAYOUTS, sizes=MIXED)
 def test_dual_averaging_follows_its_formula_for_all_options_types_and_layouts(
     options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
 ) -> None:
