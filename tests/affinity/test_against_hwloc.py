@@ -151,7 +151,7 @@ def test_a_saved_machine_is_the_same_to_lstopo(source: str, tmp_path: Path) -> N
     assert read[1] == read[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tarball=st.sampled_from(MACHINES), data=st.data())
 def test_a_damaged_file_is_a_machine_or_one_line(tmp_path_factory: pytest.TempPathFactory, tarball, data) -> None:
     """A tarball cut short or with some bytes changed, and text files with some characters changed."""

@@ -2,14 +2,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import as_option
-from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine, plan_to_json
+from cputrain.affinity.planner import Plan, plan_to_json
 from cputrain.affinity.views import plan_differences
 from tests.support.commands import here, refused
-from tests.support.machines import build_machine
+from tests.support.machines import build_machine, planned
 
 
 def plan(**fields: object) -> Plan:
-    return plan_machine(build_machine(2, 1, 24, 2), Request(nodes=4, **fields), Runtime())
+    return planned(build_machine(2, 1, 24, 2), nodes=4, **fields)
 
 
 def test_equal_plans_do_not_differ() -> None:

@@ -7,15 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import OTHER_TYPE, Domain, Plan, Request, Runtime, partition_host, plan_machine
-from cputrain.affinity.topology import Machine, find_machine, read_synthetic
+from cputrain.affinity.planner import OTHER_TYPE, Domain, partition_host
+from cputrain.affinity.topology import Machine, find_machine
 from tests.affinity.test_core_types import hybrid
-from tests.support.machines import build_machine
+from tests.support.machines import build_machine, planned, synthetic
 from tests.support.plan_facts import reason_of
-
-
-def synthetic(text: str) -> Machine:
-    return read_synthetic(text, isa=("avx2",), memory_bytes=64 << 30)
 
 
 def plenty(domains: tuple[Domain, ...]) -> float:
@@ -25,10 +21,6 @@ def plenty(domains: tuple[Domain, ...]) -> float:
 
 def widths(machine: Machine, ppn: int | None = None) -> list[int]:
     return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False, headroom=plenty).domains]
-
-
-def plan(machine: Machine, **fields: object) -> Plan:
-    return plan_machine(machine, Request(**fields), Runtime())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +51,7 @@ def test_workers_share_caches_only_where_they_must(caches: int, cores: int, ppn:
 
 
 def test_a_shared_cache_is_reported() -> None:
-    found = reason_of(plan(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2), "level-3 caches per worker")
+    found = reason_of(planned(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2), "level-3 caches per worker")
     assert found.numbers == {"each": (2, 2), "shared": 1, "caches": 3}
 
 
@@ -69,7 +61,7 @@ def test_only_a_single_worker_computes_on_two_core_types() -> None:
     speed = {pu: core.speed for core in machine.cores for pu in core.pus}
     for ppn in (None, *range(1, 13)):
         for balance in ("equal", "batch"):
-            made = plan(machine, ppn=ppn, balance=balance, local_batch=64)
+            made = planned(machine, ppn=ppn, balance=balance, local_batch=64)
             for worker in made.workers:
                 assert len({speed[pu] for pu in worker.compute_pus}) == (2 if ppn == 1 else 1)
             assert ppn is None or len(made.workers) == ppn
@@ -78,10 +70,10 @@ def test_only_a_single_worker_computes_on_two_core_types() -> None:
 def test_one_worker_computes_on_all_types_if_that_does_most_and_else_loads_on_the_others() -> None:
     """12 cores at 0.6 do more than 4 at 1; at 0.3, the four fast ones do more and the others load."""
     machine = hybrid()
-    worker = plan(machine, ppn=1).workers[0]
+    worker = planned(machine, ppn=1).workers[0]
     assert (worker.intra_op, worker.loader_pus) == (11, (0, 1))
     halves = tuple(replace(core, speed=core.speed / 2 if core.speed < 1 else 1.0) for core in machine.cores)
-    made = plan(replace(machine, cores=halves), ppn=1)
+    made = planned(replace(machine, cores=halves), ppn=1)
     assert (made.workers[0].compute_pus, made.workers[0].loader_pus) == ((0, 2, 4, 6), (8,))
     assert {item.why: item.pus for item in made.unused}[OTHER_TYPE] == tuple(range(9, 16))
 
@@ -94,7 +86,7 @@ def test_every_core_of_a_hybrid_processor_has_work() -> None:
     pus = tuple(range(20))
     node = replace(base.numa_nodes[0], pus=pus)
     machine = replace(base, cores=tuple(cores), numa_nodes=(node,), allowed_pus=pus)
-    made = plan(machine, balance="batch", local_batch=32)
+    made = planned(machine, balance="batch", local_batch=32)
     assert [(worker.intra_op, worker.local_batch) for worker in made.workers] == [(6, 37), (7, 27)]
     assert sum(len(worker.pus) for worker in made.workers) == 14
 
@@ -106,12 +98,12 @@ def test_every_core_of_a_hybrid_processor_has_work() -> None:
 def test_few_cores_have_a_worker_each_unless_all_would_wait_for_a_slow_one(speeds: tuple, workers: int) -> None:
     machine = build_machine(1, 1, len(speeds), 1)
     cores = tuple(replace(core, speed=speed) for core, speed in zip(machine.cores, speeds, strict=True))
-    made = plan(replace(machine, cores=cores))
+    made = planned(replace(machine, cores=cores))
     assert [worker.compute_pus for worker in made.workers] == [(i,) for i in range(workers)]
 
 
 def test_balanced_batches_are_in_proportion_and_add_up() -> None:
-    made = plan(find_machine("knl-7250-snc4-flat"), balance="batch", local_batch=32)
+    made = planned(find_machine("knl-7250-snc4-flat"), balance="batch", local_batch=32)
     assert [(w.intra_op, w.local_batch) for w in made.workers] == [(17, 34), (17, 34), (15, 30), (15, 30)]
     assert not made.warnings
 
@@ -125,7 +117,7 @@ def test_batches_always_add_up(shape, batch, taken, data) -> None:
     allowed = tuple(pu for pu in machine.pus if pu not in taken) or machine.pus
     machine = replace(machine, allowed_pus=allowed)
     ppn = data.draw(st.integers(1, len(allowed)))
-    made = plan(machine, ppn=ppn, balance="batch", local_batch=batch)
+    made = planned(machine, ppn=ppn, balance="batch", local_batch=batch)
     batches = [worker.local_batch for worker in made.workers]
     assert sum(batches) == batch * ppn
     assert min(batches) >= 1
@@ -135,19 +127,21 @@ def test_batches_always_add_up(shape, batch, taken, data) -> None:
 
 def test_a_balance_needs_a_batch() -> None:
     with pytest.raises(InputError, match="needs a batch to balance"):
-        plan(hybrid(), balance="batch")
+        planned(hybrid(), balance="batch")
 
 
 def test_a_warning_of_unequal_domains_names_the_workers_that_would_compute_more() -> None:
     machine = synthetic("pack:1 numa:8 core:6")
     hint = "{balance=batch} makes batches proportional to cores; {ppn=8} computes 1.8 times as much"
-    assert plan(machine, ppn=9).warnings == (f"domains of 3-6 cores: the smallest sets the pace of each step ({hint})",)
-    assert not plan(machine, ppn=8).warnings
-    assert "times as much" not in "".join(plan(find_machine("knl-7250-snc4-flat"), ppn=4).warnings)
+    assert planned(machine, ppn=9).warnings == (
+        f"domains of 3-6 cores: the smallest sets the pace of each step ({hint})",
+    )
+    assert not planned(machine, ppn=8).warnings
+    assert "times as much" not in "".join(planned(find_machine("knl-7250-snc4-flat"), ppn=4).warnings)
 
 
 def test_cores_of_any_speed_are_planned() -> None:
     """So slow ones, beside fast ones, that twice the usual number of workers leaves more than 24 to one of them."""
     machine = build_machine(1, 1, 230, 1)
     cores = tuple(replace(core, speed=1.0 if i < 30 else 0.09) for i, core in enumerate(machine.cores))
-    assert plan(replace(machine, cores=cores)).workers
+    assert planned(replace(machine, cores=cores)).workers

@@ -4,12 +4,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Machine, read_lstopo, read_synthetic
+from cputrain.affinity.topology import Machine, read_lstopo
 from tests.support.commands import need
-
-
-def synthetic(text: str) -> Machine:
-    return read_synthetic(text, memory_bytes=1 << 30)
+from tests.support.machines import synthetic
 
 
 def test_levels_multiply() -> None:

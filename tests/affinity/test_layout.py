@@ -12,17 +12,13 @@ from hypothesis import given, settings
 
 from cputrain.affinity.errors import PlanOfAnotherMachineError
 from cputrain.affinity.kernel import check_layout, layout_difference
-from cputrain.affinity.planner import Plan, Request, Runtime, plan_from_dict, plan_machine, plan_to_dict
+from cputrain.affinity.planner import Runtime, plan_from_dict, plan_machine, plan_to_dict
 from cputrain.affinity.topology import Machine, find_machine, narrowed, this_machine
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.commands import here
-from tests.support.machines import build_machine
+from tests.support.machines import build_machine, planned
 
 HOST = build_machine(2, 2, 6, 2)
-
-
-def planned(machine: Machine, **fields: object) -> Plan:
-    return plan_machine(machine, Request(**fields), Runtime())
 
 
 def without(machine: Machine, pus: set[int]) -> Machine:
@@ -160,16 +156,9 @@ def test_the_error_says_what_to_do() -> None:
 def bind(plan: dict, place: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     (place / "plan.json").write_text(json.dumps(plan))
     argv = [
-        sys.executable,
-        "-m",
-        "cputrain.affinity.bind",
-        "--plan",
-        "plan.json",
-        "--local-rank",
-        "0",
+        *(sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0"),
         *options,
-        "--",
-        "true",
+        *("--", "true"),
     ]
     return subprocess.run(argv, capture_output=True, text=True, cwd=place, env={**os.environ, **env})
 

@@ -20,7 +20,7 @@ from cputrain.affinity.planner import (
     plan_machine,
 )
 from cputrain.affinity.topology import NumaNode, find_machine
-from tests.support.machines import build_machine
+from tests.support.machines import build_machine, planned
 from tests.support.plan_facts import reason_of
 
 KNOWN = replace(RESNET50, assumed=False)
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 def plan(machine, batch: int, **fields: object) -> Plan:
-    return plan_machine(machine, Request(local_batch=batch, workload=KNOWN, **fields), Runtime())
+    return planned(machine, local_batch=batch, workload=KNOWN, **fields)
 
 
 def placed(name: str, batch: int, **fields: object) -> list[tuple[str, tuple[int, ...]]]:

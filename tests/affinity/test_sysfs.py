@@ -25,7 +25,7 @@ from tests.support.commands import need
 from tests.support.machines import build_machine, write_sysfs
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)),
     numbering=st.sampled_from(["block", "adjacent", "interleaved"]),
@@ -258,11 +258,7 @@ def test_a_cgroup_s_isolated_partition_isolates(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/cpuset.cpus.effective").write_text("1-2\n")
     partition = tmp_path / "sys/fs/cgroup/cpuset.cpus.partition"
-    for text, isolated in (
-        ("isolated", (1, 2)),
-        ("isolated invalid (Cpus not exclusive)", ()),
-        ("root", ()),
-    ):
+    for text, isolated in (("isolated", (1, 2)), ("isolated invalid (Cpus not exclusive)", ()), ("root", ())):
         partition.write_text(f"{text}\n")
         assert read_machine(tmp_path).isolated_pus == isolated
 
@@ -388,7 +384,7 @@ def test_any_damaged_file_is_named_or_harmless(tmp_path: Path, damage: bytes) ->
     assert named > 3
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data(), text=st.text("0123456789,-abcdef \n", max_size=12))
 def test_odd_texts_are_named_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, text: str

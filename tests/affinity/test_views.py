@@ -14,14 +14,14 @@ from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, Request, Runt
 from cputrain.affinity.topology import NumaNode, find_machine
 from cputrain.affinity.views import WIDTH, Picture, plan_to_svg, plan_to_text
 from cputrain.affinity.wording import memory_text
-from tests.support.machines import build_machine
+from tests.support.machines import build_machine, planned
 
 DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def plan_of(name: str) -> Plan:
-    return plan_machine(find_machine(name), Request(nodes=16), Runtime())
+    return planned(find_machine(name), nodes=16)
 
 
 def cells(text: str) -> list[str]:

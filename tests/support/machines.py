@@ -1,8 +1,9 @@
-"""Generated machines, as values and as the kernel's files."""
+"""Generated machines, as values and as the kernel's files, and plans of them."""
 
 from pathlib import Path
 
-from cputrain.affinity.topology import Core, Machine, NumaNode, format_list, ordered
+from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
+from cputrain.affinity.topology import Core, Machine, NumaNode, format_list, ordered, read_synthetic
 
 
 def build_machine(
@@ -30,6 +31,16 @@ def build_machine(
         allowed_pus=tuple(range(total * smt)),
         allowed_nodes=tuple(by_node),
     )
+
+
+def synthetic(text: str) -> Machine:
+    """Return the machine of an hwloc description."""
+    return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
+
+
+def planned(machine: Machine, **fields: object) -> Plan:
+    """Return the plan of a request with these fields, for the default runtime."""
+    return plan_machine(machine, Request(**fields), Runtime())
 
 
 def write_sysfs(machine: Machine, root: Path, *, masks: bool = False, online_file: bool = True) -> None:
