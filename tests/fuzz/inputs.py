@@ -21,49 +21,14 @@ LIMIT_S = 2.0
 fuzzed = settings(
     max_examples=COUNT,
     derandomize=COUNT <= IN_TESTS,  # `make test` tries the same inputs each time, `make fuzz` new ones
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 VALUES = st.sampled_from(
     [
-        *(
-            "null",
-            "true",
-            "-1",
-            "0",
-            "1e999",
-            ".nan",
-            "9" * 25,
-            "\u0663",
-            "0x",
-            "[]",
-            "{}",
-            '""',
-            "'",
-            "\x00",
-            "*a",
-            "&a",
-            "!!int 1",
-        ),
-        *(
-            "\ud800",
-            "é" * 300,
-            "[" * 300,
-            "{a: " * 300,
-            "\t",
-            ": ",
-            "- ",
-            "? ",
-            "|",
-            ">",
-            "%",
-            "@",
-            "#",
-            "\n",
-            "\r",
-            "2026-02-30",
-        ),
+        *("null", "true", "-1", "0", "1e999", ".nan", "9" * 25, "\u0663", "0x", "[]", "{}", '""', "'", "\x00", "*a"),
+        *("&a", "!!int 1", "\ud800", "é" * 300, "[" * 300, "{a: " * 300, "\t", ": ", "- ", "? ", "|", ">", "%", "@"),
+        *("#", "\n", "\r", "2026-02-30"),
     ]
 )
 

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.report import EventTail, WatchState, read_run, report_html, screen
-from tests.fuzz.inputs import COUNT, IN_TESTS, damaged
+from tests.fuzz.inputs import COUNT, damaged, fuzzed
 from tests.support.run_folders import write_run
 
 LIMIT_S = 5.0
@@ -22,12 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "run", ranks=2, epochs=2, steps=4)
 
 
-@settings(
-    max_examples=max(COUNT // 10, 1),  # a page takes as long as a hundred lines
-    derandomize=COUNT <= IN_TESTS,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(fuzzed, max_examples=max(COUNT // 10, 1))  # a page takes as long as a hundred lines
 @given(seed=st.integers(0, 1 << 32), data=st.data())
 def test_a_damaged_run_has_a_page_and_a_screen(seed: int, data: st.DataObject, run: Path) -> None:
     rng = random.Random(seed)
