@@ -16,19 +16,18 @@ from cputrain.mpi.supervise import (
     Answer,
     Connection,
     Exit,
-    Hello,
     Monitor,
     Preempt,
-    ShowStack,
+    RankExit,
     Signaled,
-    Stop,
-    connect,
     decode,
+    describe_exit,
     describe_stopped,
     encode,
+    first_cause,
     stopped_rank,
 )
-from tests.support.jobs import agent_process, poll_until
+from tests.support.jobs import agent, agent_process, poll_until
 
 RANKS = 2000
 HANGS_S = 120.0
@@ -40,12 +39,6 @@ class Clock:
     def __init__(self, monitor: Monitor) -> None:
         self.now = monitor.clock.now()
         monitor.clock._monotonic = lambda: self.now
-
-
-def agent(monitor: Monitor, rank: int, token: str = "secret") -> Connection:
-    connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt, ShowStack))
-    connection.send(Hello(rank=rank, host=f"h{rank}"))
-    return connection
 
 
 @contextmanager
@@ -262,3 +255,23 @@ def test_an_exit_arrives_whatever_characters_its_rank_has_printed(character: str
     sent = Exit(status=1, tail=(1000 * character,), log=f"/{1100 * character}", by_job=False)
     received = decode(encode(sent), (Exit,))
     assert received.status == 1 and received.tail[0] and received.log.startswith("/")
+
+
+def exit_of(rank: int, status: int, time: float, tail: tuple[str, ...] = ()) -> RankExit:
+    return RankExit(rank=rank, host="h1", status=status, time=time, log="rank.log", tail=tail)
+
+
+def test_the_earliest_exit_is_the_cause() -> None:
+    """A rank that gives up, and peers that abort because of it."""
+    assert first_cause([exit_of(0, -6, 3.4), exit_of(1, 1, 3.0), exit_of(2, -6, 3.5)]).rank == 1
+
+
+def test_of_exits_noticed_together_one_by_a_signal_is_the_cause() -> None:
+    assert first_cause([exit_of(0, 1, 3.00), exit_of(1, 1, 3.02), exit_of(2, -9, 3.10)]).rank == 2
+    assert first_cause([exit_of(1, 1, 3.0), exit_of(0, 1, 3.0)]).rank == 0
+
+
+def test_an_exit_is_described_with_its_last_lines() -> None:
+    text = describe_exit(exit_of(3, -9, 0.0, ("one", "two")))
+    assert text == "rank 3 on h1 was ended by SIGKILL; log rank.log; its last lines:\n  | one\n  | two"
+    assert describe_exit(exit_of(3, 7, 0.0)) == "rank 3 on h1 exited with status 7; log rank.log; it printed nothing"

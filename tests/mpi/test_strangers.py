@@ -36,14 +36,13 @@ from cputrain.mpi.supervise import (
     Signer,
     Stack,
     Stop,
-    connect,
     decode,
     describe_exit,
     encode,
     join,
     wire,
 )
-from tests.support.jobs import poll_until
+from tests.support.jobs import agent, poll_until
 
 TOKEN = "secret"
 HOSTS = tuple(f"h{i // 2}" for i in range(8))
@@ -61,12 +60,6 @@ def monitor() -> Iterator[Monitor]:
 
 def stranger(monitor: Monitor) -> socket.socket:
     return socket.create_connection(("127.0.0.1", monitor.port), timeout=5)
-
-
-def agent(monitor: Monitor, rank: int, host: str | None = None) -> Connection:
-    connection = connect(f"127.0.0.1:{monitor.port}", TOKEN, ORDERS)
-    connection.send(Hello(rank=rank, host=host or f"host{rank // 2}"))
-    return connection
 
 
 def poll(monitor: Monitor, seconds: float = 0.2) -> None:
@@ -158,7 +151,7 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         kept = len(list(Path("/proc/self/fd").iterdir())) - own_files
         assert kept <= len(HOSTS) + wire.SPARE_CONNECTIONS + 2  # and the pipes
-        second = agent(monitor, 1)
+        second = agent(monitor, 1, "h0")
         poll_until(monitor, lambda: len(monitor.ranks) == 2)
         assert sorted(monitor.ranks) == [0, 1]
         assert [connection.receive() for connection in (first, second)] == [[Answer(label="h0")]] * 2
@@ -264,11 +257,11 @@ def test_a_recorded_connection_cannot_be_repeated(monitor: Monitor) -> None:
     assert not any(one.state.exit for one in monitor.ranks.values())
 
 
-@pytest.mark.parametrize(("rank", "host"), [(8, "host4"), (-1, "host0"), (0, "host0"), (1, "another")])
+@pytest.mark.parametrize(("rank", "host"), [(8, "h4"), (-1, "h0"), (0, "h0"), (1, "another")])
 def test_rank_and_host_have_to_fit_the_job(
     monitor: Monitor, rank: int, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranks 0 to 7 of four hosts; rank 0 is there, on host0."""
+    """Ranks 0 to 7 of four hosts; rank 0 is there, on h0."""
     friend = agent(monitor, 0)
     poll(monitor)
     other = agent(monitor, rank, host)

@@ -1,5 +1,6 @@
 """Jobs for tests as values and files, their monitors, and agents of their ranks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,18 @@ from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import HostGroup, job_plan_json
 from cputrain.mpi.launchers import InstalledLauncher, Job, LaunchCommand, launch_command
-from cputrain.mpi.supervise import TOKEN_VARIABLE, Monitor, write_files
+from cputrain.mpi.supervise import (
+    TOKEN_VARIABLE,
+    Answer,
+    Connection,
+    Hello,
+    Monitor,
+    Preempt,
+    ShowStack,
+    Stop,
+    connect,
+    write_files,
+)
 
 
 def plan_here(ppn: int) -> Plan:
@@ -40,6 +52,19 @@ def agent_process(monitor: Monitor, logs: Path, *command: str, **settings: Any) 
     report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(logs))
     argv = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", *command)
     return subprocess.Popen(argv, env={**os.environ, **world}, text=True, **settings)
+
+
+def agent(monitor: Monitor, rank: int, host: str | None = None, token: str = "secret") -> Connection:
+    """Return the connection of a rank's agent that has said Hello, by default from the host h<rank>."""
+    connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt, ShowStack))
+    connection.send(Hello(rank=rank, host=host or f"h{rank}"))
+    return connection
+
+
+def printed_lists(result: subprocess.CompletedProcess[str]) -> list[list[Any]]:
+    """Return the JSON lists that the ranks of a job that ended well have printed, in order."""
+    assert result.returncode == 0, result.stderr
+    return sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
 
 
 def poll_until(monitor: Monitor, holds: Callable[[], object], seconds: float = 120.0) -> None:

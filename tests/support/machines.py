@@ -35,7 +35,7 @@ def build_machine(
 
 def synthetic(text: str) -> Machine:
     """Return the machine of an hwloc description."""
-    return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
+    return read_synthetic(text, isa=("avx2",), memory_bytes=64 << 30)
 
 
 def planned(machine: Machine, **fields: object) -> Plan:
