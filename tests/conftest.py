@@ -1,18 +1,23 @@
-"""Golden files, the profile of property tests, and skips that count as failures where everything must run."""
+"""Golden files, the profile of property tests, marks of tests that start processes, and skips that count as failures
+where everything must run."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import hypothesis
 import pytest
 
-from tests.support.marks import starts_processes
+from tests.support.forked import Forked
 
 hypothesis.settings.register_profile("shared", deadline=None)  # a shared machine pauses now and then
 hypothesis.settings.load_profile("shared")
+STARTERS = (subprocess, multiprocessing, Forked)
 GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["cputrain/test_tensorflow.py"]  # see there
 
@@ -62,3 +67,37 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped though CPUTRAIN_REQUIRE_REAL=1: {report.longrepr}"
     return report
+
+
+def starts_processes(test: pytest.Function) -> bool:
+    """Return whether the test, its fixtures or their helpers (functions under tests/) use one of STARTERS."""
+    fixtures = test._fixtureinfo.name2fixturedefs.values()
+    found = [test.function, *(definition.func for definitions in fixtures for definition in definitions)]
+    seen: set[int] = set()
+    while found:
+        function = _plain(found.pop())
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        used = [function.__globals__.get(name) for name in _names(function.__code__)]
+        if any(value is starter for value in used for starter in STARTERS):
+            return True
+        found += used
+    return False
+
+
+def _plain(value: Any) -> FunctionType | None:
+    """Return the function inside a helper's decorators; None if it is not a function of the tests."""
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
+        return value
+    return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Return the global names that a function's code uses, including functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -15,7 +15,7 @@ from cputrain.affinity.kernel.binding import observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
 from cputrain.affinity.ranks import ENV
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import cputrain, mpi_path, need
+from tests.support.commands import PPN, cputrain, mpi_path, need, needs_two_cores
 
 BIND = [sys.executable, "-m", "cputrain.affinity.bind"]
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
@@ -222,9 +222,8 @@ def test_a_host_can_plan_itself(tmp_path: Path) -> None:
         "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; w = bound_worker(os.environ); "
         "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
     )
-    ppn = min(2, len(this_machine().allowed_cores))
-    request = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
-    for local_rank in range(ppn):
+    request = request_to_json(Request(ppn=PPN, local_batch=32, workload=RESNET50))
+    for local_rank in range(PPN):
         argv = [sys.executable, "-m", "cputrain.affinity.bind", "--plan-here", request, "--local-rank", str(local_rank)]
         result = subprocess.run([*argv, "--", sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
         assert json.loads(result.stdout) == [local_rank, True], result.stderr
@@ -245,18 +244,17 @@ def test_a_host_can_plan_itself(tmp_path: Path) -> None:
 
 
 def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
-    ppn = str(min(2, len(this_machine().allowed_cores)))
-    launch = ("launch", "--plan-on-host", "--ppn", ppn, "--output", "out", "--", sys.executable, "-c", PRINT)
+    launch = ("launch", "--plan-on-host", "--ppn", str(PPN), "--output", "out", "--", sys.executable, "-c", PRINT)
     result = cputrain(*launch, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
+    assert result.stdout.count("AFFINITY_PLAN") == PPN
     assert (
         "--plan-on-host needs the same --ppn N"
         in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
     )
 
 
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
     """Children cannot read a plan in memory; they are the rank all the same, with its cores."""
     inner = (

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ from cputrain.models import ConvolutionShape
 from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
 from tests.support.ccl_jobs import unmeasured_cache
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused
 from tests.support.machines import build_machine
-from tests.support.trace_format import check_trace
+from tests.support.trainings import LENET
 
-SMALL = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=4", "comm.backend=gloo")
+SMALL = (*LENET, "batch.local=4", "comm.backend=gloo")
 
 
 @pytest.fixture
@@ -168,6 +169,39 @@ def test_layers_without_weights_count_with_the_one_before_them() -> None:
     assert layer_seconds([]) == () == layer_seconds([{**step, "layers": []}])
 
 
+ROUNDING_US = 0.01
+
+
+def check_trace(events: list[dict[str, Any]], ranks: int) -> None:
+    """Fail unless each rank is a named process with named tracks, and its events are complete, in order and nested, as
+    ui.perfetto.dev requires it."""
+    assert {event["ph"] for event in events} <= {"M", "X", "b", "e"}
+    assert all(type(event["pid"]) is int and event["pid"] in range(ranks) for event in events)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names) == list(range(ranks)) and all(name.startswith(f"rank {rank} ") for rank, name in names.items())
+    tracks = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    timed = [event for event in events if event["ph"] != "M"]
+    assert timed and all((event["pid"], event["tid"]) in tracks and event["ts"] >= 0 for event in timed)
+    slices = sorted((each for each in timed if each["ph"] == "X"), key=lambda each: (each["pid"], each["tid"]))
+    for _, track in groupby(slices, key=lambda each: (each["pid"], each["tid"])):
+        _check_nesting(sorted(track, key=lambda each: (each["ts"], -each["dur"])))
+    begun = {(each["cat"], each["id"], each["pid"]): each["ts"] for each in timed if each["ph"] == "b"}
+    ended = {(each["cat"], each["id"], each["pid"]): each["ts"] for each in timed if each["ph"] == "e"}
+    assert begun.keys() == ended.keys() and all(ended[key] >= start for key, start in begun.items())
+
+
+def _check_nesting(track: list[dict[str, Any]]) -> None:
+    """Fail if slices of a track overlap without nesting, which viewers cannot draw."""
+    open_until: list[float] = []
+    for each in track:
+        assert each["dur"] >= 0
+        end = each["ts"] + each["dur"]
+        while open_until and open_until[-1] <= each["ts"] + ROUNDING_US:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1] + ROUNDING_US, f"{each} crosses the end of the slice around it"
+        open_until.append(end)
+
+
 def test_a_trace_has_a_process_for_each_rank_and_slices_that_nest() -> None:
     steps = [
         {
@@ -193,8 +227,7 @@ def test_a_trace_has_a_process_for_each_rank_and_slices_that_nest() -> None:
 @pytest.mark.long
 def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     cache, trace = tmp_path / "cache", tmp_path / "trace.json"
-    cores = min(2, len(this_machine().allowed_cores))
-    small = (*SMALL, f"plan.ppn={cores}", "engine=eager", "data.decoder=pillow")  # nothing to compile
+    small = (*SMALL, f"plan.ppn={PPN}", "engine=eager", "data.decoder=pillow")  # nothing to compile
     options = ("--steps", "2", "--trace", str(trace), "--format", "json")
     ran = cputrain("bench", "model", "imagefolder", *small, *options, CPUTRAIN_CACHE=str(cache))
     assert ran.returncode == 0, ran.stderr
@@ -208,12 +241,12 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     assert rate["limit"] > rate["value"] and rate["limited_by"] == "3 x 3 convolutions alone"
     records = kept(cache)
     measured = records["training lenet at 28, float32"]
-    assert measured["low"] <= measured["images_per_s"] <= measured["high"] and measured["workers"] == cores
+    assert measured["low"] <= measured["images_per_s"] <= measured["high"] and measured["workers"] == PPN
     assert records["rate training lenet at 28 x 28, float32"]["value"] > 0
     timed = measured["layers"]
     assert len(timed) == 4 and all(each["weights"] and each["forward"] > 0 < each["backward"] for each in timed)
     events = json.loads(trace.read_text())["traceEvents"]
-    check_trace(events, ranks=cores)
+    check_trace(events, ranks=PPN)
     names = {each["name"] for each in events if each["ph"] == "X"}
     assert {"forward", "backward", "optimizer", "conv1"} <= names
     assert [each["ph"] for each in events if each.get("cat") == "all-reduce"][:2] == ["b", "e"]
@@ -241,7 +274,7 @@ def test_bench_model_takes_settings_without_a_recipe(wrong: str) -> None:
     assert f"setting '{wrong}'" in refused(here("bench", "model", wrong))
 
 
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
     ran = cputrain("bench", "comm", "--quick", "--repeats", "2", "--format", "json")
     assert ran.returncode == 0, ran.stderr

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import ROOT, Ended, ended, lines_of, started, unmeasured_cache
-from tests.support.commands import HANGS_S, mpi_path
-
-CORES = len(this_machine().allowed_cores)
+from tests.support.commands import CORES, HANGS_S, mpi_path, needs_two_cores
 
 
 def together(*arguments: str, ranks: int = 2, limit_s: float = 200.0, **env: str) -> list[dict]:
@@ -146,7 +143,7 @@ def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None
     assert [(line["sum"], line["transport"]) for line in said] == [(min(2.0, CORES), "ofi")] * min(2, CORES)
 
 
-@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@needs_two_cores
 def test_oneccl_s_threads_run_on_the_planned_cores(tmp_path: Path) -> None:
     """One worker, its comm core the second one: oneCCL's thread is there, and so is ours."""
     ours = ("launch", "--ppn", "1", "--comm-cores", "1", "--output", str(tmp_path / "run"), "--")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import ROOT, command, ended, lines_of, started
+from tests.support.commands import needs_two_cores
 
 NEEDED = {
     "ddp": (),
@@ -68,7 +68,7 @@ needs_entry_points = pytest.mark.skipif(
 
 
 @needs_entry_points
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_script_without_an_import_of_ours_has_the_backend_under_torchrun_and_launch(tmp_path: Path) -> None:
     """And finds CCL_WORKER_COUNT under launch, without which older accelerate and transformers take gloo."""
     script = tmp_path / "script.py"

@@ -314,15 +314,17 @@ def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
     assert built_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
 
 
-def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "STALE_S", 1.0)
-    env = {
-        "CPUTRAIN_CACHE": str(tmp_path / "cache"),
-        "PATH": os.environ["PATH"],
-        "CXX": str(fake_compiler(tmp_path, 0)),
-    }
+def empty_cache(folder: Path) -> tuple[dict[str, str], Path]:
+    """Return an environment with a cache and a fast compiler, and the path of what it compiles."""
+    env = {"CPUTRAIN_CACHE": str(folder / "cache"), "PATH": os.environ["PATH"], "CXX": str(fake_compiler(folder, 0))}
     path = built_path(LIBRARIES, env)
     path.parent.mkdir(parents=True)
+    return env, path
+
+
+def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "STALE_S", 1.0)
+    env, path = empty_cache(tmp_path)
     path.with_suffix(".lock").write_text("gone 1\n")
     assert ensure_built(LIBRARIES, env) == path and path.read_text() == "made\n"
 
@@ -342,13 +344,7 @@ def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
 
 def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "STALE_S", 2.0)
-    env = {
-        "CPUTRAIN_CACHE": str(tmp_path / "cache"),
-        "PATH": os.environ["PATH"],
-        "CXX": str(fake_compiler(tmp_path, 0)),
-    }
-    path = built_path(LIBRARIES, env)
-    path.parent.mkdir(parents=True)
+    env, path = empty_cache(tmp_path)
     lock = path.with_suffix(".lock")
     lock.write_text("other 1\n")
 
@@ -370,10 +366,7 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_lock_lives_on_after_a_suspension_of_its_owner_and_those_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = {"CPUTRAIN_CACHE": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
-    env["CXX"] = str(fake_compiler(tmp_path, 0))
-    path = built_path(LIBRARIES, env)
-    path.parent.mkdir(parents=True)
+    env, path = empty_cache(tmp_path)
     path.with_suffix(".lock").write_text("other 1\n")
     polls: list[float] = []
 

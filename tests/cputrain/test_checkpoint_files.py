@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,9 @@ from cputrain.checkpoints import (
 )
 from cputrain.comm import SignedKeys
 from cputrain.training import CheckpointWriter, Position, load, take_snapshot
-from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, written
+from tests.support.checkpoint_files import network, state_of, written
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    with group_of_one():
-        yield
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    return saved_once(tmp_path)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -181,12 +168,7 @@ def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("cputrain.training.saving.write_tensors", sluggish)
     snapshot = take_snapshot(state, 0, "momentum")
     writer = CheckpointWriter(
-        folder=tmp_path,
-        keys=SignedKeys(HashStore(), ""),
-        rank=1,
-        world_size=2,
-        keep=2,
-        pus=os.sched_getaffinity(0),
+        folder=tmp_path, keys=SignedKeys(HashStore(), ""), rank=1, world_size=2, keep=2, pus=os.sched_getaffinity(0)
     )
     own = {"rank-00001.safetensors": snapshot.files["rank-00000.safetensors"]}
     writer.begin(1, type(snapshot)(files=own, optimizer=None), {}, None)

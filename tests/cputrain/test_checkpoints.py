@@ -4,7 +4,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -42,23 +42,10 @@ from cputrain.training import (
     prepare_model,
     restore,
 )
-from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
+from tests.support.checkpoint_files import network, state_of, train, written
 from tests.support.checkpoints import content
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """A process group of this process alone; from some random weights, trainings diverge, and NaN equals nothing."""
-    torch.manual_seed(1)
-    with group_of_one():
-        yield
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    return saved_once(tmp_path)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
-from tests.support.commands import here, mpi_path, refused
+from tests.support.commands import CORES, here, mpi_path, refused
 from tests.support.images import write_images
-
-CORES = len(this_machine().allowed_cores)
 
 
 def files(folder: Path) -> list[str]:

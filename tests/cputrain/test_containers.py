@@ -5,21 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
-from cputrain.affinity.topology import this_machine
 from cputrain.jobs import Container, Training, container_script
 from cputrain.runs import read_events
-from tests.support.commands import cputrain, need
+from tests.support.commands import CORES, cputrain, need
 from tests.support.images import write_images
-from tests.support.slurm_cluster import Slurm, slurm_cluster
+from tests.support.slurm_cluster import Slurm
 
-CORES = len(this_machine().allowed_cores)
 STAND_IN = Path(__file__).parents[1] / "support/container_runtime.py"
 RUNTIMES = ("apptainer", "podman", "docker")
 
@@ -108,12 +105,6 @@ def test_the_first_runtime_on_path_is_taken_and_none_is_told(runtimes: dict[str,
     ran = subprocess.run(["bash", "-c", script, "x", "true"], cwd=tmp_path, env=env, capture_output=True, text=True)
     if shutil.which("docker", path="/usr/bin:/bin") is None and shutil.which("podman", path="/usr/bin:/bin") is None:
         assert ran.returncode == 2 and "no apptainer, singularity, podman or docker" in ran.stderr
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), CORES) as cluster:
-        yield cluster
 
 
 def done(slurm: Slurm, here: Path, runtimes: dict[str, str], *arguments: str) -> None:

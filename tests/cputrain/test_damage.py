@@ -55,10 +55,7 @@ def test_a_share_allows_one_image_unless_it_is_0() -> None:
         ),
         (b"\n<!DOCTYPE html>\n<html>", "a web page, .*: download it again"),
         (b"no image", "cannot identify image file"),
-        (
-            b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
-            "the file is HEIC, which is not supported; convert it to JPEG or PNG",
-        ),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "the file is HEIC, which is not supported; convert it to JPEG or PNG"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "the file is JPEG XL"),
         (b"\xff\x0a\x7f", "the file is JPEG XL"),
         (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "the file is SVG"),
@@ -172,14 +169,20 @@ def test_a_table_of_paths_that_are_not_there_is_refused(
         check_sample(splits, decode_by_pillow, 16, 0.01, ALONE)
 
 
+def ended(place: Path, setting: str, *, checkpoints_left: int) -> str:
+    """Train until damage ends it; return the error."""
+    result = cputrain(*TRAIN, setting, cwd=place)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and len(checkpoints(place / "run")) == checkpoints_left
+    return result.stderr
+
+
 def test_damage_that_shows_in_training_ends_all_ranks_without_a_checkpoint(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=40, val=7)
     spoil(untried(folder / "train", 4))  # 1 of 120 is allowed
-    result = cputrain(*TRAIN, "batch.local=20", cwd=tmp_path)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert result.stderr.count("train split has ") == 1 and "of 120: cannot identify image file (" in result.stderr
-    assert "data.max_damaged=0.01 allows 1; repair or remove them, or raise it" in result.stderr
-    assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
+    err = ended(tmp_path, "batch.local=20", checkpoints_left=0)
+    assert err.count("train split has ") == 1 and "of 120: cannot identify image file (" in err
+    assert "data.max_damaged=0.01 allows 1; repair or remove them, or raise it" in err
 
 
 @pytest.mark.long
@@ -210,7 +213,5 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
 def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=30)
     spoil(untried(folder / "val", 3))
-    result = cputrain(*TRAIN, "plan.ppn=1", cwd=tmp_path)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "val split has 3 damaged images among 90 of 90: cannot identify image file (3, first " in result.stderr
-    assert "Traceback" not in result.stderr and len(checkpoints(tmp_path / "run")) == 1, "its last step is saved"
+    err = ended(tmp_path, "plan.ppn=1", checkpoints_left=1)  # of its last step
+    assert "val split has 3 damaged images among 90 of 90: cannot identify image file (3, first " in err

@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.affinity.topology import this_machine
 from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest
-from tests.support.commands import cputrain, here
+from tests.support.commands import PPN, cputrain, here, needs_two_cores
 from tests.support.images import write_images, write_mnist
 from tests.support.trainings import trained
 
-PPN = min(2, len(this_machine().allowed_cores))
 IMAGES = 10_007  # a prime: no number of ranks divides it
 
 
@@ -43,7 +41,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 def test_one_rank_and_two_train_the_same_weights(tmp_path: Path) -> None:
     """Batch 64 as one pass of 64, as two passes of 32, and as a pass of 32 on each of two ranks."""
     write_images(tmp_path / "images", train=44, val=2)

@@ -6,15 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cputrain.affinity.topology import this_machine
 from cputrain.data import TRAIN_POINTS, VAL_POINTS, point_batches
 from cputrain.data.formats import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.runs import read_events
 from tests.support.checkpoints import content, newest
-from tests.support.commands import cputrain
+from tests.support.commands import PPN, cputrain
 from tests.support.trainings import trained
 
-PPN = min(2, len(this_machine().allowed_cores))
 SYNTHETIC = (
     "imagefolder",
     "data.path=synthetic",

@@ -13,13 +13,14 @@ from cputrain.cli import main
 from cputrain.data.formats import open_dataset
 from tests.support.commands import cputrain, here, need, refused
 from tests.support.images import survey, write_images
+from tests.support.trainings import LENET
 
 LATIN_1, UTF_8 = b"caf\xe9", "thé".encode()
 NFC, NFD = "caf\u00e9", "cafe\u0301"
 COMPOSED, APART = NFC.encode(), NFD.encode()
 POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 SMALL = (
-    *("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "engine=eager", "batch.local=4", "plan.ppn=1"),
+    *(*LENET, "engine=eager", "batch.local=4", "plan.ppn=1"),
     *("epochs=2", "schedule.warmup_epochs=0", "max_steps=1", "comm.backend=gloo"),
 )
 
@@ -50,11 +51,7 @@ def latin_1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(
-    params=[
-        pytest.param("UTF-8", marks=pytest.mark.long),
-        "POSIX",
-        pytest.param("ISO-8859-1", marks=pytest.mark.long),
-    ]
+    params=[pytest.param("UTF-8", marks=pytest.mark.long), "POSIX", pytest.param("ISO-8859-1", marks=pytest.mark.long)]
 )
 def locale(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == "ISO-8859-1":
@@ -128,10 +125,7 @@ def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) ->
         root = write_images(tmp_path / str(number), classes=2, train=4, val=3)
         named(root, train0=train, val0=val, train1=b"dog", val1=b"dog")
         summary, opened = survey(str(root)), open_dataset(str(root))
-        assert summary.classes == opened.classes == (train.decode(), "dog") and (summary.val, len(opened.val)) == (
-            6,
-            6,
-        )
+        assert summary.classes == opened.classes == (train.decode(), "dog") and (summary.val, len(opened.val)) == (6, 6)
         (note,) = summary.notes
         assert summary.notes == opened.notes and "another Unicode form" in note
         assert f"{val.decode()!a} for {train.decode()!a}; the class is the same" in note

@@ -2,17 +2,15 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from cputrain.affinity.topology import this_machine
 from cputrain.runs import read_events
 from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
 from tests.support.checkpoints import content
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, needs_two_cores
 from tests.support.trainings import SMALL, trained
 
-pytestmark = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+pytestmark = needs_two_cores
 WHERE = "rank 1: loss nan at step 2, first NaN or Inf in the output of relu.1, learning rate "
 
 

@@ -13,19 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import this_machine
 from cputrain.cli import main
 from cputrain.training.entry import _own_recipe
 from tests.support.commands import cputrain
+from tests.support.trainings import PPN, raw_events
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 ROOT = Path(__file__).parents[2]
-PPN = min(2, len(this_machine().allowed_cores))
 OF_RANKS = ("launch", "--ppn", "2", "--threads", "1", *(() if PPN == 2 else ("--oversubscribe",)), "--", sys.executable)
-
-
-def raw(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def final(folder: Path) -> dict[str, Tensor]:
@@ -38,7 +33,7 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
     whole = cputrain(*OF_RANKS, script, "output=whole", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert whole.returncode == 0, whole.stderr + whole.stdout
     assert "72 steps, top-1 " in whole.stdout and "300 samples, each once" in whole.stdout
-    events = raw(tmp_path / "whole")
+    events = raw_events(tmp_path / "whole")
     assert events[-1]["top1"] > 90 and events[0]["workers"] == 2 and events[0]["data"] == "samples"
     assert {event["event"] for event in events} >= {"start", "step", "epoch", "checkpoint", "ranks", "end"}
     assert (tmp_path / "whole/report.html").is_file() and (tmp_path / "whole/plan.json").is_file()
@@ -55,7 +50,10 @@ def test_the_guide_s_first_script_trains_as_it_is_printed(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(script)
     ran = cputrain(*OF_RANKS, "mine.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert ran.returncode == 0, ran.stderr + ran.stdout
-    assert raw(tmp_path / "runs/mine")[-1]["status"] == "done" and raw(tmp_path / "runs/mine")[-1]["top1"] > 60
+    assert (
+        raw_events(tmp_path / "runs/mine")[-1]["status"] == "done"
+        and raw_events(tmp_path / "runs/mine")[-1]["top1"] > 60
+    )
 
 
 @pytest.mark.long

@@ -11,10 +11,10 @@ from torch import nn
 
 from cputrain.training import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
 from tests.support.by_hand import ranks_of_code
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, needs_two_cores
 from tests.support.images import write_images
 from tests.support.injection import injected_faults
-from tests.support.trainings import PPN, SMALL
+from tests.support.trainings import SMALL
 
 HOSTS = ("n1", "n1", "n2", "n2")
 
@@ -159,7 +159,7 @@ def test_ranks_that_round_differently_take_rank_0_s_weights_and_larger_differenc
     assert second["error"] == ""
 
 
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=2)
     network = ("comm.backend=gloo", "epochs=20")

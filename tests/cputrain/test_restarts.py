@@ -21,14 +21,13 @@ from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit
 from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events, with_same_global_batch
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import children_of, cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
-from tests.support.hangs import children_of
 from tests.support.images import write_images
 from tests.support.machines import build_machine
-from tests.support.trainings import PPN, until_logged
+from tests.support.trainings import LENET, PPN, until_logged
 
-LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "schedule.warmup_epochs=0")
+SETTINGS = (*LENET, "batch.local=6", "schedule.warmup_epochs=0")
 TRIES = """
 import os, sys
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -71,7 +70,7 @@ def test_a_signal_is_no_failure(tmp_path: Path) -> None:
 def test_a_killed_training_restarts_from_its_last_checkpoint(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=7)
     often = ("checkpoint.every_steps=20", "evaluate.every_epochs=null", "epochs=200")  # lasts until the kill
-    sizes = ("data.path=images", *LENET, *often, f"plan.ppn={PPN}", "comm.backend=gloo", "output=run")
+    sizes = ("data.path=images", *SETTINGS, *often, f"plan.ppn={PPN}", "comm.backend=gloo", "output=run")
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *sizes, "--restarts", "2"]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until_logged(tmp_path / "run", "checkpoint", process)
@@ -134,7 +133,7 @@ def test_a_training_goes_on_over_the_hosts_that_are_left(tmp_path: Path) -> None
     global batch."""
     write_images(tmp_path / "images", train=24, val=3)
     often = ("checkpoint.every_steps=4", "evaluate.every_epochs=null", "epochs=40")
-    settings = (f"data.path={tmp_path}/images", *LENET, *often, "comm.backend=gloo", f"output={tmp_path}/run")
+    settings = (f"data.path={tmp_path}/images", *SETTINGS, *often, "comm.backend=gloo", f"output={tmp_path}/run")
     train = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings)
     with fake_hosts(tmp_path / "hosts", 3) as hosts:
         env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path("mpich")}.items()]

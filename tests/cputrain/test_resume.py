@@ -19,17 +19,13 @@ from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest
 from tests.support.commands import cputrain, here, refused
 from tests.support.images import write_images
-from tests.support.trainings import PPN, until_logged
+from tests.support.trainings import LENET, PPN, raw_events, until_logged
 
-LENET = (
-    *("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "epochs=900"),
+ENDLESS = (
+    *("data.path=images", *LENET, "batch.local=6", "epochs=900"),
     *("schedule.warmup_epochs=1", "comm.backend=gloo", f"plan.ppn={PPN}"),
 )
 SCALE = ScaleRecord(workers=2, global_batch=12, train_images=27, classes=3)
-
-
-def raw(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -56,8 +52,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(place / "images", train=9, val=7)
     write_images(place / "fewer", train=8, val=7)
     (place / "elsewhere").mkdir()
-    step = killed(place, "imagefolder", *LENET, "output=run")
-    assert [event["event"] for event in raw(place / "run")].count("end") == 0
+    step = killed(place, "imagefolder", *ENDLESS, "output=run")
+    assert [event["event"] for event in raw_events(place / "run")].count("end") == 0
     shutil.copytree(place / "run", place / "killed")
     changed = (f"max_steps={step + 3}", "plan.ppn=1", f"batch.accumulation={PPN}", "name=other")
     ended = cputrain("train", "../run", "--resume", *changed, cwd=place / "elsewhere")
@@ -88,14 +84,14 @@ def test_a_resumed_run_names_the_step_inside_its_checkpoint(place: Path) -> None
     step = step_of(before)
     before.rename(before.with_name(name_of(step + 1000)))
     recipe = load_recipe(str(run / "recipe.yaml"), (f"output={run}",))
-    start = next(event for event in raw(run) if event["event"] == "start")
+    start = next(event for event in raw_events(run) if event["event"] == "start")
     assert f"continues after step {step:,}" in check_folder(
         recipe, ScaleRecord(**{name: start[name] for name in ScaleRecord.model_fields}), resume=True, overwrite=False
     )
 
 
 def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: Path) -> None:
-    events = raw(place / "run")
+    events = raw_events(place / "run")
     second = [i for i, event in enumerate(events) if event["event"] == "start"][1]
     end = events[-1]
     first_s = events[second - 1]["time"] - events[0]["time"]
@@ -142,7 +138,7 @@ def test_what_would_change_the_training_is_refused_and_nothing_is_written(
         (tmp_path / images).symlink_to(place / images)
     before = contents(tmp_path / "run")
     same = ("data.path=images", "output=run", "--resume")
-    printed = refused(here("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
+    printed = refused(here("train", "imagefolder", *ENDLESS, *same, *settings, cwd=tmp_path))
     assert message in printed and contents(tmp_path / "run") == before
 
 
@@ -154,7 +150,7 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best")
     shown = cputrain("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
     assert shown.returncode == 0, shown.stderr
-    end = raw(place / "run")[-1]
+    end = raw_events(place / "run")[-1]
     message = f"step {end['steps']}  top-1 {end['top1']:.2f} %  top-5 {end['top5']:.2f} %  loss "
     assert message in shown.stdout and "21 images, each once, " in shown.stdout
     text, _, table = shown.stdout.partition("\n\n")

@@ -17,9 +17,9 @@ from cputrain.data import open_recipe_data
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
 from cputrain.training import job_settings
-from tests.support.commands import here
+from tests.support.commands import here, needs_two_cores
 from tests.support.images import write_images
-from tests.support.trainings import PPN
+from tests.support.trainings import LENET
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, convention="env") for i in range(3)]
 
@@ -101,9 +101,9 @@ def test_shards_are_told_apart_by_the_checksums_of_their_images(images: Path, tm
     assert differing(facts(tmp_path / "a"), facts(tmp_path / "c")) == {"train images"}
 
 
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_training_of_two_recipes_is_refused_by_both_ranks(images: Path, tmp_path: Path) -> None:
-    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "comm.backend=gloo", "batch.local=2")
+    network = (*LENET, "comm.backend=gloo", "batch.local=2")
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", "data.path=images", *network, "output=run"]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [

@@ -102,6 +102,12 @@ def plain(smoothing: float = 0.0) -> tuple[Plain, Tensor]:
     return network, loss.detach()
 
 
+def check_weights(state: TrainState, reference: Plain, atol: float = 1e-6) -> None:
+    """Fail unless each weight has gone against the reference's gradient."""
+    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q - RATE * q.grad, atol=atol)
+
+
 SGD = OptimSection(name="sgd", weight_decay=0.0)
 
 
@@ -111,8 +117,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss(smoothing: float) -> None:
     state, (reference, loss) = state_of(recipe), plain(smoothing)
     result = step(state, recipe)
     assert result.finite and result.loss == pytest.approx(float(loss)) and result.metrics.images == IMAGES
-    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
+    check_weights(state, reference)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -125,8 +130,7 @@ def test_mean_squared_error_is_to_the_label_s_one_hot_vector(smoothing: float) -
     loss = nn.MSELoss()(reference(normalized(data.images)), wanted)
     loss.backward()
     assert result.loss == pytest.approx(float(loss.detach())) and result.metrics.images == IMAGES
-    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
+    check_weights(state, reference)
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(0.01, True), (1e6, False)])
@@ -136,8 +140,7 @@ def test_gradients_are_scaled_to_the_norm_where_theirs_is_larger(limit: float, c
     step(state, recipe)
     norm = float(nn.utils.clip_grad_norm_(reference.parameters(), limit))
     assert (norm > limit) == clipped
-    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p, q - RATE * q.grad, atol=1e-5 * limit + 1e-7)
+    check_weights(state, reference, 1e-5 * limit + 1e-7)
 
 
 def test_the_ema_model_follows_the_weights_and_is_evaluated_with_the_network_s_statistics() -> None:

@@ -12,14 +12,15 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.ranks import Rank
-from cputrain.affinity.topology import this_machine
 from cputrain.comm import SignedKeys, connect_store
 from cputrain.mpi.supervise import TOKEN_VARIABLE, free_port
 from cputrain.runs import read_events
 from cputrain.training import KEY
 from tests.support.ccl_jobs import ended, forked, printed
+from tests.support.commands import PPN
 from tests.support.forked import Forked
 from tests.support.images import write_images
+from tests.support.trainings import LENET
 
 JOIN = """
 import os, signal, sys
@@ -37,7 +38,6 @@ else:
     signal.pause()
 """
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
-WORKERS = min(2, len(this_machine().allowed_cores))
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
@@ -126,9 +126,9 @@ def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
 def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) -> None:
     """A real training on this host: all its processes listen on loopback, and a foreign last step is ignored."""
     write_images(tmp_path / "images", train=24, val=3)
-    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "comm.backend=gloo")
+    network = (*LENET, "comm.backend=gloo")
     settings = (f"data.path={tmp_path}/images", *network, "batch.local=2", "epochs=6", "schedule.warmup_epochs=0")
-    argv = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, f"plan.ppn={WORKERS}", "output=run")
+    argv = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, f"plan.ppn={PPN}", "output=run")
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         addresses: set[str] = set()
         told = False
@@ -150,7 +150,7 @@ def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) 
     assert process.returncode == 0, printed
     assert told and addresses and addresses <= {"127.0.0.1", "::1"}
     end = read_events(tmp_path / "run")[-1]
-    assert (end["status"], end["images"]) == ("done", 6 * (72 // (2 * WORKERS)) * 2 * WORKERS), printed
+    assert (end["status"], end["images"]) == ("done", 6 * (72 // (2 * PPN)) * 2 * PPN), printed
 
 
 SERVE = """

@@ -9,6 +9,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner import Request, plan_this_machine
 from cputrain.affinity.topology import this_machine
 from cputrain.launch import run_on_ranks
+from tests.support.commands import needs_two_cores
 
 FUNCTIONS = """
 import os
@@ -25,7 +26,7 @@ def refuse(spec, place):
 """
 
 
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_function_runs_in_each_planned_worker_and_failures_name_it(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     (tmp_path / "functions-1.dist-info").mkdir()  # ranks import only from folders where packages are installed

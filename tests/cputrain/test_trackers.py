@@ -19,7 +19,7 @@ import pytest
 from cputrain.runs import Trackers, events, follow, read_record, trackers
 from tests.support.commands import cputrain
 from tests.support.run_folders import write_run
-from tests.support.trainings import SMALL
+from tests.support.trainings import SMALL, raw_events
 
 ENDED = threading.Event()
 ENDED.set()
@@ -75,7 +75,7 @@ def test_mlflow_has_parameters_metrics_and_report_of_a_resumed_run_once(
     assert params["epochs"] == "10", "a parameter that is new"
     losses = client.get_metric_history(first, "train/loss")
     assert [point.step for point in losses] == [1, 2, 3, 4, 5, 6]
-    events = [json.loads(line) for line in (tmp_path / "member-3/events.jsonl").read_text().splitlines()]
+    events = raw_events(tmp_path / "member-3")
     steps = {event["step"]: event for event in events if event["event"] == "step"}
     assert [point.value for point in losses] == [steps[n]["loss"] for n in range(1, 7)]
     assert losses[0].timestamp == round(1000 * steps[1]["time"])
@@ -130,7 +130,7 @@ def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(
         if record.WhichOneof("record_type") == "history"
     ]
     assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = raw_events(folder)
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     assert [row["train/loss"] for row in rows] == [losses[n] for n in range(1, 7)]
     assert [row["_step"] for row in rows if "epoch/val_top1" in row] == [3, 6]

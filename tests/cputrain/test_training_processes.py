@@ -18,7 +18,7 @@ from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.ccl_jobs import ran
 from tests.support.checkpoints import differing, newest
-from tests.support.commands import cputrain
+from tests.support.commands import CORES, cputrain, needs_two_cores
 from tests.support.trainings import PPN, SMALL, until_logged
 
 # torch 2.13 aborts at exit now and then where this import comes after the group's start (see comm/group.py).
@@ -36,7 +36,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 @pytest.mark.parametrize(
     ("backend", "by", "expected"),
     [
@@ -146,7 +146,7 @@ print("loaders", list(DataLoader(Where(), num_workers=2, batch_size=None)), flus
 """
 
 
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> None:
     (tmp_path / "loaders.py").write_text(LOADERS)
     pus = list(this_machine().allowed_pus)
@@ -158,7 +158,7 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "ccl"])
 def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str) -> None:
-    cores, ppn = len(this_machine().allowed_cores), len(this_machine().allowed_cores) + 1
+    cores, ppn = CORES, CORES + 1
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
     result = cputrain("train", "imagefolder", *SMALL, *settings, cwd=place)
     assert result.returncode == 0, result.stderr
@@ -172,12 +172,12 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+@needs_two_cores
 def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)
     assert result.returncode == 0, result.stderr
     start = read_events(place / "run")[0]
-    assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
+    assert [b["threads"] for b in start["bindings"]] == [CORES]
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
     one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best")

@@ -27,9 +27,10 @@ from cputrain.tune import (
     tuned_record,
     worker_counts,
 )
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import cputrain, here, needs_two_cores, refused
+from tests.support.trainings import LENET
 
-SMALL = ("data.path=synthetic", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=4")
+SMALL = ("data.path=synthetic", *LENET, "batch.local=4")
 ALLOCATORS, ENGINES = ("glibc", "tcmalloc"), ("native", "eager")
 
 
@@ -155,7 +156,7 @@ def test_plan_and_train_use_what_was_kept_for_this_training(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 def test_what_tune_finds_is_the_reason_of_the_next_plan(tmp_path: Path) -> None:
     """Whichever plan is faster here."""
     env = {"CPUTRAIN_CACHE": str(tmp_path / "cache")}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hangs import children_of, stacks_of
+from tests.support.commands import children_of, stacks_of
 from tests.support.images import write_images
 from tests.support.markdown import PAGES, blocks, name_of
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from cputrain.checkpoints import list_checkpoints, step_of
 from cputrain.mpi.supervise import descendants, free_port
+from tests.support.trainings import LENET
 
 ROOT = Path(__file__).parents[2]
 SAVED_EVERY = 10
-NETWORK = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=4")
+NETWORK = (*LENET, "batch.local=4")
 ENDLESS = ("epochs=5000", "schedule.warmup_epochs=0", "schedule.peak_rate=0.001")
 SAVING = ("checkpoint.every_epochs=null", f"checkpoint.every_steps={SAVED_EVERY}", "evaluate.every_epochs=null")
 SETTINGS = ("imagefolder", "data.path=images", *NETWORK, *ENDLESS, *SAVING, "comm.backend=gloo", "output=run")

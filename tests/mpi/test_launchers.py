@@ -1,6 +1,5 @@
 """Real launchers: every rank prints its numbers and the CPUs that the kernel gave it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
-from tests.support.commands import HANGS_S, cputrain, here, mpi_path
+from tests.support.commands import CORES, HANGS_S, cputrain, here, mpi_path
 from tests.support.images import write_images
-from tests.support.jobs import job_of, written
+from tests.support.jobs import job_of, printed_lists, written
+from tests.support.trainings import LENET
 
-CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
@@ -92,8 +91,7 @@ def ran(
 @pytest.mark.parametrize("name", MPI)
 def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     result = ran(name, tmp_path, binder, (sys.executable, "-c", PRINT_RANK))
-    assert result.returncode == 0, result.stderr
-    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    lines = printed_lists(result)
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
     assert lines == [
         [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
@@ -113,8 +111,7 @@ def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp
 def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
     request = Request(ppn=CORES + 1, oversubscribe=True)
     result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_RANK), request)
-    assert result.returncode == 0, result.stderr
-    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    lines = printed_lists(result)
     assert [(one[0], one[3]) for one in lines] == [
         (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
     ]
@@ -194,7 +191,7 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
 def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
     """The documents' `mpirun -np N -ppn N`, and what `plan RECIPE` prints with a relative path, from another folder."""
     write_images(tmp_path / "images", train=4, val=1)
-    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=2", "schedule.warmup_epochs=0")
+    network = (*LENET, "batch.local=2", "schedule.warmup_epochs=0")
     training = ("imagefolder", "data.path=images", *network, "epochs=1", "comm.backend=gloo")
     path = mpi_path("intelmpi")
     launcher = find_launcher("intelmpi", {**os.environ, **path})
@@ -246,8 +243,7 @@ def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def check_ranks(result: subprocess.CompletedProcess[str]) -> None:
     """Every rank has the same numbers by every name, was bound as planned, and would meet the others."""
-    assert result.returncode == 0, result.stderr
-    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    lines = printed_lists(result)
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
     host = [lines[0][5], lines[0][6], "lo"]
     assert host[0] in ("127.0.0.1", "localhost") and host[1].isdigit()

@@ -17,18 +17,16 @@ from cputrain.affinity.topology import this_machine
 from cputrain.launch import new_folder
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import Monitor, run, run_local
-from tests.support.commands import HANGS_S, cputrain
+from tests.support.commands import HANGS_S, PPN, cputrain, needs_two_cores
 from tests.support.jobs import agent_process, job_of, plan_here, poll_until
 
 pytestmark = pytest.mark.processes
 
-WORKERS = min(2, len(this_machine().allowed_cores))
 SPAWN = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid, flush=True); "
-needs_two = pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
 
 
 def job(tmp_path: Path, code: str) -> Job:
-    return job_of(tmp_path, (sys.executable, "-c", code), plan_here(WORKERS))
+    return job_of(tmp_path, (sys.executable, "-c", code), plan_here(PPN))
 
 
 def has_ended(pid: int) -> bool:
@@ -59,14 +57,14 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
     assert not [each.message for each in warned if each.category is ResourceWarning]  # python -X dev shows these
     for worker in planned.plan.workers:
         rank = worker.local_rank
-        line = f"{rank} {rank} {WORKERS} {WORKERS} 0 0 {list(worker.pus)}"
+        line = f"{rank} {rank} {PPN} {PPN} 0 0 {list(worker.pus)}"
         assert f"[{rank}] {line}" in out.getvalue()
         log = (tmp_path / f"logs/rank-{rank}.log").read_text()
         assert line in log and "to stderr" in log
     assert "to stderr" in err.getvalue() and "to stderr" not in out.getvalue()
 
 
-@needs_two
+@needs_two_cores
 def test_a_script_that_reads_another_launcher_s_names_is_one_training(tmp_path: Path) -> None:
     """The pattern of Intel's examples, and the same for Open MPI and Slurm, with real all-reduces."""
     (tmp_path / "x.py").write_text(
@@ -107,7 +105,7 @@ def start_launch(place: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "cputrain", "launch", "--", "true"], cwd=place)
 
 
-@needs_two
+@needs_two_cores
 def test_no_two_processes_get_the_same_port_before_anything_listens_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PORTS_TRIED", 2)
     monkeypatch.setattr(run, "PORTS", range(9_000, 9_002))
@@ -137,7 +135,7 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert all(has_ended(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
 
 
-@needs_two
+@needs_two_cores
 def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_path: Path) -> None:
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(0.5); "
     code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
@@ -166,7 +164,7 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
         [*argv, SPAWN + "time.sleep(300)"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    for _ in this_machine().allowed_cores[:WORKERS]:
+    for _ in this_machine().allowed_cores[:PPN]:
         assert "child" in process.stdout.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
@@ -187,27 +185,27 @@ def wait_until_ended(pids: list[int]) -> None:
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_a_killed_launcher_takes_its_workers_and_their_children_along(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", "sh", "-c", FAMILY]
-    process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+def kill_with_families(process: subprocess.Popen[str], ranks: int) -> None:
+    """Kill a parent of ranks that run FAMILY; fail unless all their processes end."""
     assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3 * WORKERS)]
-    os.kill(process.pid, signal.SIGKILL)
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3 * ranks)]
+    process.kill()
     process.wait()
     wait_until_ended(pids)
     process.stdout.close()
+
+
+def test_a_killed_launcher_takes_its_workers_and_their_children_along(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", "sh", "-c", FAMILY]
+    process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    kill_with_families(process, PPN)
 
 
 def test_a_killed_agent_takes_its_rank_and_its_children_along(tmp_path: Path) -> None:
     monitor = Monitor("secret", ("h0",))
     process = agent_process(monitor, tmp_path / "logs", "sh", "-c", FAMILY, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     poll_until(monitor, lambda: monitor.ranks)  # the rank starts when its Hello is answered
-    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_until_ended(pids)
-    process.stdout.close()
+    kill_with_families(process, 1)
     monitor.close()
 
 

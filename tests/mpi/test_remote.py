@@ -20,13 +20,13 @@ from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import run_remote
 from cputrain.report import read_usage
 from cputrain.runs import read_events
-from tests.support.commands import HANGS_S, cputrain, here, mpi_path
+from tests.support.commands import HANGS_S, PPN, cputrain, here, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
 from tests.support.jobs import job_of, plan_here
+from tests.support.trainings import LENET
 
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
-WORKERS = min(2, len(this_machine().allowed_cores))
 OWN = 100_000_000 + os.getpid()  # seconds of sleep, by which this run's processes are known among those of others
 ALL_REDUCE = """
 import os, socket, torch, torch.distributed as dist
@@ -52,13 +52,13 @@ def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> 
     code = (
         f"import os, signal, subprocess, time; p = subprocess.Popen(['sleep', '{OWN}']); "
         "print('about to', flush=True); "
-        f"os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '{WORKERS - 1}' else time.sleep(300)"
+        f"os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '{PPN - 1}' else time.sleep(300)"
     )
     started = time.monotonic()
     result = launch(name, "--", sys.executable, "-c", code, cwd=tmp_path)
     assert time.monotonic() - started < 240  # the other ranks sleep for 300
     assert result.returncode == 1
-    assert f"rank {WORKERS - 1} on " in result.stderr and "was ended by SIGKILL" in result.stderr
+    assert f"rank {PPN - 1} on " in result.stderr and "was ended by SIGKILL" in result.stderr
     assert "  | about to" in result.stderr
     assert subprocess.run(["pgrep", "-f", f"sleep {OWN}"], capture_output=True).returncode == 1  # nothing is left
 
@@ -79,18 +79,18 @@ def test_more_arguments_than_hydra_takes_arrive_as_given(name: str, tmp_path: Pa
     result = launch(name, "--", sys.executable, "-c", code, *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     digest = hashlib.sha256(b"/".join(map(os.fsencode, words))).hexdigest()
-    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == [digest] * WORKERS
+    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == [digest] * PPN
 
 
 def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path) -> None:
     """As where a host is preempted alone; the rank that is left would go on."""
     code = (
-        f"import os, time; alone = os.environ['RANK'] == '{WORKERS - 1}'\n"
+        f"import os, time; alone = os.environ['RANK'] == '{PPN - 1}'\n"
         "if alone: os.kill(os.getppid(), 15)\ntime.sleep(300)"
     )
     result = launch("intelmpi", "--", sys.executable, "-c", code, cwd=tmp_path)
     assert result.returncode == 1
-    place = f"rank {WORKERS - 1} on {socket.gethostname()}"
+    place = f"rank {PPN - 1} on {socket.gethostname()}"
     assert f"the agent of {place} was stopped by SIGTERM, while other ranks kept running; {place} " in result.stderr
     assert "was ended by SIGTERM" in result.stderr
 
@@ -119,7 +119,7 @@ def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     launch_ = ("launch", "--launcher", "torchrun", "--output", "out", "--", sys.executable, "-c", code)
     result = cputrain(*launch_, cwd=tmp_path, PATH=path)
     assert result.returncode == 0, result.stderr
-    assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
+    assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(PPN)}
     refused = here("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
     assert refused.returncode == 2 and "on every host" in refused.stderr
 
@@ -132,7 +132,7 @@ def test_a_signal_ends_everything(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*argv, sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE
     ) as process:
-        for _ in range(WORKERS):
+        for _ in range(PPN):
             process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
@@ -160,7 +160,7 @@ def on_first(hosts: FakeHosts, name: str, *command: str) -> list[str]:
 def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[str]:
     """Tokens of a launch from h1 on all hosts."""
     command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"))
-    listed = ("--hosts", ",".join(hosts.names), "--ppn", str(WORKERS), "--output", str(cwd / "out"))
+    listed = ("--hosts", ",".join(hosts.names), "--ppn", str(PPN), "--output", str(cwd / "out"))
     return on_first(hosts, name, *command, *listed, *arguments)
 
 
@@ -186,9 +186,9 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
     argv = launch_on(hosts, name, "--", sys.executable, str(script), cwd=tmp_path)
     result = ran(argv)
     assert result.returncode == 0, result.stderr + result.stdout
-    size = 4 * WORKERS
+    size = 4 * PPN
     for rank in range(size):
-        host = hosts.names[rank // WORKERS]
+        host = hosts.names[rank // PPN]
         said = f"rank {rank} on {host} of {size} sum {size * (size + 1) / 2}", f"{host}: agents True, token False"
         assert {f"[{host}:{rank}] {line}" for line in said} <= {*result.stdout.splitlines()}
         assert {*said} <= {*(tmp_path / f"out/logs/rank-{rank}.log").read_text().splitlines()}
@@ -219,10 +219,7 @@ def test_hosts_that_share_their_first_label_have_their_own_plans_and_labels(
     argv = on_first(alike, name, *launch, *listed, "--", sys.executable, "-c", THREADS)
     result = ran(argv)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert sorted(result.stdout.splitlines()) == [
-        f"[MPI-WORKER.2:1] {ALIKE[1]} 2",
-        f"[mpi-worker.1:0] {ALIKE[0]} 1",
-    ]
+    assert sorted(result.stdout.splitlines()) == [f"[MPI-WORKER.2:1] {ALIKE[1]} 2", f"[mpi-worker.1:0] {ALIKE[0]} 1"]
 
 
 def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
@@ -274,13 +271,12 @@ def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "ppn"), [("intelmpi", WORKERS), ("openmpi", 1)])
+@pytest.mark.parametrize(("name", "ppn"), [("intelmpi", PPN), ("openmpi", 1)])
 def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, ppn: int, tmp_path: Path) -> None:
     """The real trainer, started as a user starts it: data and run folder where all hosts see them. Its ranks and the
     launch listen on their network alone."""
     write_images(tmp_path / "images", train=12, val=3)
-    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")
-    settings = (f"data.path={tmp_path}/images", *network, "batch.local=2", "epochs=1", "schedule.warmup_epochs=0")
+    settings = (f"data.path={tmp_path}/images", *LENET, "batch.local=2", "epochs=1", "schedule.warmup_epochs=0")
     command = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings)
     flags = ("--no-preflight", "--ppn", str(ppn))
     argv = launch_on(hosts, name, *flags, "--", *command, f"output={tmp_path}/run", "comm.backend=gloo", cwd=tmp_path)
@@ -306,7 +302,7 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: P
         code = "import time; print('up', flush=True); time.sleep(600)"
         argv = launch_on(hosts, name, "--", sys.executable, "-c", code, cwd=tmp_path)
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            for _ in range(3 * WORKERS):
+            for _ in range(3 * PPN):
                 process.stdout.readline()
             started = time.monotonic()
             hosts.cut("h3")

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import this_machine
 from cputrain.doctor import job_check
 from cputrain.mpi.hosts import SCHEDULERS, allocation
-from tests.support.commands import here, refused
+from tests.support.commands import CORES, here, refused
 
 Slots = list[tuple[str, int | None]]
 SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
@@ -341,7 +340,7 @@ def test_pbs_s_slots_that_differ_from_the_plan_are_said(tmp_path: Path) -> None:
 
 def test_torque_s_slots_may_be_the_cores_of_a_host(tmp_path: Path) -> None:
     """nodes=2:ppn=N of Torque; PBS Professional's lines are MPI processes, which the plan should start."""
-    cores = len(this_machine().allowed_cores)
+    cores = CORES
     (tmp_path / "nodes").write_text("a\n" * cores + "b\n" * cores)
     env = {"PBS_JOBID": "7.torque", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_NUM_PPN": str(cores)}
     assert hosts_of(env) == [("a", cores), ("b", cores)]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
-from cputrain.affinity.topology import this_machine
 from cputrain.mpi.supervise import (
     READ_S,
     STARTING_S,
@@ -36,7 +35,7 @@ from cputrain.mpi.supervise import (
     stopped_rank,
     tree,
 )
-from tests.support.commands import HANGS_S, mpi_path
+from tests.support.commands import HANGS_S, mpi_path, needs_two_cores
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)
 WORKING = Activity(busy_s=1.0)  # a moment ago it waited for something
@@ -284,7 +283,6 @@ def test_frames_are_taken_from_faulthandler_s_text() -> None:
     assert frames(text) == ("/a b.py:5 in f", "<string>:6 in <module>")
 
 
-WORKERS = min(2, len(this_machine().allowed_cores))
 LOOP = """
 import os, sys, time
 from _cputrain_autoload import offer_stack
@@ -305,7 +303,7 @@ if os.environ["RANK"] == "0":
 STOP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
 
 
-@pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+@needs_two_cores
 def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
     """Three jobs at once, as they mostly wait: rank 1 loops, has left with status 0, is stopped."""
     argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output")
@@ -331,7 +329,7 @@ def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
     assert errors["loop"].count("  | <string>:6 in forever\n") == 1, "and at the end all of it"
 
 
-@pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+@needs_two_cores
 @pytest.mark.long
 def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
     """As on several hosts: each rank behind an agent. Rank 1 loops, and in another job is stopped."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
 from cputrain.mpi.supervise import (
     HEARTBEAT_TIMEOUT_S,
     InterruptedBySignalError,
@@ -23,9 +22,8 @@ from cputrain.mpi.supervise import (
     tree,
 )
 from tests.mpi.test_local import wait_until_ended
-from tests.support.commands import HANGS_S, mpi_path
+from tests.support.commands import HANGS_S, PPN, mpi_path
 
-WORKERS = min(2, len(this_machine().allowed_cores))
 STARTERS = ("local", "openmpi", "mpich", "intelmpi")
 SAVES = """
 import os, signal, sys, time
@@ -51,9 +49,9 @@ def without_nohup() -> None:
 
 
 def launched(stack: ExitStack, name: str, place: Path, code: str, **pipes: int) -> subprocess.Popen[str]:
-    """`cputrain launch` of WORKERS ranks that run a program, all of which have printed their first line."""
+    """`cputrain launch` of PPN ranks that run a program, all of which have printed their first line."""
     env = {**os.environ, **({} if name == "local" else mpi_path(name))}
-    command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--ppn", str(WORKERS))
+    command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--ppn", str(PPN))
     argv = (*command, "--output", name, "--", sys.executable, "-c", code)
     all_pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
     process = stack.enter_context(
@@ -65,7 +63,7 @@ def launched(stack: ExitStack, name: str, place: Path, code: str, **pipes: int) 
 
 def await_first_lines(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
-        for _ in range(WORKERS):
+        for _ in range(PPN):
             assert process.stdout.readline().endswith("up\n")
 
 
@@ -80,8 +78,8 @@ def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path) ->
         for name, job in jobs.items():
             _, err = job.communicate(timeout=HANGS_S)
             assert job.returncode == 128 + sent[name] and f"({sent[name].name}) within {signals.SAVE_S:g} s" in err
-            logs = [(tmp_path / name / f"logs/rank-{rank}.log").read_text() for rank in range(WORKERS)]
-            assert logs == ["up\nsaved\n"] * WORKERS, name
+            logs = [(tmp_path / name / f"logs/rank-{rank}.log").read_text() for rank in range(PPN)]
+            assert logs == ["up\nsaved\n"] * PPN, name
 
 
 def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Path) -> None:
@@ -108,7 +106,7 @@ def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Pat
 
 
 def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path: Path) -> None:
-    argv = ("mpirun", "-n", str(WORKERS), sys.executable, "-m", "cputrain", "launch", "--", sys.executable, "-c")
+    argv = ("mpirun", "-n", str(PPN), sys.executable, "-m", "cputrain", "launch", "--", sys.executable, "-c")
     code = "import time; print('up', flush=True); time.sleep(300)"
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -191,7 +189,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
             time.sleep(0.02)
         for name, job in jobs.items():
             out, err = job.communicate(timeout=HANGS_S)
-            assert job.returncode == 0 and out.count("done\n") == WORKERS, f"{name}: {err}"
+            assert job.returncode == 0 and out.count("done\n") == PPN, f"{name}: {err}"
 
 
 def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
             why = {"full": "No space left on device", "head": "Broken pipe"}[how]
             assert f"cputrain: stdout: {why}; the job continues, and its output is in " in err
             logs = tmp_path / name / ("head" if how == "head" else "") / name / "logs"
-            assert all((logs / f"rank-{rank}.log").read_text().startswith("one\ntwo\nxxx") for rank in range(WORKERS))
+            assert all((logs / f"rank-{rank}.log").read_text().startswith("one\ntwo\nxxx") for rank in range(PPN))
     (tmp_path / "closed").mkdir()
     closed = f"{sys.executable} -m cputrain launch --output out -- echo one >&-"
     done = subprocess.run(("sh", "-c", closed), cwd=tmp_path / "closed", stderr=subprocess.PIPE, text=True)

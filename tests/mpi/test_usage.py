@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cputrain.affinity.topology import this_machine
 from cputrain.mpi import usage
 from cputrain.mpi.supervise import run_local
 from cputrain.mpi.usage import (
@@ -39,7 +38,7 @@ from cputrain.mpi.usage import (
 )
 from cputrain.report import mean_of, read_usage, running_time, worker_table, write_report
 from tests.mpi.test_local import job
-from tests.support.commands import HANGS_S, cputrain, here, mpi_path
+from tests.support.commands import HANGS_S, cputrain, here, mpi_path, needs_two_cores
 
 MIB = 1 << 20
 WORKER = WorkerUse(time=0.0, seconds=1.0, host="n1", cpu_s=0.5, rss_bytes=MIB, processes=1)
@@ -182,7 +181,7 @@ def test_a_process_is_read_with_all_below_it(listed: bool, monkeypatch: pytest.M
     assert read_tree(process.pid) == Tree()
 
 
-@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+@needs_two_cores
 @pytest.mark.parametrize("launcher", ["local", "openmpi"])
 def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(BUSY_AND_IDLE)

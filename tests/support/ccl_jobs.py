@@ -14,8 +14,8 @@ import pytest
 
 from cputrain.comm.ccl.environment import ensure_built, find_libraries
 from cputrain.mpi.supervise import free_port
+from tests.support.commands import stacks_of
 from tests.support.forked import ROOT, Forked
-from tests.support.hangs import stacks_of
 
 Process = subprocess.Popen[bytes] | Forked
 Kind = TypeVar("Kind", subprocess.Popen[bytes], Forked)

@@ -2,8 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,14 +14,6 @@ from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import OptimSection
 from cputrain.training import CheckpointWriter, Position, TrainState, take_snapshot
-
-
-@contextmanager
-def group_of_one() -> Iterator[None]:
-    """Create a process group of only this process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def network(outputs: int = 2) -> nn.Module:
@@ -75,13 +65,7 @@ def written(
         cputrain="0",
         step=position.step,
         network=NetworkRecord(
-            model={},
-            classes=("a", "b"),
-            features=None,
-            crop=3,
-            resize=3,
-            mean=(0.5, 0.5, 0.5),
-            std=(1.0, 1.0, 1.0),
+            model={}, classes=("a", "b"), features=None, crop=3, resize=3, mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0)
         ),
         scale=ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2),
         training=TrainingRecord(
@@ -100,10 +84,3 @@ def written(
     writer.begin(position.step, snapshot, position.metadata(), manifest)
     writer.wait()
     return folder / name_of(position.step)
-
-
-def saved_once(folder: Path) -> Path:
-    """Return the only checkpoint of a training, with the rounding errors of bf16 gradients."""
-    state = state_of(network(), bf16=True)
-    train(state)
-    return written(folder / "checkpoints", state, Position(step=7, best_score=50.0))

@@ -7,15 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from tests.support.hangs import children_of, stacks_of
+from cputrain.affinity.topology import this_machine
 
 HANGS_S = 300.0  # for commands that take a few seconds
+CORES = len(this_machine().allowed_cores)
+PPN = min(2, CORES)  # workers of most tests
+needs_two_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores")
 
 
 def need(package: str, program: str) -> None:
@@ -35,6 +38,28 @@ def mpi_path(name: str) -> dict[str, str]:
     if not (folder / "mpirun").exists():
         pytest.skip(reason=f"needs {name}: make mpi")
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of this process."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            children += map(int, path.read_text().split())
+    return children
+
+
+def stacks_of(pid: int) -> str:
+    """Return the stack of every thread of a process from a debugger, or its command line if there is no debugger."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return f"{pid}: {command}"
+    requested = (gdb, "-p", str(pid), "-batch", "-iex", "set auto-load safe-path /", "-ex", "thread apply all bt 14")
+    expected = subprocess.run(requested, capture_output=True, text=True, timeout=120, check=False).stdout
+    return f"{pid}: {command}\n" + "\n".join(
+        line[:300] for line in expected.splitlines() if line.startswith(("#", "Thr"))
+    )
 
 
 def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:

@@ -17,23 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.ranks import rank_from_env
-from cputrain.affinity.topology import this_machine
 from cputrain.launch import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
-from tests.support.commands import cputrain
+from tests.support.commands import PPN, cputrain
 
-PPN = min(2, len(this_machine().allowed_cores))
 LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # 1 % of resnet18's parameters and time
 RESNET18 = ("model.name=resnet18", "model.zero_gamma=last_of_block", "data.crop=32")
 SMALL = (
     "data.path=images",
     *LENET,
-    "batch.local=6",
-    "epochs=2",
-    "schedule.warmup_epochs=1",
-    f"plan.ppn={PPN}",
-    "output=run",
+    *("batch.local=6", "epochs=2", "schedule.warmup_epochs=1", f"plan.ppn={PPN}", "output=run"),
 )
 
 
@@ -44,6 +38,11 @@ def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | None = 
     while not (events.is_file() and f'"{event}"' in events.read_text(encoding="utf-8")):
         assert time.monotonic() < deadline and (process is None or process.poll() is None)
         time.sleep(0.01)
+
+
+def raw_events(run: Path) -> list[dict[str, Any]]:
+    """Return the events of a run as its file has them."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from tests.faults.fault import Fault, Seen
 from tests.faults.place import SETTINGS, Place, cputrain
 from tests.support.commands import cputrain as run_command
+from tests.support.trainings import LENET
 
 KIND = "input"
 TRAIN = ("train", "imagefolder", "data.path=images")
@@ -116,11 +117,7 @@ def overwritten(prepare: Prepare, kept: str) -> Callable[[Place], Seen]:
 
 
 SMALL = (
-    "comm.backend=gloo",
-    "model.name=lenet",
-    "model.zero_gamma=none",
-    "data.crop=28",
-    "schedule.warmup_epochs=0",
+    *("comm.backend=gloo", *LENET, "schedule.warmup_epochs=0"),
     "epochs=1",
 )
 SHARDS = cputrain("train", "imagefolder", "data.path=shards", *SMALL, "batch.local=4", "plan.ppn=1", "output=run")
