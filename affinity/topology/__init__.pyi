@@ -1,7 +1,6 @@
 from .catalog import MACHINES as MACHINES
 from .catalog import catalog_machines as catalog_machines
 from .catalog import described_machines as described_machines
-from .catalog import description_of as description_of
 from .catalog import find_machine as find_machine
 from .catalog import machine_names as machine_names
 from .catalog import named_machine as named_machine
@@ -12,10 +11,7 @@ from .catalog import unpacked as unpacked
 from .hwloc import read_lstopo as read_lstopo
 from .hwloc import read_synthetic as read_synthetic
 from .kernel_files import Limits as Limits
-from .kernel_files import cgroup_folders as cgroup_folders
 from .kernel_files import read_limits as read_limits
-from .kernel_files import text as text
-from .machine import MOST_IDS as MOST_IDS
 from .machine import Core as Core
 from .machine import Machine as Machine
 from .machine import NumaNode as NumaNode
@@ -25,8 +21,6 @@ from .machine import narrowed as narrowed
 from .machine import ordered as ordered
 from .machine import parse_list as parse_list
 from .machine import parse_mask as parse_mask
-from .machine import without_limits as without_limits
 from .sysfs import ISA_FLAGS as ISA_FLAGS
-from .sysfs import isolated_pus as isolated_pus
 from .sysfs import read_machine as read_machine
 from .sysfs import this_machine as this_machine

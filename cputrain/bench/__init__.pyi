@@ -9,10 +9,6 @@ from .figures import seconds_of as seconds_of
 from .limits import COUNT as COUNT
 from .limits import HEIGHT as HEIGHT
 from .limits import WIDTH as WIDTH
-from .limits import bench_all_reduce as bench_all_reduce
-from .limits import bench_decoding as bench_decoding
-from .limits import bench_memory as bench_memory
-from .limits import bench_optimizer as bench_optimizer
 from .limits import generated_photos as generated_photos
 from .limits import host_place as host_place
 from .limits import images_per_cpu_s as images_per_cpu_s
@@ -22,12 +18,6 @@ from .limits import places as places
 from .limits import prepared as prepared
 from .limits import thread_counts as thread_counts
 from .limits import without_markers as without_markers
-from .model import Spec as Spec
 from .model import layer_seconds as layer_seconds
-from .model import measure_model as measure_model
-from .model import measure_training as measure_training
-from .model import model_records as model_records
-from .model import model_report as model_report
-from .model import precisions as precisions
 from .model import trace_json as trace_json
 from .recorder import LayerRecorder as LayerRecorder

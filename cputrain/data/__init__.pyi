@@ -2,8 +2,6 @@ from .from_recipe import TRAIN_POINTS as TRAIN_POINTS
 from .from_recipe import VAL_POINTS as VAL_POINTS
 from .from_recipe import open_recipe_data as open_recipe_data
 from .from_recipe import survey_recipe as survey_recipe
-from .from_recipe import training_transform as training_transform
-from .loader import GRAY as GRAY
 from .loader import IMAGENET_MEAN as IMAGENET_MEAN
 from .loader import IMAGENET_STD as IMAGENET_STD
 from .loader import IMAGES_PER_CALL as IMAGES_PER_CALL
@@ -15,14 +13,8 @@ from .loader import batches_ahead as batches_ahead
 from .loader import choose_normalize as choose_normalize
 from .loader import decoded_batches as decoded_batches
 from .loader import own_batch as own_batch
-from .loader import own_batches as own_batches
 from .loader import point_batches as point_batches
-from .loader import read_and_decode as read_and_decode
 from .order import WINDOW as WINDOW
-from .order import BatchSampler as BatchSampler
-from .order import Indices as Indices
-from .order import SequentialSampler as SequentialSampler
-from .order import ShuffledSampler as ShuffledSampler
 from .order import block_length as block_length
 from .order import block_order as block_order
 from .order import epoch_order as epoch_order

@@ -1,7 +1,6 @@
 from .batchnorm_relu import EXTENSION as EXTENSION
 from .batchnorm_relu import FUSED as FUSED
 from .batchnorm_relu import FusedBatchNorm2d as FusedBatchNorm2d
-from .batchnorm_relu import Kernels as Kernels
 from .batchnorm_relu import built_path as built_path
 from .batchnorm_relu import checked as checked
 from .batchnorm_relu import load as load
@@ -29,18 +28,12 @@ from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms
 from .networks import build_model as build_model
 from .networks import inputs_note as inputs_note
-from .sizes import COPIES as COPIES
-from .sizes import gflop_of as gflop_of
-from .sizes import layer_sizes as layer_sizes
 from .sizes import state_copies as state_copies
 from .sizes import workload_of as workload_of
 from .vision import import_torchvision as import_torchvision
 from .weights import Pretrained as Pretrained
-from .weights import describe_difference as describe_difference
 from .weights import fetch as fetch
 from .weights import find_pretrained as find_pretrained
 from .weights import load_initial_weights as load_initial_weights
 from .weights import normalization_of as normalization_of
-from .weights import read_state as read_state
 from .weights import read_weights as read_weights
-from .weights import shapes as shapes

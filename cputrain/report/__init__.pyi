@@ -2,16 +2,12 @@ from .charts import FEWEST_ROWS as FEWEST_ROWS
 from .charts import MOST_ROWS as MOST_ROWS
 from .charts import Chart as Chart
 from .charts import Line as Line
-from .charts import Table as Table
 from .charts import charts_data as charts_data
-from .charts import column as column
-from .charts import drawn as drawn
 from .charts import packed as packed
 from .charts import rank_times as rank_times
 from .charts import rows_per_run as rows_per_run
 from .charts import thin as thin
 from .charts import time_heat as time_heat
-from .charts import training_tables as training_tables
 from .charts import trust_heat as trust_heat
 from .page import MOST_CLASSES as MOST_CLASSES
 from .page import Predicted as Predicted
@@ -20,7 +16,6 @@ from .page import confused_classes as confused_classes
 from .page import confusion_heat as confusion_heat
 from .page import confusion_text as confusion_text
 from .page import most_wrong as most_wrong
-from .page import render as render
 from .page import report_html as report_html
 from .page import write_eval_page as write_eval_page
 from .page import write_report as write_report
@@ -29,9 +24,6 @@ from .run import INTERRUPTED as INTERRUPTED
 from .run import NOT_STARTED as NOT_STARTED
 from .run import RUNNING as RUNNING
 from .run import STOPPED as STOPPED
-from .run import Run as Run
-from .run import contains_run as contains_run
-from .run import date as date
 from .run import duration as duration
 from .run import faults_of as faults_of
 from .run import figures as figures
@@ -40,12 +32,10 @@ from .run import particulars as particulars
 from .run import read_run as read_run
 from .run import read_usage as read_usage
 from .run import running_time as running_time
-from .run import unit_of as unit_of
 from .run import warnings_of as warnings_of
 from .run import worker_table as worker_table
 from .watch import MOST_POINTS as MOST_POINTS
 from .watch import EventTail as EventTail
 from .watch import WatchState as WatchState
 from .watch import braille_curve as braille_curve
-from .watch import keys_pressed as keys_pressed
 from .watch import screen as screen
