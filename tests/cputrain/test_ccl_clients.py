@@ -1,5 +1,4 @@
-"""PyTorch and other packages over ccl, and the packages over gloo, as docs/guides/oneccl.md tells:
-tests/support/ccl_clients.py, two ranks each."""
+"""PyTorch and other packages over ccl, as docs/guides/oneccl.md tells: tests/support/ccl_clients.py, two ranks each."""
 
 import importlib.util
 import os
@@ -30,20 +29,12 @@ PLACEHOLDERS = str(ROOT / "compat/stand_ins")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("client", "backend"),
-    [
-        (client, backend)
-        for client, packages in NEEDED.items()
-        for backend in ("ccl", "gloo")
-        if packages or backend == "ccl"
-    ],
-)
-def test_a_client_trains(client: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", NEEDED)
+def test_a_client_trains(client: str, tmp_path: Path) -> None:
     for package in NEEDED[client]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(reason=f"needs the package {package}")
-    with started("tests.support.ccl_clients", client, str(tmp_path), backend, PYTHONWARNINGS="ignore") as ranks:
+    with started("tests.support.ccl_clients", client, str(tmp_path), PYTHONWARNINGS="ignore") as ranks:
         for rank in ranks:
             end = ended(rank, 480)  # DeepSpeed compiles
             assert end.status == 0, end.err
