@@ -9,8 +9,6 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import google_crc32c
-
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import errors_name, write_bytes
 from cputrain.affinity.planner.plan_file import PLAN_FILE
@@ -40,7 +38,9 @@ CHUNK_BYTES = 1 << 20  # per checksum or write; other threads run in between
 
 
 def crc32c_of(array: "NDArray[np.uint8]") -> int:
-    """Return the CRC-32C of bytes."""
+    """Return the CRC-32C of an array of bytes, shape (N,)."""
+    import google_crc32c  # only needed here
+
     crc = 0
     for begin in range(0, len(array), CHUNK_BYTES):
         crc = google_crc32c.extend(crc, array[begin : begin + CHUNK_BYTES].tobytes())

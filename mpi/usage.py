@@ -141,7 +141,7 @@ def from_line(line: bytes, kind: type[Use]) -> Use:
     """Inverse of `to_line`. Raises ValueError if the line is truncated, damaged or of another kind."""
     try:
         return msgspec.json.decode(line, type=kind)
-    except msgspec.MsgspecError as error:  # no ValueError before msgspec 0.20
+    except msgspec.MsgspecError as error:  # no ValueError in msgspec 0.19
         raise ValueError(str(error)) from None
 
 
