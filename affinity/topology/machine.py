@@ -16,7 +16,8 @@ WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
 
 def one_of(*words: str) -> Meta:
     """Restrict a text to one of these words."""
-    return Meta(pattern=f"^({'|'.join(words)})$", extra_json_schema={"enum": [*words]})
+    # Python's $ also matches before a final line break, and JSON Schema has no \Z.
+    return Meta(pattern=f"^({'|'.join(words)})(?!\\n)$", extra_json_schema={"enum": [*words]})
 
 
 # Types with constraints, which are checked when plan.json is read.

@@ -21,7 +21,7 @@ from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
 from cputrain.files import LOGS
 from cputrain.launch.local import local_job, request_of
-from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.processes import JobFailedError, in_one_line
 from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
@@ -215,7 +215,7 @@ def run_on_ranks(
             if what is None:
                 raise
             tail = error.tail if isinstance(error, JobFailedError) else ()
-            why = own_line(tail) or str(error).partition("\n")[0]
+            why = own_line(tail) or in_one_line(error)
             raise RunError(f"{what} failed: {why}") from None
         if status >= SIGNALED:
             raise KeyboardInterrupt

@@ -63,7 +63,7 @@ def workload_of(recipe: Recipe) -> Workload:
     """
     name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
     layers, network = layer_sizes(recipe), read_network(name)
-    workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's", network="")
+    workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's", network="", side=side)
     if layers is not None and network is not None:
         workload = Workload(
             name=f"{name} at {side} x {side}",

@@ -24,7 +24,7 @@ from cputrain.affinity.terminal import ExitStatus, status_of_signal
 from cputrain.files import LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.launch.rank_process import own_line, rejection
-from cputrain.mpi.supervise.processes import OUTPUT_FOLLOWS, JobFailedError
+from cputrain.mpi.supervise.processes import JobFailedError, in_one_line
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.loading import load_recipe
@@ -143,7 +143,7 @@ def outcome_of(error: RunError) -> tuple[str, str]:
         return OUT_OF_MEMORY, f"allocation failed: {lacking}"
     if own := own_line(tail):
         return DIVERGED if NON_FINITE.search(own) else FAILED, own
-    return FAILED, str(error).partition("\n")[0].removesuffix(OUTPUT_FOLLOWS)
+    return FAILED, in_one_line(error)
 
 
 FILE = "sweep-run.json"

@@ -97,7 +97,7 @@ def _host_bytes(root: Path) -> int:
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits noticed within this time may have happened in the other order
 LAST_LINES = 15
-OUTPUT_FOLLOWS = "; its last lines:"  # the end of a message's first line, before the lines
+OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines follow
 STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 
@@ -152,6 +152,16 @@ class JobFailedError(RunError):
     def advised(self, advice: str) -> "JobFailedError":
         """Return the same failure with a line of advice."""
         return JobFailedError(f"{self}\n{advice}", cause=self.cause, hosts=self.hosts)
+
+
+def in_one_line(error: RunError) -> str:
+    """Describe a failure in one line, with the last line of the rank's output at most."""
+    first = str(error).partition("\n")[0]
+    tail = error.tail if isinstance(error, JobFailedError) else ()
+    last = next((line.strip() for line in reversed(tail) if line.strip()), None)
+    if last is None or not first.endswith(OUTPUT_FOLLOWS):
+        return first
+    return f"{first.removesuffix(OUTPUT_FOLLOWS)}; its last line: {last}"
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:

@@ -118,6 +118,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         ("workers", [None]),
         ("workers", [{"local_rank": 0}]),
         ("machine.numa_node_list.0.kind", "\x1b[2J"),
+        ("machine.numa_node_list.0.kind", "dram\n"),
         ("workers.0.own\n", 1),
         ("machine.name", "\x1b[2Jn1"),
         ("machine.model", "a\x9b6n"),

@@ -156,6 +156,8 @@ def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:
     small = workload_of(Recipe(model=ModelSection(classes=10), data=DataSection(crop=64)))
     assert whole.parameters - small.parameters == 990 * 2049
     assert small.gflop == pytest.approx(whole.gflop * (64 / 224) ** 2, rel=0.001)  # the last layer's do not shrink
+    untraced = ModelSection(name="timm:levit_128", zero_gamma="none")
+    assert workload_of(Recipe(model=untraced, data=DataSection(crop=64))).side == small.side == 64
 
 
 def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:

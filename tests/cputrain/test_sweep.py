@@ -156,7 +156,10 @@ def test_the_cause_of_a_failed_training_is_one_line() -> None:
     expected = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower schedule.peak_rate"
     assert outcome(1, "epoch 1", f"cputrain: {expected}") == ("diverged", expected)
     assert outcome(1, "epoch 1", "cputrain: rank 0: photo.jpg: mend it") == ("failed", "rank 0: photo.jpg: mend it")
-    assert outcome(1, "epoch 1", "KeyError: 3") == ("failed", "rank 1 on n07 exited with status 1; log l")
+    assert outcome(1, "epoch 1", "KeyError: 3") == (
+        "failed",
+        "rank 1 on n07 exited with status 1; log l; its last line: KeyError: 3",
+    )
     assert outcome_of(RunError("no agent")) == ("failed", "no agent")
 
 

@@ -21,6 +21,9 @@ def place(spec, place):
 def fail(spec, place):
     raise RunError(f"no luck with {spec}")
 
+def crash(spec, place):
+    raise ValueError(f"no such {spec}")
+
 def refuse(spec, place):
     raise InputError(f"{spec} is too many: give fewer")
 """
@@ -39,5 +42,7 @@ def test_a_function_runs_in_each_planned_worker_and_failures_name_it(tmp_path: P
         run_on_ranks(plan, "functions:fail", 3, tmp_path, env)
     with pytest.raises(RunError, match=r"^the work failed: no luck with 3$"):
         run_on_ranks(plan, "functions:fail", 3, tmp_path, env, what="the work")
+    with pytest.raises(RunError, match=r"^the work failed: rank [01] on .*; its last line: .*no such 3$"):
+        run_on_ranks(plan, "functions:crash", 3, tmp_path, env, what="the work")
     with pytest.raises(InputError, match=r"^the work cannot run: 4 is too many: give fewer$"):
         run_on_ranks(plan, "functions:refuse", 4, tmp_path, env, what="the work")
