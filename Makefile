@@ -66,7 +66,7 @@ test-long: install
 # and folding with that torch, the oldest that is supported.
 test-ipex: .ipex/installed
 	.ipex/bin/python -m pytest tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py \
-	    tests/cputrain/test_folding.py -m "not long"
+	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long"
 
 .ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt
 	$(PYTHON) -m venv .ipex

@@ -86,7 +86,7 @@ def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) ->
     plan = plan_of(tmp_path, *recipe, f"plan.ppn={PPN}")
     workers = plan["workers"]
     expected = set()
-    for count in (1, 2, 3, 5):
+    for count in (1, 3, 5):
         plan["workers"] = [{**workers[i % len(workers)], "local_rank": i} for i in range(count)]
         ranks = ranks_by_hand(tmp_path, plan, "eval", *recipe, "--checkpoint", "run/checkpoints/best")
         assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
