@@ -313,7 +313,9 @@ def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
     """tempfile tries TMPDIR, /tmp, /var/tmp, /usr/tmp and the working folder."""
     code = "import sys, tempfile\nfrom cputrain.affinity.terminal import exit_status\ntry:\n    tempfile.mkdtemp()\n"
     code += "except OSError as error:\n    sys.exit(exit_status(error, 'cputrain'))"
-    script = " && ".join(f"mount -t tmpfs -o ro none {folder}" for folder in ("/var/tmp", "/tmp"))
+    # Read-only and not hidden: the tests themselves may be below /tmp.
+    read_only = "mount --rbind {0} {0} && mount -o remount,ro,bind {0}"
+    script = " && ".join(map(read_only.format, ("/var/tmp", "/tmp")))
     if os.geteuid() != 0:
         pytest.skip(reason="needs root, to mount a file system")
     run = f"{script} && cd /proc && exec env TMPDIR=/proc {sys.executable} -c {shlex.quote(code)}"
