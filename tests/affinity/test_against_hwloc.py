@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import Machine, find_machine, parse_mask, read_lstopo, save_machine, tree_root
-from tests.support.commands import need
+from tests.support.commands import need, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -107,8 +107,7 @@ def lstopo(tree: Path, output: Path, *options: str) -> subprocess.CompletedProce
 def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, tmp_path: Path) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
     name = tarball.name.removesuffix(".tar.xz")
-    with tarfile.open(tarball) as tar:
-        tar.extractall(tmp_path, filter="data")
+    unpack(tarball, tmp_path)
     tree = tree_root(tmp_path)
     assert lstopo(tree, tmp_path / "2.xml").returncode == 0
     expected, read = of_hwloc(tmp_path / "2.xml"), ours(find_machine(str(tree)))
@@ -137,12 +136,10 @@ def test_a_saved_machine_is_the_same_to_lstopo(source: str, tmp_path: Path) -> N
     need("hwloc-nox", "lstopo-no-graphics")
     root = Path("/")
     if source != "this host":
-        with tarfile.open(MACHINES[0].parent / f"{source}.tar.xz") as tar:
-            tar.extractall(tmp_path / "source", filter="data")
+        unpack(MACHINES[0].parent / f"{source}.tar.xz", tmp_path / "source")
         root = tree_root(tmp_path / "source")
     save_machine(root, tmp_path / "saved.tar")
-    with tarfile.open(tmp_path / "saved.tar") as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
+    unpack(tmp_path / "saved.tar", tmp_path / "unpacked")
     read = []
     for tree in (root, tree_root(tmp_path / "unpacked")):
         assert lstopo(tree, tmp_path / f"{len(read)}.xml").returncode == 0

@@ -14,10 +14,10 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import cache_folder, check_writable, mount_of, refusal
-from tests.support.commands import here, mpi_path, refused
+from tests.support.commands import PYTHON, here, mpi_path, refused
 from tests.support.images import write_images
 
-CPUTRAIN = f"{sys.executable} -m cputrain"
+CPUTRAIN = f"{PYTHON} -m cputrain"
 TRAIN = "train imagefolder data.path=images batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
 LENET = "model.name=lenet model.zero_gamma=none data.crop=28"
 
@@ -124,7 +124,7 @@ def part(place: Path) -> str:
         'extern "C" int answer() { return 42; }\n' + "static const char data[9999] = {1};\n"
     )
     (place / "compiles.py").write_text(COMPILES)
-    return f"{sys.executable} {place}/compiles.py"
+    return f"{PYTHON} {place}/compiles.py"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str
     """An empty file, one cut short, one with another byte in its middle; one that is whole is used as it is."""
 
     def answered() -> str:
-        done = subprocess.run(part.split(), cwd=place, capture_output=True, text=True)
+        done = subprocess.run(shlex.split(part), cwd=place, capture_output=True, text=True)
         assert done.stdout == "42\n", done.stderr
         return done.stderr
 
@@ -211,7 +211,7 @@ def test_an_empty_variable_of_the_cache_counts_as_unset_and_a_tilde_as_home(env:
 def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
     check = "import os, sys; from cputrain.doctor import cache_check; c = cache_check(os.environ, {})"
     code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
-    command = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} -c {shlex.quote(code)}"
+    command = f"env CPUTRAIN_CACHE={place}/out/cache {PYTHON} -c {shlex.quote(code)}"
     for options, start in {
         "size=8m": f"ok {place}/out/cache ",
         "noexec": f"warning {place}/out/cache: the mount {place}/out does not allow execution (noexec): no oneCCL",
@@ -250,7 +250,7 @@ for options, oneccl in (("ro", True), ("ro", False), ("ro,noexec", True)):
 def test_a_cache_that_may_only_be_read_serves_what_lies_compiled_there(place: Path) -> None:
     """Doctor's line names what is not there; on a mount that executes nothing, a compiled file counts as absent."""
     (place / "filled.py").write_text(FILLED)
-    words = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} filled.py"
+    words = f"env CPUTRAIN_CACHE={place}/out/cache {PYTHON} filled.py"
     ((status, err),) = in_tmpfs(place, "size=8m", words)
     found = f"{place}/out/cache: Read-only file system (mount {place}/out)"
     assert (status, err.splitlines()) == (
@@ -318,7 +318,7 @@ def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
     script = " && ".join(map(read_only.format, ("/var/tmp", "/tmp")))
     if os.geteuid() != 0:
         pytest.skip(reason="needs root, to mount a file system")
-    run = f"{script} && cd /proc && exec env TMPDIR=/proc {sys.executable} -c {shlex.quote(code)}"
+    run = f"{script} && cd /proc && exec env TMPDIR=/proc {PYTHON} -c {shlex.quote(code)}"
     done = subprocess.run(["unshare", "-m", "sh", "-c", run], cwd=place, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(
         "cputrain: No usable temporary directory found in ['/proc', "
@@ -336,7 +336,7 @@ def test_where_scripts_are_not_executed_the_shell_is_named(place: Path) -> None:
 def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -> None:
     code = "import os, sys; from cputrain.training.engine import choose_engine\ntry:\n"
     code += "    choose_engine('compile', 'float32', os.environ)\nexcept Exception as error:\n    sys.exit(str(error))"
-    words = f"{sys.executable} -c {shlex.quote(code)}"
+    words = f"{PYTHON} -c {shlex.quote(code)}"
     refused = f"engine=compile cannot use the cache directory {place}/out, the mount {place}/out does not allow "
     refused += "execution (noexec): set TORCHINDUCTOR_CACHE_DIR to another directory, or set engine=eager\n"
     own = "env -u TORCHINDUCTOR_CACHE_DIR"  # which torch sets in a process that has compiled
@@ -348,6 +348,6 @@ def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -
 def test_the_mount_of_a_file_is_found_also_where_its_name_has_blanks(place: Path) -> None:
     code = "import sys; from pathlib import Path; from cputrain.affinity.filesystem import mount_of; "
     code += "print(mount_of(Path('out/a b/c/d')), file=sys.stderr)"
-    script = f"mkdir 'out/a b' && mount -t tmpfs none 'out/a b' && {sys.executable} -c {shlex.quote(code)}"
+    script = f"mkdir 'out/a b' && mount -t tmpfs none 'out/a b' && {PYTHON} -c {shlex.quote(code)}"
     ((_, err),) = in_tmpfs(place, "size=1m", f"sh -c {shlex.quote(script)}")
     assert err == f"{place}/out/a b\n" and mount_of(Path("/proc/self/status")) == Path("/proc")

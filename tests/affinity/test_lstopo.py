@@ -1,7 +1,6 @@
 """lstopo XML: written here, written by the real lstopo, and that of real hosts in tests/machines."""
 
 import subprocess
-import tarfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import Machine, find_machine, read_lstopo, this_machine, tree_root
-from tests.support.commands import need
+from tests.support.commands import need, unpack
 
 pytestmark = pytest.mark.slow
 
@@ -225,8 +224,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("tarball", ["gen-epyc-corona", "gen-knl-snc4-flat"])
 def test_nodes_without_the_groups_that_tell_their_cpus_are_refused(tmp_path: Path, tarball: str) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
-    with tarfile.open(MACHINES / f"{tarball}.tar.xz") as tar:
-        tar.extractall(tmp_path, filter="data")
+    unpack(MACHINES / f"{tarball}.tar.xz", tmp_path)
     env = {"PATH": "/usr/bin:/bin", "HWLOC_FSROOT": str(tree_root(tmp_path)), "HWLOC_COMPONENTS": "linux,stop"}
     for options, refused in (((), False), (("--filter", "group:none"), True)):
         argv = ["lstopo-no-graphics", *options, "-f", str(tmp_path / "x.xml")]

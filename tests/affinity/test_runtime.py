@@ -116,7 +116,7 @@ def test_the_found_runtime_is_the_one_that_this_torch_loads() -> None:
     found = find_runtime(target_of(()), {}, ())
     code = "import torch; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = {Path(line.split()[-1]) for line in maps.splitlines() if "omp" in line.rpartition("/")[2]}
+    loaded = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "omp" in line.rpartition("/")[2]}
     path = Path(found.origin.split(",")[0])
     assert path in loaded, (found, loaded)
     assert found.openmp == ("libiomp5" if any("iomp" in p.name for p in loaded) else "libgomp")

@@ -21,7 +21,7 @@ from cputrain.affinity.topology import (
     read_synthetic,
     this_machine,
 )
-from tests.support.commands import need
+from tests.support.commands import PYTHON, need
 from tests.support.machines import build_machine, write_sysfs
 
 
@@ -424,9 +424,7 @@ def test_packages_without_numbers_are_told_apart_by_their_cpus(tmp_path: Path, s
 
 
 def test_nobody_needs_to_read_all_that_is_printed() -> None:
-    command = (
-        f"{sys.executable} -m cputrain.affinity plan --machine 'pack:8 core:64 pu:2' | head -1; echo ${{PIPESTATUS[0]}}"
-    )
+    command = f"{PYTHON} -m cputrain.affinity plan --machine 'pack:8 core:64 pu:2' | head -1; echo ${{PIPESTATUS[0]}}"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert ran.stderr == "" and ran.stdout.splitlines()[-1] in ("0", "141")
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -375,7 +376,7 @@ def compiler_that(place: Path, does: str) -> dict[str, str]:
     """An environment whose C++ compiler does something to a copy of the sources first, and whose cache is empty."""
     cxx = place / "cxx"
     cxx.write_text(
-        f"#!/bin/bash -e\nwork=$(mktemp -d)\ncp {KERNELS}/* $work\ncd $work\n{does}\n"
+        f"#!/bin/bash -e\nwork=$(mktemp -d)\ncp {shlex.quote(str(KERNELS))}/* $work\ncd $work\n{does}\n"
         'exec c++ "${@/*batchnorm_relu.cpp/batchnorm_relu.cpp}"\n'
     )
     cxx.chmod(0o755)

@@ -135,6 +135,18 @@ def test_it_starts_under_every_mpirun(name: str, transport: str, tmp_path: Path)
     assert [(line["rank"], line["sum"], line["transport"]) for line in said] == [(i, 2.0, transport) for i in (0, 1)]
 
 
+@pytest.mark.parametrize(("launcher", "transport"), [("intelmpi", "mpi"), (None, "ofi")])
+def test_its_libraries_may_be_below_a_folder_with_a_space(launcher: str | None, transport: str, tmp_path: Path) -> None:
+    (tmp_path / "my code").symlink_to(sys.prefix)
+    env = {"I_MPI_ROOT": str(tmp_path / "my code"), **unmeasured_cache(tmp_path / "cache")}
+    argv: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
+    if launcher is not None:
+        env |= mpi_path(launcher)
+        argv = (find_launcher(launcher, {**os.environ, **env}).program, "-np", "2")
+    said = meeting(argv, env)
+    assert [(line["rank"], line["sum"], line["transport"]) for line in said] == [(i, 2.0, transport) for i in (0, 1)]
+
+
 def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None:
     said = meeting((sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"), {})
     assert [(line["sum"], line["transport"]) for line in said] == [(2.0, "ofi")] * 2

@@ -1,13 +1,14 @@
 """The command line as a user meets it: exit status, one line, nothing written."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import CORES, here, mpi_path, refused
+from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
 from tests.support.images import write_images
 
 
@@ -56,8 +57,9 @@ def test_plan_shows_this_machine() -> None:
 
 def test_plan_of_the_256_node_run(golden) -> None:
     result = here("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
-    root = str(Path(__file__).parents[2])
-    text = result.stdout.rstrip("\n").replace(sys.executable, "PYTHON").replace(root, "ROOT")
+    start = "cputrain/affinity/start.py"
+    text = result.stdout.rstrip("\n").replace(PYTHON, "PYTHON")
+    text = text.replace(shlex.quote(f"{Path(__file__).parents[2]}/{start}"), f"ROOT/{start}")
     golden("plan-resnet50-skx-256node.txt", text)
     for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, x 0.5 = 4.8", "mpirun -np 512 -ppn 2 "):
         assert shown in result.stdout

@@ -2,9 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
 from cputrain.jobs import Container, Training, container_script
 from cputrain.runs import read_events
-from tests.support.commands import CORES, cputrain, need
+from tests.support.commands import CORES, PYTHON, cputrain, need
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm
 
@@ -30,7 +30,7 @@ def runtimes(tmp_path: Path) -> dict[str, str]:
     programs = tmp_path / "runtimes"
     programs.mkdir()
     for name in RUNTIMES:
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} {name} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {PYTHON} {shlex.quote(str(STAND_IN))} {name} "$@"\n')
         (programs / name).chmod(0o755)
     (tmp_path / "root").mkdir()
     log = tmp_path / "calls.jsonl"

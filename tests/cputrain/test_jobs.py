@@ -22,7 +22,7 @@ from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events
 from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
-from tests.support.commands import CORES, here, mpi_path
+from tests.support.commands import CORES, PYTHON, here, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, printed_lists, written
 from tests.support.slurm_cluster import Slurm
@@ -228,11 +228,11 @@ def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> Non
     (tmp_path / "x.py").write_text(PRINT_NAMES)
     planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
     (tmp_path / "plan.json").write_text(here(*planned, "json").stdout)
-    shown = here(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
-    srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {sys.executable} -m"
+    shown = here(*planned, "command").stdout.replace("CMD...", f"{PYTHON} x.py")
+    srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {PYTHON} -m"
     ways = (
-        f"{srun} cputrain launch -- {sys.executable} x.py",
-        f"{srun} cputrain.affinity.bind --plan plan.json -- {sys.executable} x.py",
+        f"{srun} cputrain launch -- {PYTHON} x.py",
+        f"{srun} cputrain.affinity.bind --plan plan.json -- {PYTHON} x.py",
         shown,
     )
     for way in ways:

@@ -23,7 +23,7 @@ from cputrain.data import prepare as preparing
 from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, open_dataset
 from cputrain.data.prepare import Options, inspect, prepare
 from cputrain.data.sources import open_source
-from tests.support.commands import here
+from tests.support.commands import PYTHON, here
 from tests.support.images import jpeg, survey, write_files, write_images, write_mnist
 
 
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
         f"p.prepare(open_dataset({str(folder)!r}), Path({str(small)!r}) / 'out', "
         "p.Options(kind='imagefolder', source='x', shards=2))\n"
     )
-    script = f'mount -t tmpfs -o size=100k none {small} && {sys.executable} -c "$CODE"; echo rc=$?; find {small} | sort'
+    script = f'mount -t tmpfs -o size=100k none {small} && {PYTHON} -c "$CODE"; echo rc=$?; find {small} | sort'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script], env={**os.environ, "CODE": code}, capture_output=True, text=True
     )
@@ -369,7 +369,7 @@ def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
     prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, shards=300))
     out = str(tmp_path / "out")
     code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"
-    limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'
+    limited = f'ulimit -S -n 256; exec {PYTHON} -c "{code}"'
     printed = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
     assert printed.stdout == "300\n", printed.stderr[-500:]
 

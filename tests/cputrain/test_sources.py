@@ -16,6 +16,7 @@ from cputrain.data.formats import DEVKIT, SYNSETS, open_dataset
 from cputrain.data.prepare import prepare
 from cputrain.data.sources import TRAIN, VAL, open_source, read_idx
 from tests.cputrain.test_prepare import options
+from tests.support.commands import unpack
 from tests.support.images import jpeg, write_mnist
 
 SYNSET_NAMES = ("n01440764", "n01443537", "n02086240")
@@ -163,8 +164,7 @@ def test_caltech256_comes_as_an_archive_or_a_folder(tmp_path: Path) -> None:
     assert packed.notes[-1].endswith(
         "has no validation images: using 4 images drawn from its classes in proportion, a fraction of 0.2"
     )
-    with tarfile.open(tar) as opened:
-        opened.extractall(tmp_path / "unpacked", filter="data")
+    unpack(tar, tmp_path / "unpacked")
     unpacked = open_source("caltech256", tmp_path / "unpacked", val_fraction=0.2, seed=1)
     for dataset in (packed, unpacked):
         assert dataset.classes == ("001.thing1", "002.thing2")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from cputrain.runs import Trackers, events, follow, read_record, trackers
-from tests.support.commands import cputrain
+from tests.support.commands import PYTHON, cputrain
 from tests.support.run_folders import write_run
 from tests.support.trainings import SMALL, raw_events
 
@@ -186,7 +186,7 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
         (line,) = trackers.finish(2.0)
     assert 2.0 <= time.monotonic() - begun < 18.0  # 20 without a limit
     assert line == (
-        f"warning: log=mlflow was not finished after 2 s: {sys.executable} -m cputrain.runs.trackers mlflow {folder} "
+        f"warning: log=mlflow was not finished after 2 s: {PYTHON} -m cputrain.runs.trackers mlflow {folder} "
         "sends the rest"
     )
 

@@ -12,7 +12,7 @@ from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
-from tests.support.commands import CORES, HANGS_S, cputrain, here, mpi_path
+from tests.support.commands import CORES, HANGS_S, PYTHON, cputrain, here, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, printed_lists, written
 from tests.support.trainings import LENET
@@ -164,7 +164,7 @@ def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None
     refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
     assert refused.returncode != 0 and f"--ppn 7, but {WORKERS} ranks were started on this host" in refused.stderr
     command = ("plan", "--ppn", str(WORKERS), "--launcher", name.removesuffix("4"), "--format", "command")
-    shown = here(*command, **path).stdout.replace("CMD...", f"{sys.executable} x.py")
+    shown = here(*command, **path).stdout.replace("CMD...", f"{PYTHON} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
 
 
@@ -218,9 +218,9 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
     """What plan and a dry run of launch print for a host without a launcher."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
     ppn = ("--ppn", str(WORKERS))
-    shown = here("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    shown = here("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{PYTHON} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
-    failing = shown.replace(f"{sys.executable} x.py", "sh -c 'exit $((3 + RANK))'")
+    failing = shown.replace(f"{PYTHON} x.py", "sh -c 'exit $((3 + RANK))'")
     assert plainly(["sh", "-c", failing], tmp_path).returncode == 2 + WORKERS
     output = here("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
     check_ranks(plainly(["sh", "-c", output[-1]], tmp_path))

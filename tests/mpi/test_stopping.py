@@ -22,7 +22,7 @@ from cputrain.mpi.supervise import (
     tree,
 )
 from tests.mpi.test_local import wait_until_ended
-from tests.support.commands import HANGS_S, PPN, mpi_path
+from tests.support.commands import HANGS_S, PPN, PYTHON, mpi_path
 
 STARTERS = ("local", "openmpi", "mpich", "intelmpi")
 SAVES = """
@@ -215,7 +215,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
             logs = tmp_path / name / ("head" if how == "head" else "") / name / "logs"
             assert all((logs / f"rank-{rank}.log").read_text().startswith("one\ntwo\nxxx") for rank in range(PPN))
     (tmp_path / "closed").mkdir()
-    closed = f"{sys.executable} -m cputrain launch --output out -- echo one >&-"
+    closed = f"{PYTHON} -m cputrain launch --output out -- echo one >&-"
     done = subprocess.run(("sh", "-c", closed), cwd=tmp_path / "closed", stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "closed/out/logs/rank-0.log").read_text() == "one\n"

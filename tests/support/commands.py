@@ -3,11 +3,13 @@
 import io
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +17,7 @@ import pytest
 
 from cputrain.affinity.topology import this_machine
 
+PYTHON = shlex.quote(sys.executable)  # for a shell's command line
 HANGS_S = 300.0  # for commands that take a few seconds
 CORES = len(this_machine().allowed_cores)
 PPN = min(2, CORES)  # workers of most tests
@@ -38,6 +41,13 @@ def mpi_path(name: str) -> dict[str, str]:
     if not (folder / "mpirun").exists():
         pytest.skip(reason=f"needs {name}: make mpi")
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tarball. Python 3.11.3 and older, such as Debian 12's, know no filters."""
+    with tarfile.open(archive) as opened:
+        opened.extraction_filter = getattr(tarfile, "data_filter", lambda member, _path: member)
+        opened.extractall(folder)
 
 
 def children_of(pid: int) -> list[int]:
@@ -103,7 +113,8 @@ def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
         pytest.fail(f"{arguments[0]} takes the place of this process: run it by `cputrain`")
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True)
-    with pytest.MonkeyPatch.context() as patch, chdir(cwd or "."), redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.chdir(cwd or ".")
         for name, value in env.items():
             patch.setenv(name, value)
         for name in ("execv", "execve"):

@@ -25,6 +25,7 @@ from cputrain.comm.ccl.environment import (
     find_libraries,
     load,
     place_of,
+    preload_libraries,
     settings,
     sweep_segments,
     worker_threads,
@@ -87,6 +88,7 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
         applied = settings(libraries, rank, transport, _env)
         path = ensure_built(libraries, _env)
         _set_variables()
+        preload_libraries(libraries)
         _extension, _transport = load(path), transport
     _set_variables()
     return _extension

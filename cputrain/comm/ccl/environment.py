@@ -1,5 +1,6 @@
 """Set up oneCCL on a host: find its libraries, compile the extension, choose the transport, set the environment."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ from types import ModuleType
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.ranks.rank import (
     HYDRA,
     LAUNCHER_VARIABLES,
@@ -261,8 +262,8 @@ def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mappin
         ("CCL_ROOT", str(libraries.include.parent), "oneCCL's folder"),
         ("I_MPI_ROOT", str(libraries.mpi_root), "Intel MPI's folder"),
         ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
-        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "this libmpi instead of the first one on the library path"),
-        ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric of these providers"),
+        ("CCL_MPI_LIBRARY_PATH", _readable(libraries.mpi), "this libmpi instead of the first one on the library path"),
+        ("CCL_OFI_LIBRARY_PATH", _readable(libraries.fabric), "the libfabric of these providers"),
         ("CCL_BUFFER_CACHE", "0", "oneCCL would cache a buffer of every size, without limit"),
         ("CCL_LOG_LEVEL", "error", "oneCCL would warn about each variable that is set here"),
         ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "the same libfabric for MPI and oneCCL"),
@@ -290,6 +291,27 @@ def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mappin
     unset = tuple(setting for setting in found if setting[0] not in env)
     without_threads = ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in unset}
     return (*unset, ONE_QUEUE) if without_threads and env.get("CCL_WORKER_COUNT", "1") != "1" else unset
+
+
+def _readable(library: Path) -> str:
+    """Return a library's path, or its name if the path has a space: oneCCL reads these variables up to the first space.
+
+    The loader then finds the library that `preload_libraries` has loaded.
+    """
+    return library.name if _has_space(library) else str(library)
+
+
+def _has_space(library: Path) -> bool:
+    return any(character.isspace() for character in str(library))
+
+
+def preload_libraries(libraries: Libraries) -> None:
+    """Load the libraries whose paths oneCCL cannot read. Raises RunError if one does not load."""
+    for library in filter(_has_space, (libraries.fabric, libraries.mpi)):
+        try:
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise RunError(f"comm.backend=ccl: cannot load {library} ({error}): {INSTALL}") from None
 
 
 def worker_threads(env: Mapping[str, str]) -> int:
