@@ -191,5 +191,5 @@ def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
     estimate = footprint(workload_of(recipe), 16)
     built, peak = map(int, output.stdout.split())
     process = built - estimate.weights
-    assert process < 1.1 * estimate.process  # a CUDA build of torch 2.13: 0.79 GB
+    assert process < (1.1 if torch.version.cuda else 1) * estimate.process  # a CUDA build of torch 2.13: 0.79 GB
     assert 0.9 < (estimate.total - estimate.process + process) / peak < 1.5
