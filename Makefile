@@ -29,7 +29,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,mlflow,tensorboard,turbo,wandb]"
+	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,mlflow,onnx,parquet,tensorboard,timm,turbo,wandb]"
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.

@@ -133,6 +133,8 @@ def launch_command(
         instances=instances,
         instance=instance,
         folder=output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}"),
+        dry_run=dry_run,
+        report=report,
     )
     if launch.launcher is not None and (note := converted_hostfile(launch.options, launch.launcher)):
         report(note)

@@ -35,6 +35,7 @@ from cputrain.launch.options import (
     network_of,
     plan_hosts,
     planned_job,
+    planned_launcher,
     request_of_options,
     uses_launcher,
     wait_for_name,
@@ -352,9 +353,12 @@ def make_launch(
     instances: int | str | None,
     instance: str | None,
     folder: Path,
+    dry_run: bool,
+    report: Callable[[str], None],
 ) -> Launch:
     """Return the requested launch; if no hosts are named, on the hosts of the scheduler's allocation around this
-    process. Raises InputError if options cannot be combined."""
+    process. A dry run does without the launcher, and `report` says so. Raises InputError if options cannot be
+    combined."""
     found = allocation(env)
     options = with_allocated_hosts(with_host_groups(options, host_groups), found)
     options = with_pods(options, env)
@@ -367,12 +371,27 @@ def make_launch(
         base=base,
         switches=switches,
         env=env,
-        launcher=find_launcher(options.launcher, env) if uses_launcher(options) else None,
+        launcher=_launcher(options, env, dry_run, report) if uses_launcher(options) else None,
         folder=folder,
         instances=instances,
         instance=instance,
         allocation=found,
     )
+
+
+def _launcher(
+    options: PlanningOptions, env: Mapping[str, str], dry_run: bool, report: Callable[[str], None]
+) -> InstalledLauncher:
+    """Return the installed launcher. A dry run needs none: it reports what is missing, and shows the newest version."""
+    try:
+        return find_launcher(options.launcher, env)
+    except InputError as missing:
+        if not dry_run:
+            raise
+        shown = planned_launcher(options, env)
+        version = ".".join(map(str, shown.version))
+        report(f"note: {missing}; the command is for {shown.launcher.title} {version}".rstrip())
+        return shown
 
 
 def run_launch(

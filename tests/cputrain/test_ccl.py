@@ -11,8 +11,9 @@ import pytest
 
 from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import ROOT, Ended, ended, lines_of, started, unmeasured_cache
+from tests.support.ccl_jobs import lines_of, started, unmeasured_cache
 from tests.support.commands import CORES, HANGS_S, mpi_path, needs_two_cores
+from tests.support.forked import ROOT, Ended, ended
 
 
 def together(*arguments: str, ranks: int = 2, limit_s: float = 200.0, **env: str) -> list[dict]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import ROOT, command, ended, lines_of, started
+from tests.support.ccl_jobs import command, lines_of, started
 from tests.support.commands import needs_two_cores
+from tests.support.forked import ROOT, ended
 
 NEEDED = {
     "ddp": (),

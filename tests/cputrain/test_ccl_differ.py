@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import Process, command, ended, lines_of, started
+from tests.support.ccl_jobs import command, lines_of, started
 from tests.support.commands import mpi_path
+from tests.support.forked import Process, ended
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,9 @@ from cputrain.measurements import cached_seconds, keep, transport_records
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, ended, lines_of, unmeasured_cache
+from tests.support.ccl_jobs import command, lines_of, unmeasured_cache
 from tests.support.commands import cputrain, mpi_path
+from tests.support.forked import ended
 from tests.support.jobs import job_of
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ccl_jobs import ROOT
+from tests.support.forked import ROOT
 
 USES = """
 import importlib.metadata, importlib.util, os

@@ -4,9 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Rank
@@ -15,10 +13,12 @@ from cputrain.data.pixels import center_crop, decode_by_pillow
 from cputrain.data.prepare import ImageError, inspect
 from cputrain.runs import read_events
 from cputrain.training import SAMPLE_IMAGES, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, optional
 from tests.support.images import write_images
 from tests.support.trainings import SMALL
 
+pyarrow = optional("pyarrow", "parquet")
+parquet = optional("pyarrow.parquet", "parquet")
 TRAIN = ("train", "imagefolder", *SMALL, "engine=eager", "comm.backend=gloo")  # what starts soonest
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun")
 

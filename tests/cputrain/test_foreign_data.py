@@ -11,18 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 import webdataset
-from pyarrow import parquet
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import detect, open_dataset
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_tfrecord import field, record, varint
-from tests.support.commands import here
+from tests.support.commands import here, optional
 from tests.support.images import jpeg, png, survey, write_files, write_images
 
+pyarrow = optional("pyarrow", "parquet")
+parquet = optional("pyarrow.parquet", "parquet")
 SYNSETS = ("n01440764", "n01443537", "n02086240")
 
 

@@ -16,9 +16,8 @@ from cputrain.comm import SignedKeys, connect_store
 from cputrain.mpi.supervise import TOKEN_VARIABLE, free_port
 from cputrain.runs import read_events
 from cputrain.training import KEY
-from tests.support.ccl_jobs import ended, forked, printed
 from tests.support.commands import PPN
-from tests.support.forked import Forked
+from tests.support.forked import Forked, ended, forked, printed
 from tests.support.images import write_images
 from tests.support.trainings import LENET
 

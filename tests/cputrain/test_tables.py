@@ -11,10 +11,11 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import TABLES, TableImages, detect, open_dataset, table_files, tables
+from tests.support.commands import optional
 from tests.support.images import png, survey
 
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
+pyarrow = optional("pyarrow", "parquet")
+parquet = optional("pyarrow.parquet", "parquet")
 NAMES = ["cat", "dog", "owl"]
 
 

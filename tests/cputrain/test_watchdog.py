@@ -32,7 +32,8 @@ from cputrain.comm import (
     silent_rank,
     watched_ranks,
 )
-from tests.support.ccl_jobs import Ended, ended, forked, ran, started
+from tests.support.ccl_jobs import ran, started
+from tests.support.forked import Ended, ended, forked
 
 OTHER_VERSION = """
 import json, logging, time

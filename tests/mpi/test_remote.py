@@ -145,6 +145,25 @@ def test_an_absent_launcher_is_named_with_its_package(tmp_path: Path) -> None:
     assert "no mpich on PATH: install mpich" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "missing", "shown"),
+    [
+        (("--launcher", "openmpi"), "no openmpi on PATH: install openmpi", "Open MPI 5.0"),
+        (("--launcher", "srun", "--hosts", "a,b"), "no srun on PATH: install slurm-client", "srun"),
+        (("--hosts", "a,b"), "no mpirun, mpiexec or srun on PATH: install openmpi", "Intel MPI 2021.17"),
+    ],
+)
+def test_a_dry_run_needs_no_launcher_and_says_so(
+    options: tuple[str, ...], missing: str, shown: str, tmp_path: Path
+) -> None:
+    words = ("launch", "--ppn", "1", *options, "--dry-run", "--", "true")
+    result = here(*words, cwd=tmp_path, PATH="/nonexistent")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[0].startswith(f"note: {missing}")
+    assert result.stderr.splitlines()[0].endswith(f"; the command is for {shown}")
+    assert " true\n" in result.stdout and not (tmp_path / "runs").exists()
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
     with fake_hosts(tmp_path_factory.mktemp("hosts"), 4) as hosts:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.doctor import job_check
 from cputrain.mpi.hosts import SCHEDULERS, allocation
-from tests.support.commands import CORES, here, refused
+from tests.support.commands import CORES, here, mpi_path, refused
 
 Slots = list[tuple[str, int | None]]
 SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
@@ -319,7 +319,7 @@ def test_a_job_of_one_host_by_its_variables_needs_no_line(env: dict[str, str], o
 
 
 def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) -> None:
-    env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "batch02 1 c101 42 c102 42"}
+    env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "batch02 1 c101 42 c102 42", **mpi_path("openmpi4")}
     words = ("--dry-run", "--launcher", "openmpi", "--ppn", "1", "--", "true")
     ran = here("launch", *words, cwd=tmp_path, **env)
     assert ran.returncode == 0, ran.stderr
@@ -355,11 +355,12 @@ def test_torque_s_slots_may_be_the_cores_of_a_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["plan", "launch"])
 def test_a_job_of_one_s_own_hosts_or_workers_alike_says_nothing(command: str, tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a\nb\n")
-    env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    launcher = mpi_path("openmpi4") if command == "launch" else {}
+    env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes"), **launcher}
     behind = ("--dry-run", "--launcher", "openmpi", "--", "true") if command == "launch" else ()
     assert here(command, "--ppn", "1", *behind, cwd=tmp_path, **env).stderr == ""
     hosts = ("--hosts", "x,y") if command == "launch" else ("--machine", "skx-8160-2s")
-    assert here(command, *hosts, *behind, cwd=tmp_path, COBALT_JOBID="5").stderr == ""
+    assert here(command, *hosts, *behind, cwd=tmp_path, COBALT_JOBID="5", **launcher).stderr == ""
 
 
 def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:

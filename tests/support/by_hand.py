@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import ended, started
+from tests.support.ccl_jobs import started
 from tests.support.commands import here
+from tests.support.forked import ended
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 

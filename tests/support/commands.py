@@ -10,8 +10,9 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 import pytest
 
@@ -28,6 +29,22 @@ def need(package: str, program: str) -> None:
     """Skip the test if a system package is missing."""
     if not shutil.which(program):
         pytest.skip(reason=f"needs the system package {package} ({program})")
+
+
+def optional(module: str, extra: str) -> Any:
+    """Return a module of an optional requirement. If it is missing, its first use skips the test."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        return _Missing(f"needs {module}: pip install 'cputrain[{extra}]'")
+
+
+class _Missing:
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        pytest.skip(reason=self._reason)
 
 
 def mpi_path(name: str) -> dict[str, str]:

@@ -1,38 +1,43 @@
-"""Programs in children of one interpreter that has imported torch, as each import of it takes seconds of CPU time.
+"""Programs that start in milliseconds, forked from an interpreter that has imported torch: fork_server.py.
 
-`Forked` runs what `python -m MODULE` or `python -c CODE` would run. No library of oneCCL or MPI is loaded before, and
-no thread has been started. All children have the same hash seed: tests under torchrun, mpirun and launch start
-interpreters of their own.
+`forked` runs what `python -m MODULE` or `python -c CODE` would, `in_fork` a command of cputrain with its ranks. Tests
+of starts themselves (a shell's commands, torchrun, mpirun, what an environment does to libraries) start real processes.
 """
 
 import atexit
-import ctypes
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+import pytest
+
+from tests.support.commands import HANGS_S, stacks_of
 
 ROOT = Path(__file__).parents[2]
-PR_SET_PDEATHSIG = 1
-MOST_BYTES = 1 << 20  # of a request: words and environment variables
 # Read by Python, libgomp and torch as they are loaded, which is before a program's own variables are there.
 AT_START = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": ""}
 
 
 class Forked:
-    """A program of the interpreter that forks, with the methods of subprocess.Popen that tests use."""
+    """A forked program, with the methods of subprocess.Popen that tests use."""
 
-    def __init__(self, words: tuple[str, ...], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
+    def __init__(
+        self, words: tuple[str, ...], env: dict[str, str], out: IO[bytes], err: IO[bytes], cwd: Path = ROOT
+    ) -> None:
         self.args, self.stdout, self.stderr = words, out, err
         self.returncode: int | None = None
-        self.pid: int = answer({"words": words, "env": env}, out.fileno(), err.fileno())
+        request = {"words": words, "env": env, "cwd": str(cwd.absolute())}
+        self.pid: int = answer(request, out.fileno(), err.fileno())
         self._descriptor = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
@@ -50,10 +55,14 @@ class Forked:
             os.close(self._descriptor)
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
     def kill(self) -> None:
         """End it, if it runs."""
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def answer(request: dict[str, Any], *files: int) -> int:
@@ -74,7 +83,7 @@ def connection() -> socket.socket:
     if _servers and _servers[-1][0].poll() is None:
         return _servers[-1][1]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = (sys.executable, "-m", "tests.support.forked", str(theirs.fileno()))
+    argv = (sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()))
     process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **AT_START}, pass_fds=(theirs.fileno(),))
     theirs.close()
     atexit.register(process.wait)
@@ -83,51 +92,60 @@ def connection() -> socket.socket:
     return ours
 
 
-def serve(client: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each request to start one, until the client is gone. In a child: its request."""
-    while True:
-        message, files, _, _ = socket.recv_fds(client, MOST_BYTES, 2)
-        if not message:
-            return None
-        request: dict[str, Any] = json.loads(message)
-        if "ended" in request:
-            answered = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
-        else:
-            answered = os.fork()
-            if answered == 0:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                client.close()
-                for number, file in enumerate(files, start=1):
-                    os.dup2(file, number)
-                    os.close(file)
-                return request
-            for file in files:
-                os.close(file)
-        client.send(str(answered).encode())
+Process = subprocess.Popen[bytes] | Forked
+Kind = TypeVar("Kind", subprocess.Popen[bytes], Forked)
 
 
-def main() -> None:
-    import hypothesis  # noqa: F401
-    import torch.distributed.checkpoint
-    import torch.distributed.device_mesh
-    import torch.distributed.fsdp
-    import torch.distributed.nn.functional
-    import torch.nn.parallel
-    import torch.utils.data
+@dataclass(frozen=True)
+class Ended:
+    """A finished process: its exit status and its output."""
 
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is None:
-        return
-    os.environ.clear()
-    os.environ.update(request["env"])
-    torch.distributed.set_debug_level_from_env()
-    option, program, *words = request["words"]
-    sys.argv = [option, *words]
-    if option == "-m":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    status: int
+    out: str
+    err: str
 
 
-if __name__ == "__main__":
-    main()
+@contextmanager
+def writing(start: Callable[[IO[bytes], IO[bytes]], Kind]) -> Iterator[Kind]:
+    """Start a process that ends with the block; its output goes to files."""
+    with ExitStack() as stack:
+        # Files instead of pipes: a rank must not wait for its reader while another rank waits for it.
+        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        process = start(out, err)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        process.stdout, process.stderr = out, err
+        yield process
+
+
+@contextmanager
+def forked(*words: str, cwd: Path = ROOT, **env: str) -> Iterator[Forked]:
+    """Start `python WORDS` (-m MODULE ... or -c CODE ...), which ends with the block."""
+    with writing(lambda out, err: Forked(words, {**os.environ, **env}, out, err, cwd)) as process:
+        yield process
+
+
+def ended(process: Process, limit_s: float = HANGS_S) -> Ended:
+    """Wait for a process; fail with its stacks if it takes longer."""
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail(stacks_of(process.pid))
+    return Ended(status, *printed(process))
+
+
+def printed(process: Process) -> tuple[str, str]:
+    """Return a process's output so far: stdout, stderr."""
+    texts = []
+    for file in (process.stdout, process.stderr):
+        assert file is not None
+        texts.append(os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace"))
+    return texts[0], texts[1]
+
+
+def in_fork(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of cputrain, whose ranks are forked, too: what `cputrain` of tests.support.commands does, without
+    the seconds that each of its processes needs for an import of torch."""
+    with forked("-m", "cputrain", *arguments, cwd=cwd or Path.cwd(), **env) as process:
+        end = ended(process)
+    return subprocess.CompletedProcess(arguments, end.status, end.out, end.err)

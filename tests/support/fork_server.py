@@ -1,0 +1,195 @@
+"""Fork the programs of tests from one interpreter that has imported torch: python -m tests.support.fork_server SOCKET.
+
+Each import of torch takes seconds of CPU time. A request's child runs what `python -m MODULE` or `python -c CODE` would
+run; if that is a command of cputrain that starts ranks, these are forked, too. tests/support/forked.py sends requests.
+
+No library of oneCCL or MPI is loaded before, and no thread has been started. All children have the same hash seed, and
+find variables that a library reads as it is loaded (LD_PRELOAD, those of OpenMP) too late.
+"""
+
+import ctypes
+import io
+import json
+import logging
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+MOST_BYTES = 1 << 20  # of a request: words and environment variables
+INSTALLED = tuple(sys.path[1:])  # without the working directory
+
+
+def serve(client: socket.socket) -> dict[str, Any] | None:
+    """Fork a child for each request to start one, until the client is gone. In a child: its request."""
+    while True:
+        message, files, _, _ = socket.recv_fds(client, MOST_BYTES, 2)
+        if not message:
+            return None
+        request: dict[str, Any] = json.loads(message)
+        if "ended" in request:
+            answered = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
+        else:
+            answered = os.fork()
+            if answered == 0:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                client.close()
+                for number, file in enumerate(files, start=1):
+                    os.dup2(file, number)
+                    os.close(file)
+                return request
+            for file in files:
+                os.close(file)
+        client.send(str(answered).encode())
+
+
+def become(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run what `python WORDS` would run, -m MODULE or -c CODE with arguments, in this process."""
+    os.environ.clear()
+    os.environ.update(env)
+    at_once = env.get("PYTHONUNBUFFERED", "") != ""
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        old = getattr(sys, name)
+        old.flush()
+        file = os.fdopen(number, "wb", 0 if at_once else -1, closefd=False)
+        lines = name == "stderr"
+        stream = io.TextIOWrapper(file, old.encoding, old.errors, write_through=at_once, line_buffering=lines)
+        setattr(sys, name, stream)
+    given = [str(Path(path).absolute()) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(Path.cwd()), *given, *(path for path in INSTALLED if path not in given)]
+    option, program, *arguments = words
+    sys.argv = [option, *arguments]
+    if option == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def words_of(command: Sequence[str]) -> list[str] | None:
+    """Return the words after `python` of a command that runs a module; None if it runs anything else."""
+    from cputrain.affinity.start import JSON, isolated_command
+
+    isolated = isolated_command("")[:-1]
+    if tuple(command[: len(isolated)]) == isolated and command[len(isolated)] != JSON:
+        return ["-m", *command[len(isolated) :]]
+    return [*command[1:]] if command[:2] == [sys.executable, "-m"] else None
+
+
+class ForkedRank(subprocess.Popen[bytes]):
+    """A rank that is forked instead of executed if it runs a Python module."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
+        words = words_of([*given["args"]])
+        if words is None:
+            super()._execute_child(*arguments)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            be_rank(words, given)
+        self._child_created = True
+        self._close_pipe_fds(
+            *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+        )
+
+
+def be_rank(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
+    """Give this child what exec would: files, a session, default handlers of signals; run the module and exit."""
+    try:
+        for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            os.dup2(given[name], number)
+        os.setsid()
+        given["preexec_fn"]()
+        kept = {0, 1, 2, *given["pass_fds"]}
+        for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - kept:
+            with suppress(OSError):  # that of the listing itself
+                os.close(number)
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name in (None, "cputrain"):
+            logging.getLogger(name).handlers.clear()
+        become(words, given["env"])
+        leave(0)
+    except SystemExit as end:
+        leave(end.code)
+    except BaseException:  # noqa: BLE001  as the interpreter does at the top
+        traceback.print_exc()
+        leave(1)
+
+
+def leave(code: object) -> NoReturn:
+    """Exit as sys.exit(code) does, without the functions that the parent has registered for its own exit."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # waits for threads
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def fork_ranks() -> None:
+    """Let this process, a command of cputrain, fork its ranks and bind them without exec."""
+    from _cputrain_autoload import offer_stack
+    from cputrain.mpi.supervise import processes
+
+    class Subprocess:
+        """The module subprocess for the supervisor of ranks."""
+
+        Popen = ForkedRank
+        PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+
+    def execvpe(file: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        words = words_of([*arguments])
+        if words is None:
+            EXECVPE(file, arguments, env)
+        else:
+            offer_stack(env)  # as `import torch` would
+            become(words, env)
+            leave(0)
+
+    processes.subprocess = Subprocess
+    os.execvpe = execvpe
+
+
+EXECVPE = os.execvpe
+
+
+def main() -> None:
+    import hypothesis  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.device_mesh
+    import torch.distributed.fsdp
+    import torch.distributed.nn.functional
+    import torch.nn.parallel
+    import torch.utils.data
+
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is None:
+        return
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    torch.distributed.set_debug_level_from_env()
+    if request["words"][:2] == ["-m", "cputrain"]:
+        fork_ranks()
+    become(request["words"], request["env"])
+
+
+if __name__ == "__main__":
+    main()
