@@ -1,6 +1,7 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: make check and every test without a target of its own; make test-fast: its quick part; make docs: the documentation.
 # make test-long: trainings and jobs that take from half a minute to minutes each.
+# make test-all: every test there is, for hours; .ci/run runs what other tests do not cover.
 # make fuzz: every reader on 10,000 inputs, tarballs and pages on 1,000.
 # make faults: what becomes of runs when something fails; make soak: a training that is killed every 100 steps.
 # make test-ipex: engine=ipex, and ccl on torch 2.8, in a second environment (about 7 GB).
@@ -20,7 +21,7 @@ PARALLEL ?= -n 3 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-browser test-fast test-ipex test-long fuzz faults soak check docs install mpi clients kernels lab \
+.PHONY: demo test pytest test-all test-browser test-fast test-ipex test-long fuzz faults soak check docs install mpi clients kernels lab \
     lab-slow release bench clean
 .DELETE_ON_ERROR:
 
@@ -55,12 +56,20 @@ check: install
 	$(RUN) mypy
 	$(BIN)/lint-imports
 
-test: check
+test: install
+	$(MAKE) --no-print-directory --jobs=2 check pytest
+
+pytest: install
 	$(RUN) pytest $(PARALLEL) -m "not long"
 
 # Trainings, jobs and other packages' programs that take from half a minute to minutes each.
+LONG ?= long
 test-long: install
-	$(RUN) pytest $(PARALLEL) -m long
+	$(RUN) pytest $(PARALLEL) -m "$(LONG)"
+
+# More than .ci/run's: tests marked nightly, the largest emulated machines, the soak, long fuzzing.
+test-all: mpi clients kernels docs
+	$(MAKE) --keep-going test test-long test-browser lab lab-slow faults soak fuzz test-ipex
 
 # Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels
 # and folding with that torch, the oldest that is supported.

@@ -216,14 +216,22 @@ def missing_provider(requested: str | None) -> str | None:
 
     A leading "^" excludes providers instead of requesting any, so nothing is checked.
     """
-    program = shutil.which("fi_info")
-    if requested is None or requested.startswith("^") or program is None:
+    if requested is None or requested.startswith("^"):
         return None
-    listed = subprocess.run(
-        [program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False
-    ).stdout
-    offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
+    offered = offered_providers(os.get_exec_path())
     return next((name for name in requested.replace(",", ";").split(";") if offered and name not in offered), None)
+
+
+def offered_providers(path: Sequence[str]) -> frozenset[str]:
+    """Return the libfabric providers that the first working fi_info in these folders lists, none without one.
+
+    Intel MPI's, which may come first in an environment of Python, is a script that needs I_MPI_ROOT.
+    """
+    for program in filter(None, (shutil.which("fi_info", path=folder) for folder in path)):
+        run = subprocess.run([program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False)
+        if run.returncode == 0:
+            return frozenset(line.removesuffix(":") for line in run.stdout.splitlines() if line.endswith(":"))
+    return frozenset()
 
 
 def _digest(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The checks before a job: of made-up reports, and of real hosts that are network namespaces."""
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -24,10 +25,11 @@ from cputrain.mpi.preflight import (
     compare_hosts,
     inspect_host,
     missing_provider,
+    offered_providers,
 )
 from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, StopSignals, connect
 from tests.mpi.test_remote import launch_on
-from tests.support.commands import HANGS_S, need
+from tests.support.commands import HANGS_S
 from tests.support.fake_hosts import fake_hosts
 from tests.support.machines import build_machine
 
@@ -192,8 +194,20 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
     server.close()
 
 
+def test_a_fi_info_that_fails_is_passed_over(tmp_path: Path) -> None:
+    """Intel MPI's, first on the PATH of an activated environment, needs I_MPI_ROOT."""
+    for name, script in (("first", "exit 127"), ("second", "echo tcp:; echo '    version: 117.0'")):
+        program = tmp_path / name / "fi_info"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    assert offered_providers((str(tmp_path / "first"), str(tmp_path / "second"))) == {"tcp"}
+    assert offered_providers((str(tmp_path / "first"), str(tmp_path))) == frozenset()
+
+
 def test_a_missing_provider_is_found_by_the_real_fi_info() -> None:
-    need("libfabric-bin", "fi_info")
+    if not offered_providers(os.get_exec_path()):
+        pytest.skip(reason="needs the system package libfabric-bin (fi_info)")
     assert missing_provider("tcp") is None and missing_provider("tcp;shm") is None
     assert missing_provider("tcp;mlx") == "mlx"
     assert missing_provider("^mlx") is None and missing_provider(None) is None
