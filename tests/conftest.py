@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,6 +20,9 @@ hypothesis.settings.register_profile("shared", deadline=None)  # a shared machin
 hypothesis.settings.load_profile("shared")
 STARTERS = (subprocess, multiprocessing, Forked)
 GOLDEN = Path(__file__).parent / "golden"
+# pytest keeps the tests as it has rewritten them; without that, each process of tests rewrites all of them for 10 s.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # for the commands of tests, and the workers of pytest-xdist
 collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["cputrain/test_tensorflow.py"]  # see there
 
 
@@ -72,24 +76,35 @@ def pytest_runtest_makereport(
 def starts_processes(test: pytest.Function) -> bool:
     """Return whether the test, its fixtures or their helpers (functions under tests/) use one of STARTERS."""
     fixtures = test._fixtureinfo.name2fixturedefs.values()
-    found = [test.function, *(definition.func for definitions in fixtures for definition in definitions)]
-    seen: set[int] = set()
+    functions = [test.function, *(definition.func for definitions in fixtures for definition in definitions)]
+    return any(_reaches_starter(found) for function in functions if (found := _plain(function)))
+
+
+@cache
+def _reaches_starter(function: FunctionType) -> bool:
+    """Return whether a function, or one that it uses, uses one of STARTERS."""
+    found, seen = [function], {function}
     while found:
-        function = _plain(found.pop())
-        if function is None or id(function) in seen:
-            continue
-        seen.add(id(function))
-        used = [function.__globals__.get(name) for name in _names(function.__code__)]
-        if any(value is starter for value in used for starter in STARTERS):
+        uses_starter, used = _used(found.pop())
+        if uses_starter:
             return True
-        found += used
+        found += used - seen
+        seen |= used
     return False
+
+
+@cache
+def _used(function: FunctionType) -> tuple[bool, frozenset[FunctionType]]:
+    """Return whether a function names one of STARTERS, and the functions of the tests that it names."""
+    used = [function.__globals__.get(name) for name in {*_names(function.__code__)}]
+    uses_starter = any(value is starter for value in used for starter in STARTERS)
+    return uses_starter, frozenset(found for value in used if (found := _plain(value)))
 
 
 def _plain(value: Any) -> FunctionType | None:
     """Return the function inside a helper's decorators; None if it is not a function of the tests."""
-    while hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
+    while inner := getattr(value, "__dict__", {}).get("__wrapped__"):
+        value = inner
     if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
         return value
     return None

@@ -1,5 +1,6 @@
 """Memory of each worker: policy, NUMA nodes, available bytes, and whether a batch fits."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -44,7 +45,10 @@ def place_memory(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int
     is left out if it is slow or of unknown speed. Each byte is assigned to one worker.
     """
     memory = _memory_of(machine, domains)
-    return tuple(_decide(memory, machine, worker, need) for worker, need in enumerate(needs))
+    # Hundreds of workers differ in few ways, and a plan places the memory of dozens of layouts.
+    cases = list(zip(memory.fast, memory.local, needs, strict=True))
+    decided = {case: _decide(memory, machine, *case) for case in set(cases)}
+    return tuple(decided[case] for case in cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,39 +56,37 @@ class _HostMemory:
     """Memory of the host.
 
     usable: nodes whose memory the process may use, by id. fast, local: for each worker, the nodes with HBM and with
-    DRAM next to it. common: nodes with DRAM or with PUs, all nodes if there are none. spare: common nodes next to no
-    worker. limit: each worker's part of the control group's limit, in bytes.
+    DRAM next to it. fast_users, local_users: for each of these nodes, the number of workers next to it. roaming: number
+    of workers without DRAM next to them, which use memory anywhere. common: nodes with DRAM or with PUs, all nodes if
+    there are none. spare: common nodes that are local to no worker. limit: each worker's part of the control group's
+    limit, in bytes.
     """
 
     usable: Mapping[int, NumaNode]
     fast: tuple[tuple[int, ...], ...]
     local: tuple[tuple[int, ...], ...]
+    fast_users: Mapping[int, int]
+    local_users: Mapping[int, int]
+    roaming: int
     common: tuple[int, ...]
     spare: tuple[int, ...]
     limit: float
 
-    @property
-    def roaming(self) -> int:
-        """Number of workers without memory next to them, which use memory anywhere."""
-        return sum(not nodes for nodes in self.local)
-
     def part(self, node: int) -> float:
         """Bytes of a common node's memory for each worker next to it; roaming workers count in equal parts on all
         nodes."""
-        users = sum(node in nodes for nodes in self.local) + self.roaming / max(1, len(self.common))
+        users = self.local_users[node] + self.roaming / max(1, len(self.common))
         return self.usable[node].memory_bytes * USABLE / users
 
-    def near_share(self, worker: int) -> float:
+    def near_share(self, local: tuple[int, ...]) -> float:
         """A worker's part of the common memory next to it, or of all common memory if none is next to it."""
-        if self.local[worker]:
-            return sum(map(self.part, self.local[worker]))
+        if local:
+            return sum(map(self.part, local))
         return sum(map(self.part, self.common)) / max(1, len(self.common)) if self.usable else inf
 
-    def fast_share(self, worker: int) -> float:
+    def fast_share(self, fast: tuple[int, ...]) -> float:
         """A worker's part of the high-bandwidth memory next to it."""
-        return sum(
-            self.usable[n].memory_bytes * USABLE / sum(n in nodes for nodes in self.fast) for n in self.fast[worker]
-        )
+        return sum(self.usable[node].memory_bytes * USABLE / self.fast_users[node] for node in fast)
 
     @property
     def spare_share(self) -> float:
@@ -95,27 +97,36 @@ class _HostMemory:
 
 def _memory_of(machine: Machine, domains: tuple[Domain, ...]) -> _HostMemory:
     usable = {node.id: node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
-    fast, local = [], []
-    for domain in domains:
-        nodes = {core.numa_node for core in domain.cores}
-        near = [node for node in usable.values() if not nodes.isdisjoint(node.near)]
-        fast.append(tuple(node.id for node in near if node.kind == "hbm" and not node.pus))
-        local.append(tuple(node.id for node in near if node.kind == "dram" or node.pus))
+
+    def near(nodes: frozenset[int | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Usable memory next to these nodes: with HBM, with DRAM."""
+        found = [node for node in usable.values() if not nodes.isdisjoint(node.near)]
+        fast = tuple(node.id for node in found if node.kind == "hbm" and not node.pus)
+        return fast, tuple(node.id for node in found if node.kind == "dram" or node.pus)
+
+    beside = [frozenset(core.numa_node for core in domain.cores) for domain in domains]
+    found = {nodes: near(nodes) for nodes in set(beside)}
+    fast, local = zip(*(found[nodes] for nodes in beside), strict=True)
     common = tuple(node.id for node in usable.values() if node.kind == "dram" or node.pus) or tuple(usable)
+    local_users = Counter(node for nodes in local for node in nodes)
     return _HostMemory(
         usable=usable,
-        fast=tuple(fast),
-        local=tuple(local),
+        fast=fast,
+        local=local,
+        fast_users=Counter(node for nodes in fast for node in nodes),
+        local_users=local_users,
+        roaming=sum(not nodes for nodes in local),
         common=common,
-        spare=tuple(node for node in common if not any(node in nodes for nodes in local)),
+        spare=tuple(node for node in common if not local_users[node]),
         limit=inf if machine.memory_limit_bytes is None else machine.memory_limit_bytes / len(domains),
     )
 
 
-def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None) -> Memory:
+def _decide(
+    memory: _HostMemory, machine: Machine, fast: tuple[int, ...], local: tuple[int, ...], need: int | None
+) -> Memory:
     """Choose a worker's memory by its need and the nodes next to it."""
-    fast, local = memory.fast[worker], memory.local[worker]
-    near_share, fast_share = memory.near_share(worker), memory.fast_share(worker)
+    near_share, fast_share = memory.near_share(local), memory.fast_share(fast)
 
     def chosen(policy: MemoryPolicy, nodes: tuple[int, ...], room: float, why: str) -> Memory:
         text = formatted(why, need=need or 0, near=near_share, spare=format_list(memory.spare))

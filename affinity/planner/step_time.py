@@ -615,8 +615,8 @@ PRECISE, TRIES = 1e-6, 100
 
 
 def solve_core_flops(seconds: Callable[[float], float], target_s: float) -> float | None:
-    """Solve for the FLOP/s of a core at which `seconds` is the target (regula falsi, Illinois); None if no speed
-    reaches it."""
+    """Solve for the FLOP/s of a core at which `seconds` is the target (regula falsi, Anderson-Björck); None if no
+    speed reaches it."""
 
     def excess(seconds_per_flop: float) -> float:
         """Return the seconds by which a step exceeds the target, nearly linear in the argument."""
@@ -632,10 +632,17 @@ def solve_core_flops(seconds: Callable[[float], float], target_s: float) -> floa
         if abs(found) <= PRECISE * target_s:
             return 1 / middle
         if found > 0:
-            high, above, below = middle, found, below / 2
+            below *= _kept_share(found, above)
+            high, above = middle, found
         else:
-            low, below, above = middle, found, above / 2
+            above *= _kept_share(found, below)
+            low, below = middle, found
     return 1 / middle
+
+
+def _kept_share(found: float, replaced: float) -> float:
+    """Return the factor for the excess at the end that stays, given that at the end that `found` replaces."""
+    return 1 - found / replaced if abs(found) < abs(replaced) else 0.5
 
 
 def _slowness(setup: Setup, constants: Constants) -> float:

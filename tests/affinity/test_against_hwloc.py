@@ -104,26 +104,26 @@ def lstopo(tree: Path, output: Path, *options: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("tarball", MACHINES, ids=lambda path: path.name.split(".tar")[0])
-def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, tmp_path: Path) -> None:
+def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, scratch: Path) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
     name = tarball.name.removesuffix(".tar.xz")
-    unpack(tarball, tmp_path)
-    tree = tree_root(tmp_path)
-    assert lstopo(tree, tmp_path / "2.xml").returncode == 0
-    expected, read = of_hwloc(tmp_path / "2.xml"), ours(find_machine(str(tree)))
+    unpack(tarball, scratch)
+    tree = tree_root(scratch)
+    assert lstopo(tree, scratch / "2.xml").returncode == 0
+    expected, read = of_hwloc(scratch / "2.xml"), ours(find_machine(str(tree)))
     differing = {what for what in expected if expected[what] != read[what]}
     assert differing == {what for machine, what in DIFFERENCES if machine == name}
     if tarball.stat().st_size < SMALL:
         assert ours(find_machine(str(tarball))) == read
-    forms = {"2.xml": ours(read_lstopo(tmp_path / "2.xml"))}
-    if lstopo(tree, tmp_path / "1.xml", "--export-xml-flags", "v1").returncode == 0:
+    forms = {"2.xml": ours(read_lstopo(scratch / "2.xml"))}
+    if lstopo(tree, scratch / "1.xml", "--export-xml-flags", "v1").returncode == 0:
         if name in LOST_IN_VERSION_1:
             with pytest.raises(InputError, match=LOST_IN_VERSION_1[name]):
-                read_lstopo(tmp_path / "1.xml")
+                read_lstopo(scratch / "1.xml")
         else:
-            forms["1.xml"] = ours(read_lstopo(tmp_path / "1.xml"))
-    if lstopo(tree, tmp_path / "machine.txt", "--of", "synthetic").returncode == 0:
-        written = (tmp_path / "machine.txt").read_text().splitlines()[-1]
+            forms["1.xml"] = ours(read_lstopo(scratch / "1.xml"))
+    if lstopo(tree, scratch / "machine.txt", "--of", "synthetic").returncode == 0:
+        written = (scratch / "machine.txt").read_text().splitlines()[-1]
         forms["synthetic"] = ours(find_machine(written))
     # The text has one size for all nodes, and neither limits nor types of cores; nor has version 1 such types.
     told = {"2.xml": set(expected), "1.xml": set(expected) - {"core types"}, "synthetic": {"cores", "packages"}}
@@ -132,18 +132,18 @@ def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", ["this host", "20em64t-hybrid-1p6c2t+2ca4co1t", "fakeheteromemtiers"])
-def test_a_saved_machine_is_the_same_to_lstopo(source: str, tmp_path: Path) -> None:
+def test_a_saved_machine_is_the_same_to_lstopo(source: str, scratch: Path) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
     root = Path("/")
     if source != "this host":
-        unpack(MACHINES[0].parent / f"{source}.tar.xz", tmp_path / "source")
-        root = tree_root(tmp_path / "source")
-    save_machine(root, tmp_path / "saved.tar")
-    unpack(tmp_path / "saved.tar", tmp_path / "unpacked")
+        unpack(MACHINES[0].parent / f"{source}.tar.xz", scratch / "source")
+        root = tree_root(scratch / "source")
+    save_machine(root, scratch / "saved.tar")
+    unpack(scratch / "saved.tar", scratch / "unpacked")
     read = []
-    for tree in (root, tree_root(tmp_path / "unpacked")):
-        assert lstopo(tree, tmp_path / f"{len(read)}.xml").returncode == 0
-        read.append(of_hwloc(tmp_path / f"{len(read)}.xml"))
+    for tree in (root, tree_root(scratch / "unpacked")):
+        assert lstopo(tree, scratch / f"{len(read)}.xml").returncode == 0
+        read.append(of_hwloc(scratch / f"{len(read)}.xml"))
     assert read[0]["cores"] and read[0]["memory"]
     assert read[1] == read[0]
 

@@ -15,11 +15,25 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import cache_folder, check_writable, mount_of, refusal
 from tests.support.commands import PYTHON, here, mpi_path, refused
+from tests.support.forked import Ended, ended, forked
 from tests.support.images import write_images
 
 CPUTRAIN = f"{PYTHON} -m cputrain"
 TRAIN = "train imagefolder data.path=images batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
 LENET = "model.name=lenet model.zero_gamma=none data.crop=28"
+IN_TMPFS = """
+import ctypes, os, subprocess, sys, tempfile
+from tests.support.fork_server import become, fork_ranks
+first, last, *words = sys.argv[1:]
+assert ctypes.CDLL(None).unshare(0x00020000) == 0, "CLONE_NEWNS"
+subprocess.run(["sh", "-c", "mount --make-rprivate / && " + first], check=True)
+fork_ranks()
+tempfile.tempdir = None  # read TMPDIR again
+try:
+    become(words, dict(os.environ))
+finally:
+    subprocess.run(["sh", "-c", last])
+"""
 
 
 @pytest.fixture
@@ -31,15 +45,34 @@ def place(tmp_path: Path) -> Path:
 
 def in_tmpfs(place: Path, options: str, *commands: str) -> list[tuple[int, str]]:
     """Status and stderr of commands that each find a tmpfs of their own at out/."""
-    mount = f"mount -t tmpfs -o {options} none out"
-    if os.geteuid() != 0:
-        pytest.skip(reason="needs root, to mount a file system")
-    ended = []
+    mount = mounting(options)
+    found = []
     for command in commands:
         script = f"{mount} && exec {command}"
         done = subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=place, capture_output=True, text=True)
-        ended.append((done.returncode, done.stderr))
-    return ended
+        found.append((done.returncode, done.stderr))
+    return found
+
+
+def mounting(options: str) -> str:
+    """The command that mounts a tmpfs at out/."""
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root, to mount a file system")
+    return f"mount -t tmpfs -o {options} none out"
+
+
+def forked_in_tmpfs(
+    place: Path, options: str, *words: str, first: str = "true", last: str = "true", **env: str
+) -> Ended:
+    """The end of `python WORDS`, forked, with a tmpfs of its own at out/, and shell commands before and after it."""
+    script = f"{mounting(options)} && {first}"
+    with forked("-c", IN_TMPFS, script, last, *words, cwd=place, **env) as process:
+        return ended(process)
+
+
+def train_in_tmpfs(place: Path, options: str, settings: str, **given: str) -> Ended:
+    words = (*TRAIN.split(), "plan.threads=1", *settings.split())
+    return forked_in_tmpfs(place, options, "-m", "cputrain", *words, **given)
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> None:
@@ -49,9 +82,9 @@ def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> N
         "--write": f"{CPUTRAIN} plan --write out/run",
         "OUT": f"{CPUTRAIN} prepare imagefolder images out/run",
     }
-    for option, ended in zip(commands, in_tmpfs(place, "ro", *commands.values()), strict=True):
+    for option, end in zip(commands, in_tmpfs(place, "ro", *commands.values()), strict=True):
         message = f"{place}/out is not writable; change its permissions, or name another folder"
-        assert ended == (2, f"cputrain: {option} out/run: {message}\n")
+        assert end == (2, f"cputrain: {option} out/run: {message}\n")
     ((status, err),) = in_tmpfs(place, "ro", f"{CPUTRAIN} data show images --output out/sheet.png")
     assert status == 1
     assert err == "cputrain: out/sheet.png: Read-only file system: change its permissions, or name another folder\n"
@@ -60,42 +93,38 @@ def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> N
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(place: Path) -> None:
     """LeNet's weights have 1.7 MB, its momentum as much. One that is full at once has no room for the run's first
     files."""
-    small = f"{TRAIN} plan.ppn=1 {LENET} engine=eager output=out/run"
-    show = "; echo $? $(cat out/run/events.jsonl) >&2"
-    ((_, err),) = in_tmpfs(place, "size=2500k", f"sh -c {shlex.quote(f'{CPUTRAIN} {small}{show}')}")
-    assert "MB free, a checkpoint needs 3.4 or more: " in err, err
-    assert err.splitlines()[-1].strip() == "2"
-    command = f"sh -c {shlex.quote(f'head -c 9M /dev/zero > out/ballast; {CPUTRAIN} {small}')}"
-    ((status, err),) = in_tmpfs(place, "size=300k", command)
-    assert status == 2 and "No space left on device" in err.splitlines()[-1], err
+    small = f"{LENET} engine=eager output=out/run"
+    end = train_in_tmpfs(place, "size=2500k", small, last="echo events: $(cat out/run/events.jsonl) >&2")
+    assert "MB free, a checkpoint needs 3.4 or more: " in end.err, end.err
+    assert end.status == 2 and end.err.splitlines()[-1].strip() == "events:"
+    end = train_in_tmpfs(place, "size=300k", small, first="head -c 9M /dev/zero > out/ballast; true")
+    assert end.status == 2 and "No space left on device" in end.err.splitlines()[-1], end.err
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(place: Path) -> None:
-    settings = f"{LENET} engine=eager comm.backend=gloo checkpoint.every_steps=1 output=out/run"
+    settings = f"{LENET} plan.ppn=2 engine=eager comm.backend=gloo checkpoint.every_steps=1 output=out/run"
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip(reason="needs two cores")
-    script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
-    ((_, err),) = in_tmpfs(place, "size=5m", f"sh -c {script}")
-    lines = err.splitlines()
+    end = train_in_tmpfs(place, "size=5m", settings)
+    lines = end.err.splitlines()
     unfinished = "out/run/checkpoints/.step-0000002.partial"
     full = f"cputrain: {unfinished}/{{}}.safetensors: No space left on device: free some space, or name another folder"
-    assert {full.format(name) for name in ("model", "optimizer")} & {*lines} and lines[-1].split()[0] == "1", err
-    assert "Traceback" not in err and "cputrain: rank 0 on " in err
+    assert {full.format(name) for name in ("model", "optimizer")} & {*lines} and end.status == 1, end.err
+    assert "Traceback" not in end.err and "cputrain: rank 0 on " in end.err
 
 
 def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -> None:
     """As on compute nodes that see homes read-only. Asked for by name it is refused."""
-    cache = f"env CPUTRAIN_CACHE=out/cache {CPUTRAIN} {TRAIN}"
-    commands = (f"{cache} {LENET} max_steps=1 output=run", f"{cache} {LENET} output=other comm.backend=ccl")
-    (auto, err), (named, refusal_of_ccl) = in_tmpfs(place, "ro", *commands)
-    assert auto == 0, err
+    settings = (f"{LENET} max_steps=1 output=run", f"{LENET} output=other comm.backend=ccl")
+    auto, named = (train_in_tmpfs(place, "ro", each, CPUTRAIN_CACHE="out/cache") for each in settings)
+    assert auto.status == 0, auto.err
     environment = json.loads((place / "run/environment.json").read_text())
     assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
     why = f"Read-only file system (mount {place}/out); set CPUTRAIN_CACHE to a writable folder"
     assert why in environment["backend_why"]
-    assert named == 1 and "Traceback" not in refusal_of_ccl
-    assert " into out/cache/ccl-torch" in refusal_of_ccl
-    assert "or set comm.backend=gloo" in refusal_of_ccl
+    assert named.status == 1 and "Traceback" not in named.err
+    assert " into out/cache/ccl-torch" in named.err
+    assert "or set comm.backend=gloo" in named.err
 
 
 COMPILES = """
@@ -249,11 +278,9 @@ for options, oneccl in (("ro", True), ("ro", False), ("ro,noexec", True)):
 
 def test_a_cache_that_may_only_be_read_serves_what_lies_compiled_there(place: Path) -> None:
     """Doctor's line names what is not there; on a mount that executes nothing, a compiled file counts as absent."""
-    (place / "filled.py").write_text(FILLED)
-    words = f"env CPUTRAIN_CACHE={place}/out/cache {PYTHON} filled.py"
-    ((status, err),) = in_tmpfs(place, "size=8m", words)
+    end = forked_in_tmpfs(place, "size=8m", "-c", FILLED, CPUTRAIN_CACHE=f"{place}/out/cache")
     found = f"{place}/out/cache: Read-only file system (mount {place}/out)"
-    assert (status, err.splitlines()) == (
+    assert (end.status, end.err.splitlines()) == (
         0,
         [
             f"ok {found}: contains all native parts, but measurements cannot be saved",
@@ -333,16 +360,19 @@ def test_where_scripts_are_not_executed_the_shell_is_named(place: Path) -> None:
         assert status == 0 and f"; start with {start}" in err, err
 
 
-def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -> None:
+def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import os, sys; from cputrain.training.engine import choose_engine\ntry:\n"
     code += "    choose_engine('compile', 'float32', os.environ)\nexcept Exception as error:\n    sys.exit(str(error))"
-    words = f"{PYTHON} -c {shlex.quote(code)}"
     refused = f"engine=compile cannot use the cache directory {place}/out, the mount {place}/out does not allow "
     refused += "execution (noexec): set TORCHINDUCTOR_CACHE_DIR to another directory, or set engine=eager\n"
-    own = "env -u TORCHINDUCTOR_CACHE_DIR"  # which torch sets in a process that has compiled
-    commands = [f"{own} {name}={place}/out {words}" for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
-    assert in_tmpfs(place, "noexec", *commands) == [(1, refused)] * 2
-    assert in_tmpfs(place, "size=1m", commands[0]) == [(0, "")]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which torch sets in a process that has compiled
+    for options, name, expected in (
+        ("noexec", "TMPDIR", (1, refused)),
+        ("noexec", "TORCHINDUCTOR_CACHE_DIR", (1, refused)),
+        ("size=1m", "TMPDIR", (0, "")),
+    ):
+        end = forked_in_tmpfs(place, options, "-c", code, **{name: f"{place}/out"})
+        assert (end.status, end.err) == expected
 
 
 def test_the_mount_of_a_file_is_found_also_where_its_name_has_blanks(place: Path) -> None:

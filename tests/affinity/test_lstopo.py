@@ -222,15 +222,15 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("tarball", ["gen-epyc-corona", "gen-knl-snc4-flat"])
-def test_nodes_without_the_groups_that_tell_their_cpus_are_refused(tmp_path: Path, tarball: str) -> None:
+def test_nodes_without_the_groups_that_tell_their_cpus_are_refused(scratch: Path, tarball: str) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
-    unpack(MACHINES / f"{tarball}.tar.xz", tmp_path)
-    env = {"PATH": "/usr/bin:/bin", "HWLOC_FSROOT": str(tree_root(tmp_path)), "HWLOC_COMPONENTS": "linux,stop"}
+    unpack(MACHINES / f"{tarball}.tar.xz", scratch)
+    env = {"PATH": "/usr/bin:/bin", "HWLOC_FSROOT": str(tree_root(scratch)), "HWLOC_COMPONENTS": "linux,stop"}
     for options, refused in (((), False), (("--filter", "group:none"), True)):
-        argv = ["lstopo-no-graphics", *options, "-f", str(tmp_path / "x.xml")]
+        argv = ["lstopo-no-graphics", *options, "-f", str(scratch / "x.xml")]
         subprocess.run(argv, check=True, env=env, capture_output=True)
         with pytest.raises(InputError, match="list the same CPUs") if refused else nullcontext():
-            assert len(read_lstopo(tmp_path / "x.xml").numa_nodes) == 8
+            assert len(read_lstopo(scratch / "x.xml").numa_nodes) == 8
 
 
 def comparable(machine: Machine) -> Machine:

@@ -317,15 +317,16 @@ def unequal(sizes: tuple[int, ...]) -> Machine:
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=10).map(tuple)
 
 
-@given(SIZES, st.integers(1, 64), st.sampled_from([1, 8, 32]))
-def test_workers_that_the_rules_choose_are_near_equal_fit_and_stay_inside_nodes(sizes, gib, batch) -> None:
+@given(SIZES, st.integers(1, 64), st.sampled_from([1, 8, 32]), st.data())
+def test_workers_that_the_rules_choose_are_near_equal_fit_and_stay_inside_nodes(sizes, gib, batch, data) -> None:
     machine = unequal(sizes)
     machine = replace(machine, numa_nodes=tuple(replace(node, memory_bytes=gib << 30) for node in machine.numa_nodes))
     known = replace(RESNET50, assumed=False)
     try:
         plan = plan_machine(machine, Request(local_batch=batch, workload=known), RUNTIME)
     except InputError:  # then no other number of workers fits either
-        for ppn in range(1, len(machine.allowed_cores) + 1):
+        drawn = data.draw(st.sets(st.integers(1, sum(sizes)), max_size=4))
+        for ppn in {1, min(2, sum(sizes)), len(sizes), sum(sizes), *drawn}:
             with pytest.raises(InputError, match="needs"):
                 plan_machine(machine, Request(ppn=ppn, local_batch=batch, workload=known), RUNTIME)
         return

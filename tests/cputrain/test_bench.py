@@ -42,6 +42,7 @@ from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused
+from tests.support.forked import in_fork
 from tests.support.machines import build_machine
 from tests.support.trainings import LENET
 
@@ -276,7 +277,7 @@ def test_bench_model_takes_settings_without_a_recipe(wrong: str) -> None:
 
 @needs_two_cores
 def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
-    ran = cputrain("bench", "comm", "--quick", "--repeats", "2", "--format", "json")
+    ran = in_fork("bench", "comm", "--quick", "--repeats", "2", "--format", "json")
     assert ran.returncode == 0, ran.stderr
     data = json.loads(ran.stdout)
     sizes = [each["name"] for each in data["figures"] if each["name"].startswith("gloo")]

@@ -11,9 +11,9 @@ import pytest
 
 from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import lines_of, started, unmeasured_cache
-from tests.support.commands import CORES, HANGS_S, mpi_path, needs_two_cores
-from tests.support.forked import ROOT, Ended, ended
+from tests.support.ccl_jobs import command, lines_of, started, unmeasured_cache
+from tests.support.commands import PPN, mpi_path, needs_two_cores
+from tests.support.forked import ROOT, Ended, ended, forked, forking_python, in_fork
 
 
 def together(*arguments: str, ranks: int = 2, limit_s: float = 200.0, **env: str) -> list[dict]:
@@ -111,14 +111,25 @@ def test_debug_mode_names_what_ranks_disagree_on() -> None:
         assert any(expected in error for error in found), errors
 
 
-def meeting(argv: tuple[str, ...], env: dict[str, str]) -> list[dict]:
-    """What ranks say that a launcher has started."""
-    command = (*argv, sys.executable, "-m", "tests.support.ccl_rank", "meet")
-    env = {**os.environ, "MASTER_PORT": str(free_port()), **env}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 0, done.stderr
-    assert "MPI_Finalize" not in done.stderr
-    return sorted(lines_of(done.stdout), key=lambda line: line["rank"])
+RANK = ("-m", "tests.support.ccl_rank", "meet")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
+
+
+def met(end: Ended) -> list[tuple[int, float, str]]:
+    """Rank, sum and transport of the ranks that a launcher has started."""
+    assert end.status == 0, end.err
+    assert "MPI_Finalize" not in end.err
+    return sorted((line["rank"], line["sum"], line["transport"]) for line in lines_of(end.out))
+
+
+def under_mpirun(argv: tuple[str, ...], **env: str) -> list[tuple[int, float, str]]:
+    with command(*argv, *RANK, MASTER_PORT=str(free_port()), **env) as job:
+        return met(ended(job))
+
+
+def under_torchrun(*python: str, **env: str) -> list[tuple[int, float, str]]:
+    with forked(*TORCHRUN, *python, *RANK, MASTER_PORT=str(free_port()), **env) as job:
+        return met(ended(job))
 
 
 @pytest.mark.parametrize(
@@ -130,40 +141,44 @@ def test_it_starts_under_every_mpirun(name: str, transport: str, tmp_path: Path)
     launcher = find_launcher(name.removesuffix("4"), path)
     root = ("--allow-run-as-root", "--oversubscribe") if "openmpi" in name else ()
     prefix = ("--prefix", launcher.prefix) if name == "openmpi" and launcher.prefix else ()
-    said = meeting(
-        (launcher.program, *root, *prefix, "-np", "2"), {**mpi_path(name), **dict(launcher.variables), **cache}
-    )
-    assert [(line["rank"], line["sum"], line["transport"]) for line in said] == [(i, 2.0, transport) for i in (0, 1)]
+    argv = (launcher.program, *root, *prefix, "-np", "2", sys.executable)
+    said = under_mpirun(argv, **mpi_path(name), **dict(launcher.variables), **cache)
+    assert said == [(0, 2.0, transport), (1, 2.0, transport)]
 
 
 @pytest.mark.parametrize(("launcher", "transport"), [("intelmpi", "mpi"), (None, "ofi")])
 def test_its_libraries_may_be_below_a_folder_with_a_space(launcher: str | None, transport: str, tmp_path: Path) -> None:
     (tmp_path / "my code").symlink_to(sys.prefix)
     env = {"I_MPI_ROOT": str(tmp_path / "my code"), **unmeasured_cache(tmp_path / "cache")}
-    argv: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
-    if launcher is not None:
+    if launcher is None:
+        said = under_torchrun(*forking_python(), **env)
+    else:
         env |= mpi_path(launcher)
-        argv = (find_launcher(launcher, {**os.environ, **env}).program, "-np", "2")
-    said = meeting(argv, env)
-    assert [(line["rank"], line["sum"], line["transport"]) for line in said] == [(i, 2.0, transport) for i in (0, 1)]
+        said = under_mpirun(
+            (find_launcher(launcher, {**os.environ, **env}).program, "-np", "2", *forking_python()), **env
+        )
+    assert said == [(0, 2.0, transport), (1, 2.0, transport)]
 
 
 def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None:
-    said = meeting((sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"), {})
-    assert [(line["sum"], line["transport"]) for line in said] == [(2.0, "ofi")] * 2
-    ours = (sys.executable, "-m", "cputrain", "launch", "--ppn", str(min(2, CORES)), "--output", str(tmp_path / "run"))
-    said = meeting((*ours, "--"), {})
-    assert [(line["sum"], line["transport"]) for line in said] == [(min(2.0, CORES), "ofi")] * min(2, CORES)
+    assert under_torchrun(sys.executable) == [(0, 2.0, "ofi"), (1, 2.0, "ofi")]
+    assert under_our_launcher(tmp_path / "run", ppn=PPN)[0] == [(i, float(PPN), "ofi") for i in range(PPN)]
+
+
+def under_our_launcher(run: Path, *options: str, ppn: int) -> tuple[list[tuple[int, float, str]], list[dict]]:
+    """What ranks say that `cputrain launch` has started: as `met`, and all of it."""
+    launch = ("launch", "--ppn", str(ppn), *options, "--output", str(run), "--", sys.executable)
+    done = in_fork(*launch, *RANK, cwd=ROOT)
+    return met(Ended(done.returncode, done.stdout, done.stderr)), lines_of(done.stdout)
 
 
 @needs_two_cores
 def test_oneccl_s_threads_run_on_the_planned_cores(tmp_path: Path) -> None:
     """One worker, its comm core the second one: oneCCL's thread is there, and so is ours."""
-    ours = ("launch", "--ppn", "1", "--comm-cores", "1", "--output", str(tmp_path / "run"), "--")
-    said = meeting((sys.executable, "-m", "cputrain", *ours), {})
+    _, (said,) = under_our_launcher(tmp_path / "run", "--comm-cores", "1", ppn=1)
     worker = json.loads((tmp_path / "run/plan.json").read_text())["workers"][0]
     assert len(worker["comm_pus"]) == 1
-    assert any(pus == worker["comm_pus"] for _, pus in said[0]["threads"]), said[0]
+    assert any(pus == worker["comm_pus"] for _, pus in said["threads"]), said
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import command, lines_of, started
-from tests.support.commands import needs_two_cores
-from tests.support.forked import ROOT, ended
+from tests.support.commands import PPN
+from tests.support.forked import ROOT, ended, forked, in_fork
 
 NEEDED = {
     "ddp": (),
@@ -43,13 +42,14 @@ def test_a_client_trains(client: str, tmp_path: Path) -> None:
 
 
 PLAIN = """
-import json, os
+import json, os, sys
 import torch, torch.distributed as dist
 count = os.environ.get("CCL_WORKER_COUNT")
+known = [hasattr(dist.Backend, "CCL"), "cputrain.comm.ccl" in sys.modules]
 dist.init_process_group("ccl")
 values = torch.ones(1)
 dist.all_reduce(values)
-said = {"rank": dist.get_rank(), "sum": values.item(), "backend": dist.get_backend(), "count": count}
+said = {"rank": dist.get_rank(), "sum": values.item(), "backend": dist.get_backend(), "count": count, "known": known}
 os.write(1, json.dumps(said).encode() + b"\\n")
 dist.destroy_process_group()
 """
@@ -60,73 +60,78 @@ needs_entry_points = pytest.mark.skipif(
 
 
 @needs_entry_points
-@needs_two_cores
 def test_a_script_without_an_import_of_ours_has_the_backend_under_torchrun_and_launch(tmp_path: Path) -> None:
-    """And finds CCL_WORKER_COUNT under launch, without which older accelerate and transformers take gloo."""
-    script = tmp_path / "script.py"
-    script.write_text(PLAIN)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script))
-    ours = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2")
+    """Nothing of it is loaded before it is used. And a script finds CCL_WORKER_COUNT under launch, without which older
+    accelerate and transformers take gloo."""
+    (tmp_path / "script.py").write_text(PLAIN)
+    script = str(tmp_path / "script.py")
     unset = {name: value for name, value in os.environ.items() if name != "CCL_WORKER_COUNT"}
-    cases = (
-        (torchrun, {"MASTER_PORT": str(free_port())}, None),
-        ((*ours, "--output", str(tmp_path / "run"), str(script)), {}, "1"),
-        ((*ours, "--output", str(tmp_path / "user"), str(script)), {"CCL_WORKER_COUNT": "3"}, "3"),
-    )
-    for argv, env, count in cases:
-        done = subprocess.run(argv, cwd=ROOT, env={**unset, **env}, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        said = sorted(lines_of(done.stdout), key=lambda line: line["rank"])
-        assert said == [{"rank": i, "sum": 2.0, "backend": "ccl", "count": count} for i in (0, 1)]
+    launch = ("-m", "cputrain", "launch", "--output", str(tmp_path / "run"), "--ppn", "1", script)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=1", "--master-port", str(free_port()), script)
+    for words, count in ((launch, "1"), (torchrun, None)):
+        argv = (sys.executable, *words)
+        done = subprocess.run(argv, cwd=ROOT, env=unset, capture_output=True, text=True, timeout=240)
+        assert said_by(done, 1, count) == [[True, False]]
+    forking = ("--output", str(tmp_path / "user"), "--ppn", str(PPN), sys.executable, "-m", "script")
+    said_by(in_fork("launch", *forking, cwd=tmp_path, CCL_WORKER_COUNT="3"), PPN, "3")
+
+
+def said_by(done: subprocess.CompletedProcess[str], ranks: int, count: str | None) -> list[list[bool]]:
+    """What each rank of PLAIN knew of the backend at first: whether it was registered, and loaded."""
+    assert done.returncode == 0, done.stderr
+    said = sorted(lines_of(done.stdout), key=lambda line: line["rank"])
+    known = [line.pop("known") for line in said]
+    expected = {"sum": float(ranks), "backend": "ccl", "count": count}
+    assert said == [{"rank": i, **expected} for i in range(ranks)]
+    return known
+
+
+UNKNOWN = f"""
+import sys, torch
+print(hasattr(torch.distributed.Backend, "CCL"), "cputrain.comm.ccl" in sys.modules, flush=True)
+plain = {PLAIN!r}
+try:
+    exec(plain)
+except Exception as error:
+    print(error, flush=True)
+import cputrain.comm.ccl
+import os
+os.environ["MASTER_PORT"] = sys.argv[1]
+exec(plain)
+"""
 
 
 def test_where_entry_points_are_off_an_import_registers_the_backend() -> None:
-    def ran(code: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **ALONE, "MASTER_PORT": str(free_port())}
-        argv = (sys.executable, "-c", code)
-        return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-
-    refused = ran(PLAIN)
-    assert refused.returncode == 1 and "Unknown backend type ccl" in refused.stderr, refused.stderr
-    done = ran(f"import cputrain.comm.ccl\n{PLAIN}")
-    assert done.returncode == 0 and lines_of(done.stdout)[0]["backend"] == "ccl", done.stderr
-
-
-KNOWN = "import sys, torch; print(hasattr(torch.distributed.Backend, 'CCL'), 'cputrain.comm.ccl' in sys.modules)"
-
-
-@needs_entry_points
-def test_torch_knows_the_backend_without_an_import_and_loads_nothing() -> None:
-    def printed(**env: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", KNOWN], env={**os.environ, **env}, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    assert printed() == "True False"
-    assert printed(TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False False"
+    argv = (sys.executable, "-c", UNKNOWN, str(free_port()))
+    env = {**os.environ, **ALONE, "MASTER_PORT": str(free_port())}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("False False\n") and "Unknown backend type ccl" in done.stdout, done.stdout
+    (said,) = lines_of(done.stdout)
+    assert said["backend"] == "ccl" and said["known"] == [True, True]
 
 
 STAND_IN = """
 import importlib.metadata, json, os, sys
 import torch, {module}
+loaded = "cputrain.comm.ccl" in sys.modules
 torch.distributed.init_process_group("ccl")
 values = torch.ones(1)
 torch.distributed.all_reduce(values)
-said = (values.item(), importlib.metadata.version("oneccl_bind_pt"), os.environ["CCL_WORKER_COUNT"])
+said = (loaded, values.item(), importlib.metadata.version("oneccl_bind_pt"), os.environ["CCL_WORKER_COUNT"])
 print(json.dumps({{"rank": 0, "said": said}}))
 torch.distributed.destroy_process_group()
 """
 
 
 def test_the_names_of_intel_s_bindings_stand_in_and_never_before_an_original(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        processes = []
-        for module in ("oneccl_bindings_for_pytorch", "torch_ccl"):
-            argv, port = (sys.executable, "-c", STAND_IN.format(module=module)), str(free_port())
-            processes.append(stack.enter_context(command(*argv, **ALONE, MASTER_PORT=port, PYTHONPATH=PLACEHOLDERS)))
-        for process in processes:
+    """The newer name registers the backend where entry points are off; the older one imports the newer one."""
+    codes = [STAND_IN.format(module=module) for module in ("oneccl_bindings_for_pytorch", "torch_ccl")]
+    envs = [{**ALONE, "MASTER_PORT": str(free_port()), "PYTHONPATH": PLACEHOLDERS} for _ in codes]
+    with command(sys.executable, "-c", codes[0], **envs[0]) as new, forked("-c", codes[1], **envs[1]) as old:
+        for process in (new, old):
             end = ended(process, 240)
-            assert [line["said"] for line in lines_of(end.out)] == [[1.0, "2.8.0", "1"]], end.err
+            assert [line["said"] for line in lines_of(end.out)] == [[True, 1.0, "2.8.0", "1"]], end.err
     # What a .pth file adds comes after what is installed.
     original = tmp_path / "oneccl_bindings_for_pytorch.py"
     original.write_text("name = 'original'")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, lines_of, started
+from tests.support.ccl_jobs import command, lines_of, ran_with_shm, started
 from tests.support.commands import mpi_path
-from tests.support.forked import Process, ended
+from tests.support.forked import Process, ended, forking_python
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_what_differs_between_ranks_is_said_on_all_of_them_at_once(tmp_path: Pat
 
 def test_so_it_is_over_mpi() -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CCL_ATL_TRANSPORT": "mpi"}
-    argv = ("mpirun", "-np", "2", sys.executable, "-m", PROGRAM, "sizes")
+    argv = ("mpirun", "-np", "2", *forking_python(), "-m", PROGRAM, "sizes")
     with command(*argv, **{**mpi_path("intelmpi"), **meeting, **QUIET}) as job:
         assert_differ(said_by(job)["sizes"], DIFFERENT["sizes"])
 
@@ -135,18 +135,9 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
 
 
 def test_full_shared_memory_is_said_with_what_to_do_and_leaves_no_file() -> None:
-    argv = (
-        "unshare",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o size=2m none /dev/shm && "$@"',
-        "sh",
-    )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **QUIET}
-    with command(*argv, sys.executable, "-m", PROGRAM, "full_memory", **alone) as process:
-        (said,) = lines_of(ended(process, LIMIT_S).out)
+    program = f"import sys; sys.argv = ['', 'full_memory']\nimport {PROGRAM}"
+    (said,) = lines_of(ran_with_shm("2m", program, **alone).out)
     assert said["error"] == (
         "ccl: group 1 cannot share memory in /dev/shm, No space left on device: "
         "enlarge it (docker --shm-size=2g), or remove files from it"

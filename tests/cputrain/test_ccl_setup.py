@@ -1,6 +1,7 @@
 """Before oneCCL runs: where it is found, what is set for it, how its backend is compiled; each failure in one line."""
 
 import hashlib
+import logging
 import mmap
 import multiprocessing
 import os
@@ -41,12 +42,14 @@ from cputrain.comm.ccl.environment import (
 )
 from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
-from tests.support.ccl_jobs import ran
-from tests.support.commands import HANGS_S, cputrain
+from tests.support.ccl_jobs import ran, ran_with_shm
+from tests.support.commands import HANGS_S
+from tests.support.forked import in_fork
 from tests.support.trainings import LENET
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
 LIBFABRIC = Transport(name="ofi", why="a test")
+ALONE = ("plan.ppn=1", "plan.threads=1")
 
 
 TWO_WORLDS = """
@@ -177,20 +180,25 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
     }
 
 
+FOUR_RANKS = """
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.comm.ccl.environment import check_host
+subprocess.run("%s", shell=True, check=True)
+try:
+    check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, convention="env"), os.environ)
+except InputError as error:
+    print(error)
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
 @pytest.mark.parametrize(("size", "taken"), [("64m", "0"), ("512m", "448M")], ids=["as in containers", "nearly full"])
 def test_a_dev_shm_with_little_room_is_named_at_the_start(size: str, taken: str) -> None:
-    """In a mount namespace of its own: what is free counts, not the size."""
-    code = (
-        "import os; from cputrain.affinity.ranks.rank import Rank\n"
-        "from cputrain.comm.ccl.environment import check_host\n"
-        "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, convention='env'), os.environ)"
-    )
+    """What is free counts, not the size."""
     ballast = "true" if taken == "0" else f"fallocate -l {taken} /dev/shm/ballast"
-    small = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && {ballast} && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
-    printed = subprocess.run(command, capture_output=True, text=True)
-    assert "/dev/shm has 64 MiB free, but 4 ranks on a host need 128 MiB of shared memory: enlarge it" in printed.stderr
+    done = ran_with_shm(size, FOUR_RANKS % ballast)
+    assert "/dev/shm has 64 MiB free, but 4 ranks on a host need 128 MiB of shared memory: enlarge it" in done.out, done
 
 
 def test_segments_of_dead_processes_are_swept_and_those_of_living_ones_kept(tmp_path: Path) -> None:
@@ -273,16 +281,18 @@ def test_every_source_is_compiled_once_on_any_number_of_cores() -> None:
         assert sorted(path for unit in units for path in unit) == sorted(NATIVE.glob("*.cpp"))
 
 
-def test_what_takes_long_is_told_by_one_rank_of_a_host(tmp_path: Path) -> None:
+def test_what_takes_long_is_told_by_one_rank_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As warnings, which are seen in programs that set up no log."""
+    monkeypatch.setattr(compiled, "PROGRESS_S", 0.3)
     cxx = str(fake_compiler(tmp_path, 1))
-    code = (
-        "from tests.cputrain.test_ccl_setup import LIBRARIES; import os\n"
-        "from cputrain import native_build; native_build.PROGRESS_S = 0.3\n"
-        "from cputrain.comm.ccl.environment import ensure_built; ensure_built(LIBRARIES, os.environ)"
-    )
     for rank, lines in (("0", ("compiling the oneCCL backend", "has been compiling for", "compiled in")), ("1", ())):
-        done = ran(code, CPUTRAIN_CACHE=str(tmp_path / rank), CXX=cxx, LOCAL_RANK=rank)
-        assert done.status == 0 and all(line in done.err for line in lines) and bool(done.err) == bool(lines), done.err
+        caplog.clear()
+        cache = str(tmp_path / rank)
+        ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx, "LOCAL_RANK": rank})
+        told = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+        assert all(any(line in each for each in told) for line in lines) and bool(told) == bool(lines), told
 
 
 def fake_compiler(folder: Path, seconds: float) -> Path:
@@ -395,10 +405,10 @@ def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path
     small = ("data.path=images", *LENET, "batch.local=2", "max_steps=2", "epochs=1")
     broken = {"CCL_ROOT": str(tmp_path)}
     one_ccl(tmp_path, "2021.20", library=False)
-    arguments = ("train", "imagefolder", *small, "schedule.warmup_epochs=0", "plan.ppn=1")
-    refused = cputrain(*arguments, "comm.backend=ccl", "output=refused", cwd=tmp_path, **broken)
+    arguments = ("train", "imagefolder", *small, "schedule.warmup_epochs=0", *ALONE)
+    refused = in_fork(*arguments, "comm.backend=ccl", "output=refused", cwd=tmp_path, **broken)
     assert refused.returncode == 2 and "oneCCL 2021.20 in" in refused.stderr and "Traceback" not in refused.stderr
-    done = cputrain(*arguments, "output=done", cwd=tmp_path, **broken)
+    done = in_fork(*arguments, "output=done", cwd=tmp_path, **broken)
     assert done.returncode == 0, done.stderr
     expected = (tmp_path / "done/environment.json").read_text()
     assert '"backend": "gloo"' in expected and "oneCCL 2021.20" in expected

@@ -19,7 +19,7 @@ from cputrain.mpi.supervise import free_port
 from tests.support import ccl_callbacks
 from tests.support.ccl_jobs import command, lines_of, started
 from tests.support.commands import mpi_path
-from tests.support.forked import Process, ended, printed
+from tests.support.forked import Process, ended, forking_python, printed
 
 STRANGER = "tests.support.ccl_stranger"
 QUIET = {"PYTHONWARNINGS": "ignore"}
@@ -49,7 +49,7 @@ def passed(process: Process) -> list[str]:
 
 def mpirun(*arguments: str, ranks: int = 2) -> dict[str, object]:
     """The command of ranks under Intel MPI's mpirun, without anything else that would help."""
-    argv = ("mpirun", "-np", str(ranks), sys.executable, "-m", STRANGER, "ccl", *arguments)
+    argv = ("mpirun", "-np", str(ranks), *forking_python(), "-m", STRANGER, "ccl", *arguments)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {"argv": argv, "env": {**mpi_path("intelmpi"), **meeting, "CCL_ATL_TRANSPORT": "mpi"}}
 
@@ -126,7 +126,7 @@ def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() 
 
 def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
     """MPI would wait at its start for the third rank."""
-    argv = ("mpirun", "-np", "3", sys.executable, "-m", STRANGER, "gloo", "some")
+    argv = ("mpirun", "-np", "3", *forking_python(), "-m", STRANGER, "gloo", "some")
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with command(*argv, **mpi_path("intelmpi"), **meeting, **QUIET) as process:
         end = ended(process, LIMIT_S)

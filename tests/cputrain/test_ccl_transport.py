@@ -1,9 +1,9 @@
 """oneCCL's transport: what decides it, measured and kept figures, and that all ranks of a job use the same one."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import command, lines_of, unmeasured_cache
-from tests.support.commands import cputrain, mpi_path
-from tests.support.forked import ended
+from tests.support.commands import cputrain, here, mpi_path
+from tests.support.forked import ended, forking_python
 from tests.support.jobs import job_of
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
@@ -124,10 +124,19 @@ def test_oneccl_s_threads_are_counted(env: dict[str, str], threads: int) -> None
     assert worker_threads(env) == threads
 
 
-def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those under mpirun are started as a user's; over libfabric they are the same program, forked."""
     mpi_path("intelmpi")
+    time_two_ranks, program = check.time_two_ranks, check.PROGRAM
+
+    def forked_over_libfabric(transport: str, *arguments: Any) -> check.Times:
+        forked = (*forking_python(), "-m", "cputrain.comm.ccl.check", check.RANK)
+        monkeypatch.setattr(check, "PROGRAM", forked if transport == "ofi" else program)
+        return time_two_ranks(transport, *arguments)
+
+    monkeypatch.setattr(check, "time_two_ranks", forked_over_libfabric)
     cache = unmeasured_cache(tmp_path / "cache")
-    printed = cputrain("doctor", "ccl", **cache)
+    printed = here("doctor", "ccl", **cache)
     assert printed.returncode == 0, printed.stderr
     assert "oneCCL 2021.13" in printed.stdout
     for title in ("MPI", "libfabric"):
@@ -141,7 +150,7 @@ def test_ranks_under_mpirun_take_what_was_measured_to_be_faster(seconds: dict[st
     cache = unmeasured_cache(tmp_path / "cache")
     keep_seconds(cache, seconds)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = ("mpirun", "-np", "2", sys.executable, "-m", "tests.support.ccl_rank", "meet")
+    argv = ("mpirun", "-np", "2", *forking_python(), "-m", "tests.support.ccl_rank", "meet")
     with command(*argv, **mpi_path("intelmpi"), **meeting, **cache) as process:
         end = ended(process, 120)
     assert end.status == 0, end.err

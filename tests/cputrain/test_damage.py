@@ -14,12 +14,14 @@ from cputrain.data.prepare import ImageError, inspect
 from cputrain.runs import read_events
 from cputrain.training import SAMPLE_IMAGES, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain, optional
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 from tests.support.trainings import SMALL
 
 pyarrow = optional("pyarrow", "parquet")
 parquet = optional("pyarrow.parquet", "parquet")
 TRAIN = ("train", "imagefolder", *SMALL, "engine=eager", "comm.backend=gloo")  # what starts soonest
+ONE = ("plan.ppn=1", "plan.threads=1")
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun")
 
 
@@ -143,7 +145,7 @@ def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pyt
 def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowed(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=7)
     spoil(image_files([folder]))
-    result = cputrain(*TRAIN, "plan.ppn=1", "data.max_damaged=1", cwd=tmp_path)
+    result = in_fork(*TRAIN, *ONE, "data.max_damaged=1", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert "train split has 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
     assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
@@ -169,9 +171,9 @@ def test_a_table_of_paths_that_are_not_there_is_refused(
         check_sample(splits, decode_by_pillow, 16, 0.01, ALONE)
 
 
-def ended(place: Path, setting: str, *, checkpoints_left: int) -> str:
+def ended(place: Path, *settings: str, checkpoints_left: int) -> str:
     """Train until damage ends it; return the error."""
-    result = cputrain(*TRAIN, setting, cwd=place)
+    result = in_fork(*TRAIN, *settings, cwd=place)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr and len(checkpoints(place / "run")) == checkpoints_left
     return result.stderr
@@ -213,5 +215,5 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
 def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=30)
     spoil(untried(folder / "val", 3))
-    err = ended(tmp_path, "plan.ppn=1", checkpoints_left=1)  # of its last step
+    err = ended(tmp_path, *ONE, checkpoints_left=1)  # of its last step
     assert "val split has 3 damaged images among 90 of 90: cannot identify image file (3, first " in err

@@ -11,6 +11,7 @@ from cputrain.data.formats import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.runs import read_events
 from tests.support.checkpoints import content, newest
 from tests.support.commands import PPN, cputrain
+from tests.support.forked import in_fork
 from tests.support.trainings import trained
 
 SYNTHETIC = (
@@ -24,7 +25,7 @@ SYNTHETIC = (
     "epochs=2",
     "schedule.warmup_epochs=0",
     "phases=[{from_epoch: 1, crop: 40}]",
-    *("engine=eager", "plan.ppn=1"),
+    *("engine=eager", "plan.ppn=1", "plan.threads=1"),
 )
 
 
@@ -48,7 +49,7 @@ def test_points_lie_about_their_line() -> None:
 
 
 def test_a_training_on_synthetic_images_says_so_everywhere(tmp_path: Path) -> None:
-    made = cputrain("train", *SYNTHETIC, "output=run", cwd=tmp_path)
+    made = in_fork("train", *SYNTHETIC, "output=run", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "resnet18, synthetic data: 8 images of random pixels, 7 classes, no evaluation" in made.stdout
     assert "img/s, synthetic data)" in made.stdout and "val " not in made.stdout

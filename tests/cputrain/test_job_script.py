@@ -275,9 +275,10 @@ def test_the_first_host_tells_launcher_and_network(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("work", [("imagefolder",), ("--", "python", "train.py")])
 def test_the_login_node_does_not_shape_the_job(work: tuple[str, ...], tmp_path: Path) -> None:
     need("util-linux", "taskset")
-    argv = [sys.executable, "-m", "cputrain", "job", "slurm", "--nodes", "2", "--time", "1:00:00", *work]
-    few = subprocess.run(["taskset", "--cpu-list", "0", *argv], cwd=tmp_path, capture_output=True, text=True)
-    all_ = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    words = ("job", "slurm", "--nodes", "2", "--time", "1:00:00", *work)
+    argv = ["taskset", "--cpu-list", "0", sys.executable, "-m", "cputrain", *words]
+    few = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    all_ = here(*words, cwd=tmp_path)
     assert few.returncode == all_.returncode == 0 and few.stdout == all_.stdout
     assert "#SBATCH --exclusive" in all_.stdout and "task" not in all_.stdout.partition("\n\n")[0]
     assert "planned here, on the job's first host" in all_.stdout

@@ -12,7 +12,7 @@ from site_pages.json_output import SHAPES
 
 from cputrain.cli import main
 from cputrain.cli.output import only_results_on_stdout
-from tests.support.commands import cputrain
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 from tests.support.run_folders import write_run
 
@@ -98,6 +98,7 @@ def test_a_sweep_prints_its_results_alone_on_stdout(tmp_path: Path) -> None:
         "linear-regression",
         "max_steps=2",
         "plan.ppn=1",
+        "plan.threads=1",
         "--grid",
         "seed=1",
         "--output",
@@ -105,7 +106,7 @@ def test_a_sweep_prints_its_results_alone_on_stdout(tmp_path: Path) -> None:
         "--format",
         "json",
     )
-    result = cputrain("sweep", *words, cwd=tmp_path)
+    result = in_fork("sweep", *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert set(found) == fields("sweep") and found["runs"][0]["status"] == "done" and "1/1" in result.stderr

@@ -21,7 +21,8 @@ from cputrain.data.pixels import choose_decoder
 from cputrain.data.prepare import Options, prepare
 from cputrain.recipe import derive, load_recipe
 from cputrain.training import SessionData, evaluation_batches, training_batches
-from tests.support.commands import cputrain as run_cputrain
+from tests.support.ccl_jobs import started
+from tests.support.forked import ended, forked, in_fork
 from tests.support.images import write_images
 
 SIDE, BATCH, SEED, EPOCHS = 24, 5, 7, 2
@@ -103,19 +104,25 @@ def assert_same(found: dict[str, list], expected: dict[str, list]) -> None:
             assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
 
 
-@pytest.mark.parametrize(("packed", "block_mib"), [(False, 0.0), (True, 0.0), (True, 0.01)])
-def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(
-    images: Path, tmp_path: Path, packed: bool, block_mib: float
-) -> None:
-    path, place = shards_of(images) if packed else images, tmp_path / "elsewhere"
+def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(images: Path, tmp_path: Path) -> None:
+    place = tmp_path / "elsewhere"
     place.mkdir()
     (place / "script.py").write_text(SCRIPT)
-    argv = [sys.executable, "script.py", str(path), "batches", str(block_mib)]
+    argv = [sys.executable, "script.py", str(images), "batches", "0.0"]
     done = subprocess.run(argv, cwd=place, env=plain_environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = trainer_batches(session_like(path, 0, 1, block_mib))
+    expected = trainer_batches(session_like(images, 0, 1, 0.0))
     assert [len(epoch) for epoch in expected["train"]] == [7, 7], "36 images make 7 batches of 5"
     assert_same(torch.load(place / "batches-0.pt"), expected)
+
+
+@pytest.mark.parametrize("block_mib", [0.0, 0.01])
+def test_a_script_gets_the_batches_of_the_trainer_from_shards(images: Path, tmp_path: Path, block_mib: float) -> None:
+    path = shards_of(images)
+    with forked("-c", SCRIPT, str(path), "batches", str(block_mib), cwd=tmp_path) as process:
+        done = ended(process)
+    assert done.status == 0, done.err
+    assert_same(torch.load(tmp_path / "batches-0.pt"), trainer_batches(session_like(path, 0, 1, block_mib)))
 
 
 def test_the_documented_example_runs(tmp_path: Path) -> None:
@@ -123,31 +130,43 @@ def test_the_documented_example_runs(tmp_path: Path) -> None:
     assert loader.__doc__ is not None
     example = "\n".join(line for line in loader.__doc__.splitlines() if line.startswith("    ") or not line)
     code = textwrap.dedent(example) + "print(0 <= correct <= 15)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=plain_environment(tmp_path), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
+    with forked("-c", code, cwd=tmp_path) as process:
+        done = ended(process)
+    assert done.status == 0 and done.out == "True\n", done.err
     page = Path(__file__).parents[2] / "docs/guides/image-loader.md"
     assert textwrap.dedent(example).strip() in page.read_text(), "the guide shows the same example"
 
 
+def test_ranks_with_torchrun_s_variables_share_each_batch_as_in_the_trainer(images: Path, tmp_path: Path) -> None:
+    with started("-c", SCRIPT, str(images), str(tmp_path / "batches"), "0") as ranks:
+        for done in map(ended, ranks):
+            assert done.status == 0, done.err
+    check_ranks(images, tmp_path)
+
+
+@pytest.mark.long
 def test_ranks_of_torchrun_share_each_batch_as_in_the_trainer(images: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
     argv = [sys.executable, *ranks, str(images), "batches", "0"]
     done = subprocess.run(argv, cwd=tmp_path, env=plain_environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(tmp_path / f"batches-{rank}.pt") for rank in range(2)]
+    check_ranks(images, tmp_path)
+
+
+def check_ranks(images: Path, place: Path) -> None:
+    """Fail unless the two ranks of a script have got the batches of the trainer's."""
+    found = [torch.load(place / f"batches-{rank}.pt") for rank in range(2)]
     for rank in range(2):
         assert_same(found[rank], trainer_batches(session_like(images, rank, 2, 0.0)))
     assert sum(len(labels) for each in found for _, labels in each["val"]) == 15, "each validation image exactly once"
 
 
 def test_a_script_under_a_plan_decodes_on_the_cpus_of_its_worker(images: Path, tmp_path: Path) -> None:
-    code = f"from cputrain.data import ImageLoader; x = ImageLoader.open({str(images)!r}, batch_size=4); "
-    code += "print('loader', x.threads, *sorted(x.cpus))"
+    code = f"from cputrain.data import ImageLoader; x = ImageLoader.open({str(images)!r}, batch_size=4)\n"
+    (tmp_path / "script.py").write_text(code + "print('loader', x.threads, *sorted(x.cpus))\n")
     one_core = ("--ppn", "1", "--threads", "1")
-    made = run_cputrain("launch", *one_core, "--", sys.executable, "-c", code, cwd=tmp_path)
+    made = in_fork("launch", *one_core, "--", sys.executable, "-m", "script", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     words = made.stdout.partition("loader ")[2].split()
     assert words[0] == "1" and {int(cpu) for cpu in words[1:]} <= os.sched_getaffinity(0) and len(words) > 1

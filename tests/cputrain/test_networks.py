@@ -74,8 +74,9 @@ def test_gammas_are_zero_where_requested(name: str, last: str) -> None:
     ids=str,
 )
 def test_variants_keep_torchvision_s_state_dict(options: dict) -> None:
-    theirs = import_torchvision("models").resnet50(num_classes=10).state_dict()
-    made(name="resnet50", **options).load_state_dict(theirs)
+    with torch.device("meta"):  # names and sizes
+        theirs = import_torchvision("models").resnet50(num_classes=10).state_dict()
+        made(name="resnet50", **options).load_state_dict(theirs)
 
 
 def test_alexnet_bn_has_batchnorm_after_each_convolution() -> None:
@@ -111,7 +112,7 @@ def test_any_classifier_of_torchvision_trains(name: str) -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict, side: int, message: str) -> None:
-    with pytest.raises(InputError) as error:
+    with torch.device("meta"), pytest.raises(InputError) as error:
         made(side=side, **options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -212,6 +213,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save(made(name="resnet34").state_dict(), tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
+    network = made(name="resnet18")
     for name, message in (
         ("other.pt", "another model (96 keys different, first layer1.2.bn1.bias, (64,) in the file and absent in"),
         ("list.pt", "contains a list instead of weights"),
@@ -219,7 +221,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         ("absent.pt", "cannot read"),
     ):
         with pytest.raises(InputError) as error:
-            load_initial_weights(made(name="resnet18"), tmp_path / name)
+            load_initial_weights(network, tmp_path / name)
         assert message in str(error.value)
 
 

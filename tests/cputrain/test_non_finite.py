@@ -7,7 +7,8 @@ import torch
 from cputrain.runs import read_events
 from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
 from tests.support.checkpoints import content
-from tests.support.commands import cputrain, needs_two_cores
+from tests.support.commands import needs_two_cores
+from tests.support.forked import in_fork
 from tests.support.trainings import SMALL, trained
 
 pytestmark = needs_two_cores
@@ -59,7 +60,7 @@ def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
         "schedule.peak_rate=3",
         "epochs=4",
     )
-    result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", *diverging, cwd=place)
+    result = in_fork("train", "imagefolder", *SMALL, "plan.ppn=1", "plan.threads=1", *diverging, cwd=place)
     assert result.returncode == 0, result.stderr
     (warned,) = warnings(place / "run")
     assert warned.startswith("the loss is ")

@@ -107,7 +107,8 @@ def network(dtype: torch.dtype) -> nn.Module:
 def test_each_follows_its_definition_over_100_steps(
     plain: Update, options: dict[str, Any], peak: float, decay_all: bool, dtype: torch.dtype
 ) -> None:
-    """The gradients of each step are of the optimizer's own weights: what is compared is the optimizer alone."""
+    """The gradients of each step, of noisy parabolas, are of the optimizer's own weights: what is compared is the
+    optimizer alone."""
     optim = OptimSection(name=plain.__name__, decay_bn_and_bias=decay_all, **{"weight_decay": 0.01, **options})
     model = network(dtype)
     optimizer = build_optimizer(model, optim)
@@ -115,9 +116,8 @@ def test_each_follows_its_definition_over_100_steps(
     states: list[State] = [{} for _ in weights]
     for step in range(STEPS):
         rate = peak * (1 - step / STEPS)
-        optimizer.zero_grad()
-        model(torch.randn(8, 3, 8, 8, dtype=dtype)).square().mean().backward()
         for i, p in enumerate(model.parameters()):
+            p.grad = 0.1 * (p.detach() + torch.randn_like(p))
             decay = optim.weight_decay if decay_all or p.ndim > 1 else 0.0
             weights[i] = plain(optim, states[i], weights[i], p.grad.double(), rate, decay, step + 1)
         set_lr_and_decay(optimizer, rate, optim.weight_decay)

@@ -28,7 +28,8 @@ from cputrain.other_launchers import (
     split_words,
     translate,
 )
-from tests.support.commands import cputrain, here, mpi_path, refused
+from tests.support.commands import here, mpi_path, refused
+from tests.support.forked import in_fork
 
 OF_HELP = ("-h", "--help", "--usage", "-V", "--version", "-help")
 
@@ -421,7 +422,7 @@ def test_what_is_printed_runs(tmp_path: Path) -> None:
         words = shlex.split(made.stdout)
         assert words[:2] == ["cputrain", "launch"]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        ran = cputrain(*words[1:2], "--oversubscribe", *words[2:], cwd=tmp_path, PATH=path)
+        ran = in_fork(*words[1:2], "--oversubscribe", *words[2:], cwd=tmp_path, PATH=path)
         assert ran.returncode == 0, ran.stderr
         printed = [json.loads(line.partition("] ")[2]) for line in ran.stdout.splitlines() if line.startswith("[")]
         assert sorted(printed, key=str) == expected

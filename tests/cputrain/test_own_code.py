@@ -16,6 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.training.entry import _own_recipe
 from tests.support.commands import cputrain
+from tests.support.forked import in_fork
 from tests.support.trainings import PPN, raw_events
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -29,8 +30,8 @@ def final(folder: Path) -> dict[str, Tensor]:
 
 
 def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = str(EXAMPLES / "waveforms.py")
-    whole = cputrain(*OF_RANKS, script, "output=whole", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    path = f"{ROOT}:{EXAMPLES}"
+    whole = in_fork(*OF_RANKS, "-m", "waveforms", "output=whole", cwd=tmp_path, PYTHONPATH=path)
     assert whole.returncode == 0, whole.stderr + whole.stdout
     assert "72 steps, top-1 " in whole.stdout and "300 samples, each once" in whole.stdout
     events = raw_events(tmp_path / "whole")
@@ -48,7 +49,7 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
 def test_the_guide_s_first_script_trains_as_it_is_printed(tmp_path: Path) -> None:
     script = (ROOT / "docs/guides/own-code.md").read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(script)
-    ran = cputrain(*OF_RANKS, "mine.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    ran = in_fork(*OF_RANKS, "-m", "mine", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert (
         raw_events(tmp_path / "runs/mine")[-1]["status"] == "done"

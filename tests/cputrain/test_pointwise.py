@@ -48,10 +48,10 @@ def test_a_product_is_the_convolution(stride: int | tuple[int, int], bias: bool)
 )
 def test_a_network_s_1_x_1_layers_become_products_and_train_alike(name: str, products: int) -> None:
     torch.manual_seed(1)
-    plain = build_model(ModelSection(name=name), 10, 64).to(dtype=torch.float64, memory_format=torch.channels_last)
+    plain = build_model(ModelSection(name=name), 10, 32).to(dtype=torch.float64, memory_format=torch.channels_last)
     network = products_of(plain)
     assert sum(isinstance(layer, PointwiseConv2d) for layer in network.modules()) == products
-    images = images_of(2, 3, 64, 64, dtype=torch.float64)
+    images = images_of(2, 3, 32, 32, dtype=torch.float64)
     gradients = []
     for each in (plain.eval(), network.eval()):
         each(images).square().sum().backward()

@@ -1,17 +1,19 @@
 """Signals that stop a training: what ranks agree on, and the preemption signal after a training's end."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from cputrain.comm import SignedKeys
 from cputrain.training import Preemption
+from tests.support.ccl_jobs import ran
+from tests.support.forked import Ended, ended, forked, printed
 
 ENDING = """
 import signal
@@ -30,13 +32,14 @@ if "ignore" in sys.argv:
 """
 
 EARLY = """
-import os, sys
+import os, sys, time
 from cputrain.training.signals import signals_blocked
 
 prepared = "prepared" in sys.argv
 with signals_blocked(os.environ, prepared=prepared):
     print("held", flush=True)
-    sys.stdin.readline()
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
     from torch._C._distributed_c10d import HashStore
     from cputrain.comm.store import SignedKeys
     from cputrain.training.signals import Preemption
@@ -167,31 +170,39 @@ def test_quick_steps_look_into_the_store_now_and_then_and_still_agree(handlers: 
         assert store.reads < 30
 
 
-def early(number: int, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def early(tmp_path: Path) -> Callable[..., Ended]:
     """What becomes of a process that gets a signal long before it can stop a training."""
-    argv, pipe = [sys.executable, "-c", EARLY, *words], subprocess.PIPE
-    with subprocess.Popen(argv, env={**os.environ, **env}, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        process.send_signal(number)
-        time.sleep(0.1)
-        out, err = process.communicate("\n", timeout=120)
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def signaled(number: int, *words: str, **env: str) -> Ended:
+        with forked("-c", EARLY, str(tmp_path / "sent"), *words, **env) as process:
+            while printed(process)[0] != "held\n":
+                assert process.poll() is None, printed(process)
+                time.sleep(0.01)
+            process.send_signal(number)
+            time.sleep(0.1)
+            (tmp_path / "sent").touch()
+            return ended(process)
+
+    return signaled
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGUSR1, ["prepared"]), (signal.SIGTERM, [])])
-def test_a_signal_in_a_rank_s_first_seconds_is_remembered(number: int, words: list[str]) -> None:
+def test_a_signal_in_a_rank_s_first_seconds_is_remembered(
+    number: int, words: list[str], early: Callable[..., Ended]
+) -> None:
     result = early(number, *words, **ONE_RANK)
-    assert (result.returncode, result.stdout) == (0, "stops True\n"), result.stderr
+    assert (result.status, result.out) == (0, "held\nstops True\n"), result.err
 
 
-def test_sigterm_before_anything_is_started_ends_with_a_line() -> None:
+def test_sigterm_before_anything_is_started_ends_with_a_line(early: Callable[..., Ended]) -> None:
     result = early(signal.SIGTERM)
-    assert result.returncode == 143
-    assert result.stderr == "cputrain: SIGTERM before the training began: nothing was started\n"
+    assert result.status == 143
+    assert result.err == "cputrain: SIGTERM before the training began: nothing was started\n"
 
 
-def test_a_rank_of_a_prepared_run_can_be_ended_at_any_time() -> None:
-    assert early(signal.SIGTERM, "prepared", **ONE_RANK).returncode == -signal.SIGTERM
+def test_a_rank_of_a_prepared_run_can_be_ended_at_any_time(early: Callable[..., Ended]) -> None:
+    assert early(signal.SIGTERM, "prepared", **ONE_RANK).status == -signal.SIGTERM
 
 
 def status(*words: str) -> int:
@@ -205,5 +216,5 @@ def test_a_signal_at_the_very_end_does_not_end_a_finished_training() -> None:
 
 def test_a_rank_that_is_interrupted_ends_by_the_signal_before_its_connections() -> None:
     """Others, which lose their connections to it, would otherwise end first and be named."""
-    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+    result = ran(INTERRUPTED)
+    assert (result.status, result.out, result.err) == (-signal.SIGINT, "", "")

@@ -59,7 +59,7 @@ def test_the_arithmetic_in_a_recipe_s_comments_is_recomputed(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).sweep != SweepSection()])
 def test_every_training_of_a_recipe_s_sweep_is_a_valid_recipe(name: str) -> None:
     made = variants(load_recipe(name).sweep, (), ())
-    assert len({dump_recipe(load_recipe(name, variant.arguments)) for variant in made}) == len(made) > 2
+    assert len({load_recipe(name, variant.arguments).model_dump_json() for variant in made}) == len(made) > 2
 
 
 def test_settings_win_over_the_file() -> None:

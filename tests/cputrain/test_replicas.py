@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from cputrain.training import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
+from tests.support import trainings
 from tests.support.by_hand import ranks_of_code
-from tests.support.commands import cputrain, needs_two_cores
+from tests.support.commands import needs_two_cores
 from tests.support.images import write_images
-from tests.support.injection import injected_faults
 from tests.support.trainings import SMALL
 
 HOSTS = ("n1", "n1", "n2", "n2")
@@ -165,8 +165,7 @@ def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
     network = ("comm.backend=gloo", "epochs=20")
     flip = {"FAULT_RANK": "1", "FAULT_FLIP": "4"}
     compared = "compare_weights_every_steps=2"
-    with injected_faults():
-        result = cputrain("train", "imagefolder", *SMALL, *network, compared, cwd=tmp_path, **flip)
+    result = trainings.trained(tmp_path, 2, ("imagefolder", *SMALL, *network, compared), **flip)
     assert result.returncode == 1
     message = r"ranks 0 on \S+, 1 on \S+ have different weights after step 4 \(equal after step 2\)"
     assert re.search(message, result.stderr), result.stderr

@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from safetensors import safe_open
 
 from cputrain.checkpoints import ScaleRecord, name_of, step_of
 from cputrain.models import read_weights
+from cputrain.mpi.supervise import free_port
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import changes_training, check_folder, differences, read_events, reason_not_to_resume
-from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import children_of, cputrain, here, refused
+from tests.support.forked import ended, forked, in_fork
 from tests.support.images import write_images
 from tests.support.trainings import LENET, PPN, raw_events, until_logged
 
@@ -34,14 +34,11 @@ def contents(run: Path) -> dict[str, bytes]:
 
 def killed(place: Path, *arguments: str) -> int:
     """Train until a checkpoint is written, then kill a rank; the newest checkpoint's step."""
-    argv = [sys.executable, "-m", "cputrain", "train", *arguments]
-    with subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with forked("-m", "cputrain", "train", *arguments, cwd=place) as process:
         until_logged(place / "run", "checkpoint", process)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
-        ranks = [pid for pid in children if b"--prepared" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(int(ranks[0]), signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 1, err
+        os.kill(children_of(process.pid)[0], signal.SIGKILL)
+        end = ended(process)
+        assert end.status == 1 and "was ended by SIGKILL" in end.err, end.err
     return step_of(newest(place / "run"))
 
 
@@ -55,8 +52,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = killed(place, "imagefolder", *ENDLESS, "output=run")
     assert [event["event"] for event in raw_events(place / "run")].count("end") == 0
     shutil.copytree(place / "run", place / "killed")
-    changed = (f"max_steps={step + 3}", "plan.ppn=1", f"batch.accumulation={PPN}", "name=other")
-    ended = cputrain("train", "../run", "--resume", *changed, cwd=place / "elsewhere")
+    time.sleep(0.5)  # a wait that only wall time has
+    changed = (f"max_steps={step + 3}", "plan.ppn=1", "plan.threads=1", f"batch.accumulation={PPN}", "name=other")
+    ended = in_fork("train", "../run", "--resume", *changed, cwd=place / "elsewhere")
     assert ended.returncode == 0, ended.stderr
     (place / "printed").write_text(ended.stdout)
     return place
@@ -98,7 +96,7 @@ def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: 
     second_s = end["trained_until"] - events[second]["time"]
     assert end["starts"] == 2 and end["time_to_train_s"] == pytest.approx(first_s + second_s, abs=0.05)
     assert end["wall_time_s"] == pytest.approx(end["trained_until"] - events[0]["time"], abs=0.05)
-    assert end["wall_time_s"] > end["time_to_train_s"] + 0.5, "the ranks' start lies between"
+    assert end["wall_time_s"] > end["time_to_train_s"] + 0.5, "a wait lies between"
     printed = (place / "printed").read_text()
     assert f"time to train        {end['time_to_train_s']:.1f} s over 2 starts" in printed
     assert f"wall time            {end['wall_time_s']:.1f} s" in printed
@@ -110,10 +108,11 @@ def test_a_finished_run_is_not_trained_again(place: Path) -> None:
     before = contents(place / "run")
     again = here("train", "run", "--resume", cwd=place)
     assert again.returncode == 0 and "run is finished: " in again.stdout and again.stdout.count("\n") == 1
-    plan = plan_of(place, "run/recipe.yaml", "output=run")
-    ranks = ranks_by_hand(place, plan, "train", "run", "--resume")
-    assert all(rank.returncode == 0 for rank in ranks), ranks[0].stderr
-    assert "run is finished: " in ranks[0].stdout
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    command = ("-m", "cputrain", "train", "run", "--resume")
+    with forked(*command, cwd=place, **one, MASTER_PORT=str(free_port())) as process:
+        rank = ended(process)
+    assert rank.status == 0 and "run is finished: " in rank.out, rank.err
     assert contents(place / "run") == before
 
 
@@ -172,7 +171,8 @@ def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp
     import torch
 
     shutil.copytree((place / "run/checkpoints/best").resolve(), tmp_path / "alone")
-    shown = cputrain("eval", "alone", "--format", "json", f"data.path={place}/images", "plan.ppn=1", cwd=tmp_path)
+    alone = ("plan.ppn=1", "plan.threads=1")
+    shown = in_fork("eval", "alone", "--format", "json", f"data.path={place}/images", *alone, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
     (result,) = json.loads(shown.stdout)["results"]

@@ -1,10 +1,8 @@
 """Ranks of another version, recipe or data are refused before they communicate."""
 
-import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
 from cputrain.training import job_settings
 from tests.support.commands import here, needs_two_cores
+from tests.support.forked import ended, forked
 from tests.support.images import write_images
 from tests.support.trainings import LENET
 
@@ -104,19 +103,15 @@ def test_shards_are_told_apart_by_the_checksums_of_their_images(images: Path, tm
 @needs_two_cores
 def test_a_training_of_two_recipes_is_refused_by_both_ranks(images: Path, tmp_path: Path) -> None:
     network = (*LENET, "comm.backend=gloo", "batch.local=2")
-    argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", "data.path=images", *network, "output=run"]
+    command = ("-m", "cputrain", "train", "imagefolder", "data.path=images", *network, "output=run")
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [*argv, f"seed={seed}"],
-            cwd=tmp_path,
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, seed in enumerate((7, 8))
-    ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], errors
-    assert all("rank 1 on " in text and "in seed: 8 instead of 7: start all ranks with" in text for text in errors)
+    with ExitStack() as stack:
+        of_rank = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        started = [
+            stack.enter_context(forked(*command, f"seed={seed}", cwd=tmp_path, **env))
+            for seed, env in zip((7, 8), of_rank, strict=True)
+        ]
+        ranks = [ended(rank) for rank in started]
+    assert [rank.status for rank in ranks] == [2, 2], ranks
+    assert all("rank 1 on " in one.err and "in seed: 8 instead of 7: start all ranks with" in one.err for one in ranks)
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,8 @@ import pytest
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.words import missing_argument, tables
 from cputrain.recipe import all_keys, other_names
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import here, refused
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 
 
@@ -201,7 +202,7 @@ os.write(1, json.dumps(shown).encode() + b"\\n")
 
 
 def printed(*words: str, cwd: Path) -> list[list[object]]:
-    ran = cputrain("launch", *words, cwd=cwd)
+    ran = in_fork("launch", *words, cwd=cwd)
     assert ran.returncode == 0, ran.stderr
     return sorted(json.loads(line.partition("] ")[2]) for line in ran.stdout.splitlines() if line.startswith("["))
 

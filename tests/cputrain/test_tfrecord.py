@@ -19,7 +19,8 @@ from cputrain.data.sources import open_source
 from cputrain.runs import read_events
 from tests.cputrain.test_prepare import options
 from tests.support.checkpoints import content
-from tests.support.commands import cputrain, here
+from tests.support.commands import here
+from tests.support.forked import in_fork
 from tests.support.images import jpeg, survey, write_images, write_mnist
 
 
@@ -237,8 +238,8 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
     write_mnist(tmp_path / "mnist", train=600, val=90, zipped=False)
     prepared = ("mnist", "mnist", "data", "--val-fraction", "1/6", "--format", "tfrecord", "--shards", "2")
     assert here("prepare", *prepared, cwd=tmp_path).returncode == 0
-    settings = ("data.path=data", "epochs=6", "plan.ppn=1", "comm.backend=gloo", "output=run")
-    result = cputrain("train", "mnist-adam", *settings, cwd=tmp_path)
+    settings = ("data.path=data", "epochs=6", "plan.ppn=1", "plan.threads=1", "comm.backend=gloo", "output=run")
+    result = in_fork("train", "mnist-adam", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "500 training, 100 validation and 90 test images" in result.stdout
     end = read_events(tmp_path / "run")[-1]

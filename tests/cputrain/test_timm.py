@@ -27,7 +27,7 @@ from cputrain.optim import build_optimizer
 from cputrain.recipe import DataSection, ModelSection, OptimSection
 from cputrain.runs import read_events
 from cputrain.training import has_onednn
-from tests.support.commands import cputrain
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 
 pytestmark = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
@@ -136,8 +136,8 @@ def test_position_embeddings_and_class_tokens_do_not_decay() -> None:
 def test_a_network_of_timm_from_training_to_export(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=6, val=4)
     network = ("model.name=timm:test_efficientnet", "model.zero_gamma=none", "data.crop=32")
-    settings = ("data.path=images", *network, "batch.local=6", "max_steps=3")
-    done = cputrain("train", "imagefolder", *settings, "plan.ppn=1", "output=run", "--quiet", cwd=tmp_path)
+    settings = ("data.path=images", *network, "batch.local=6", "max_steps=3", "plan.ppn=1", "plan.threads=1")
+    done = in_fork("train", "imagefolder", *settings, "output=run", "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "timm:test_efficientnet was trained by timm with data.crop=160" in done.stdout + done.stderr
     (end,) = (event for event in read_events(tmp_path / "run") if event["event"] == "end")

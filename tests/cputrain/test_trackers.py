@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import struct
@@ -230,7 +231,6 @@ def sent_by_hand(*words: str, **env: str) -> tuple[int, str]:
 def test_errors_of_the_command_that_sends_a_run_by_hand_are_one_line(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
-    assert sent_by_hand("mlflow", "x") == (2, "trackers mlflow x: give mlflow or wandb, and a run folder")
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow/__init__.py").write_text("raise ModuleNotFoundError('no module of it', name='mlflow')")
     status, line = sent_by_hand("mlflow", str(folder), PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
@@ -238,9 +238,16 @@ def test_errors_of_the_command_that_sends_a_run_by_hand_are_one_line(tmp_path: P
     status, line = sent_by_hand("mlflow", str(folder), MLFLOW_TRACKING_URI="none://me:secret@nowhere")
     assert status == 1 and line.startswith(f"trackers: log=mlflow of {folder} failed: ")
     assert "none://nowhere" in line and "secret" not in line
+
+
+def test_what_is_no_run_or_tracker_is_refused_where_a_run_is_sent_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
     (folder / "recipe.yaml").unlink()
-    wrong = (2, f"trackers mlflow {folder}: give mlflow or wandb, and a run folder")
-    assert sent_by_hand("mlflow", str(folder)) == wrong, "without its recipe"
+    for words in (("mlflow", "x"), ("mlflow", str(folder))):
+        assert trackers.main(words) == 2
+        assert capsys.readouterr().err == f"trackers {shlex.join(words)}: give mlflow or wandb, and a run folder\n"
 
 
 def test_a_package_that_is_not_installed_is_named_where_a_run_is_sent_by_hand(

@@ -15,6 +15,7 @@ from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.commands import cputrain, here, refused
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL, trained
 
@@ -92,7 +93,7 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     expected = refused(here("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
     assert "a run of another recipe (epochs: 2 -> 3)" in expected
     named = ("--checkpoint", "run/checkpoints/best", "--report", "mistakes.html")
-    evaluated = cputrain("eval", "run/recipe.yaml", *named, cwd=place)
+    evaluated = in_fork("eval", "run/recipe.yaml", *named, cwd=place)
     assert evaluated.returncode == 0, evaluated.stderr
     best = max(event["val_top1"] for event in events if event["event"] == "epoch")
     assert f"top-1 {best:.2f} %" in evaluated.stdout and "21 images" in evaluated.stdout
@@ -159,7 +160,7 @@ def test_a_damaged_image_is_named_counted_and_skipped(in_turn: InTurn) -> None:
 def test_a_damaged_image_can_end_the_training(place: Path) -> None:
     (place / "images/train/class1/003.jpg").write_bytes(b"junk")
     every_image = ("data.on_error=raise", "data.last_batch=spread", "comm.backend=gloo")
-    result = cputrain("train", "imagefolder", *SMALL, *every_image, cwd=place)
+    result = in_fork("train", "imagefolder", *SMALL, *every_image, cwd=place)
     assert result.returncode == 1
     assert "class1/" in result.stderr and "exited with status 1" in result.stderr
     assert "Traceback" not in result.stderr

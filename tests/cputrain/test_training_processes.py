@@ -18,7 +18,8 @@ from cputrain.report import read_usage
 from cputrain.runs import read_events
 from tests.support.ccl_jobs import ran
 from tests.support.checkpoints import differing, newest
-from tests.support.commands import CORES, cputrain, needs_two_cores
+from tests.support.commands import CORES, children_of, cputrain, needs_two_cores
+from tests.support.forked import ended, forked, in_fork, writing
 from tests.support.trainings import PPN, SMALL, until_logged
 
 # torch 2.13 aborts at exit now and then where this import comes after the group's start (see comm/group.py).
@@ -47,29 +48,21 @@ dist.destroy_process_group()
 def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
     place: Path, backend: str, by: signal.Signals, expected: str
 ) -> None:
-    argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *SMALL, "epochs=500", f"comm.backend={backend}"]
-    process = subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until_logged(place / "run", "step", process)
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8")
-    ranks = {
-        int(pid): dict(
-            pair.split("=", 1)
-            for pair in Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
-            if "=" in pair
-        )
-        for pid in listed.split()
-    }
-    victim = next(pid for pid, env in ranks.items() if env.get("RANK") == "1")
-    killed = time.monotonic()
-    os.kill(victim, by)
-    _, err = process.communicate(timeout=60)
+    argv = ("-m", "cputrain", "train", "imagefolder", *SMALL, "epochs=500", f"comm.backend={backend}")
+    executed = writing(lambda out, err: subprocess.Popen([sys.executable, *argv], cwd=place, stdout=out, stderr=err))
+    with executed if by == signal.SIGKILL else forked(*argv, cwd=place) as process:
+        until_logged(place / "run", "step", process)
+        children = children_of(process.pid)  # first the ranks, in their order
+        killed = time.monotonic()
+        os.kill(children[1], by)
+        end = ended(process, 60)
     assert time.monotonic() - killed < 60  # 15 on a machine that is not busy
-    assert process.returncode == 1
+    assert end.status == 1
     # Rank 0 may have time to print its own message, of a lost connection, before the launcher ends it.
-    headline = next(line for line in err.splitlines() if re.match("cputrain: (?!rank 0)", line))
-    assert headline.startswith(f"cputrain: {expected.format(socket.gethostname())}"), err
-    assert "Traceback" not in err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    headline = next(line for line in end.err.splitlines() if re.match("cputrain: (?!rank 0)", line))
+    assert headline.startswith(f"cputrain: {expected.format(socket.gethostname())}"), end.err
+    assert "Traceback" not in end.err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
@@ -120,8 +113,8 @@ import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
 group = start_group(rank, worker, sys.argv[1], 60.0, os.environ)
-model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
-model(torch.zeros(2, 3, 32, 32)).sum().backward()
+model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="lenet"), 3, 28))
+model(torch.zeros(2, 3, 28, 28)).sum().backward()
 all_gather(1)
 del model
 end_group(group)
@@ -150,9 +143,10 @@ print("loaders", list(DataLoader(Where(), num_workers=2, batch_size=None)), flus
 def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> None:
     (tmp_path / "loaders.py").write_text(LOADERS)
     pus = list(this_machine().allowed_pus)
-    for flags, where in (((), pus), (("--pin-threads",), pus[:1])):
-        command = ("launch", "--ppn", "1", "--output", f"out{len(flags)}", *flags, "--", sys.executable, "loaders.py")
-        assert f"loaders {[where, where]}" in cputrain(*command, cwd=tmp_path).stdout
+    pinned = (cputrain, ("--pin-threads",), ("loaders.py",), pus[:1])  # by OpenMP as it is loaded
+    for start, flags, script, where in ((in_fork, (), ("-m", "loaders"), pus), pinned):
+        command = ("launch", "--ppn", "1", "--output", f"out{len(flags)}", *flags, "--", sys.executable)
+        assert f"loaders {[where, where]}" in start(*command, *script, cwd=tmp_path).stdout
 
 
 @pytest.mark.long

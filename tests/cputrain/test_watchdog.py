@@ -38,9 +38,11 @@ from tests.support.forked import Ended, ended, forked
 OTHER_VERSION = """
 import json, logging, time
 from torch.distributed import HashStore
+from cputrain.comm import watchdog
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
+watchdog.HEARTBEAT_S = 0.5
 logging.basicConfig(format="%(message)s")
 keys = SignedKeys(HashStore(), "token")
 keys.set("heartbeat/1", json.dumps({"count": 1, "beats": [3]}))
@@ -51,7 +53,7 @@ Watchdog(
     sender=HeartbeatThread(keys, 0, place_of_this_process(native=False), pending),
     backend=WatchedBackend(pending=pending),
 )
-time.sleep(8)
+time.sleep(4)
 """
 STUCK = """
 import threading, time
@@ -78,7 +80,7 @@ class Gone:
         raise RuntimeError("Connection was closed")
     has = get = get_all = set = fail
 begun = time.monotonic()
-watchdog.LEAVING_S = 12.0
+watchdog.LEAVING_S = 6.0
 watchdog.Watchdog(
     Gone(), ranks=(0, 1), rank=1, timeout_s=60.0, sender=None,
     backend=watchdog.WatchedBackend(
@@ -287,7 +289,7 @@ def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_th
         processes = [stack.enter_context(forked("-c", GONE, name)) for name in names]
         waits, leaves = (ended(process, 60) for process in processes)
     assert (waits.status, leaves.status) == (1, 1)
-    assert float(leaves.out) > max(12.0, float(waits.out) + 5.0)
+    assert float(leaves.out) > max(6.0, float(waits.out) + 2.0)
     assert "rank 1 waits in ALLREDUCE #3: the job's store is gone" in waits.err
 
 

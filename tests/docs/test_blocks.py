@@ -31,6 +31,7 @@ LONG = (
     "docs/guides/simulate.md",
 )  # their trainings take half a minute each
 HANGS_S = 1800.0  # for all blocks of a page; the first training also compiles the oneCCL backend
+WITH_TORCH = (*LONG, "README.md")  # whose train.py forms a process group; elsewhere, ranks show their variables
 THEIRS = """
 import torch
 import torch.distributed as dist
@@ -41,14 +42,18 @@ dist.all_reduce(one)
 print("ranks", int(one))
 dist.destroy_process_group()
 """
+WITHOUT_TORCH = """
+import os
+
+print("ranks", int(os.environ["WORLD_SIZE"]), os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages call data/photos and train.py."""
+    """A folder with what the pages call data/photos."""
     folder = tmp_path_factory.mktemp("pages")
     write_images(folder / "data/photos", classes=2, train=20, val=4, size=40)
-    (folder / "train.py").write_text(THEIRS)
     return folder
 
 
@@ -62,12 +67,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=name_of,
 )
 def test_the_shell_blocks_of_a_page_run(page: Path, place: Path, tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    shutil.copytree(place, here)
+    folder = tmp_path / "here"
+    shutil.copytree(place, folder)
+    (folder / "train.py").write_text(THEIRS if name_of(page) in WITH_TORCH else WITHOUT_TORCH)
     script = "\n".join(block.text for block in blocks(page) if block.tag == "sh")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     argv, env, pipe = ["bash", "-euo", "pipefail", "-c", script], {**os.environ, "PATH": path}, subprocess.PIPE
-    with subprocess.Popen(argv, cwd=here, env=env, stdout=pipe, stderr=pipe, text=True) as shell:
+    with subprocess.Popen(argv, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True) as shell:
         try:
             out, err = shell.communicate(timeout=HANGS_S)
         except subprocess.TimeoutExpired:

@@ -3,6 +3,9 @@
 import ast
 import importlib
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -34,15 +37,53 @@ MAY_USE_THE_ENVIRONMENT = {
 }  # and the files of the commands, cputrain/cli/*.py
 
 
+@dataclass(slots=True, kw_only=True)
+class Code:
+    """What the tests look at in a file: a tree of each of them at the same time would take hundreds of MB."""
+
+    path: str
+    calls: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)  # lines of each function
+    imports: list[ast.ImportFrom] = field(default_factory=list)
+    uses_environment: bool = False
+    uses: list[int] = field(default_factory=list)  # of the environment, in each function and import
+    without_encoding: list[str] = field(default_factory=list)
+
+
+@cache
+def code_of(folder: str) -> tuple[Code, ...]:
+    """Read each file of a folder at the top."""
+    return tuple(read(path) for path in (ROOT / folder).rglob("*.py"))
+
+
+def codes(folders: Iterable[str]) -> Iterator[Code]:
+    for folder in folders:
+        yield from code_of(folder)
+
+
+def read(path: Path) -> Code:
+    text = path.read_text(encoding="utf-8")
+    code = Code(path=str(path.relative_to(ROOT)))
+    names_environment = any(name in text for name in ENVIRONMENT)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            code.calls += 1
+            if lacks_encoding(node):
+                code.without_encoding.append(f"{code.path}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            code.lengths[f"{code.path}: {node.name}"] = node.end_lineno - node.lineno + 1
+        elif isinstance(node, ast.ImportFrom):
+            code.imports.append(node)
+        if names_environment and isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom):
+            code.uses.append(uses_of_the_environment(node))
+        elif names_environment and isinstance(node, ast.Module):
+            code.uses_environment = uses_of_the_environment(node) > 0
+    return code
+
+
 def test_no_function_has_more_than_100_lines() -> None:
     """Without decorators: those of a command are its options."""
-    lengths = {
-        f"{path.relative_to(ROOT)}: {node.name}": node.end_lineno - node.lineno + 1
-        for folder in CODE
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
-    }
+    lengths = {name: lines for code in codes(CODE) for name, lines in code.lengths.items()}
     assert len(lengths) > 1000
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
@@ -90,12 +131,11 @@ def test_the_public_names_of_every_package_can_be_imported() -> None:
 def test_tests_import_what_a_package_offers_in_front() -> None:
     offered = fronts()
     past = {
-        f"{path.relative_to(ROOT)}: from {node.module} import {alias.name}"
-        for folder in ("tests", "benchmarks", "tools")
-        for path in (ROOT / folder).rglob("*.py")
-        if "guest" not in path.parts  # in the emulated machines every import costs a second
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module not in offered
+        f"{code.path}: from {node.module} import {alias.name}"
+        for code in codes(("tests", "benchmarks", "tools"))
+        if "guest" not in Path(code.path).parts  # in the emulated machines every import costs a second
+        for node in code.imports
+        if node.module and node.module not in offered
         for alias in node.names
         if alias.name in offered.get(node.module.rpartition(".")[0], set())
     }
@@ -112,16 +152,7 @@ def uses_of_the_environment(node: ast.AST) -> int:
 
 
 def test_only_command_lines_and_what_others_call_use_the_environment() -> None:
-    uses = {
-        str(path.relative_to(ROOT)): [
-            uses_of_the_environment(part)
-            for part in ast.walk(tree)
-            if isinstance(part, ast.FunctionDef | ast.Import | ast.ImportFrom)
-        ]
-        for folder in ("affinity", "mpi", "cputrain")
-        for path in (ROOT / folder).rglob("*.py")
-        if uses_of_the_environment(tree := ast.parse(path.read_text()))
-    }
+    uses = {code.path: code.uses for code in codes(("affinity", "mpi", "cputrain")) if code.uses_environment}
     assert {path for path in uses if Path(path).parent != Path("cputrain/cli")} == MAY_USE_THE_ENVIRONMENT
     assert [path for path, functions in uses.items() if max(functions) > 1] == []  # read once, and handed on
 
@@ -133,12 +164,18 @@ def test_a_use_of_the_environment_is_seen(code: str) -> None:
     assert uses_of_the_environment(ast.parse(code)) == 1
 
 
+OPENING = {"read_text", "write_text", "open", "fdopen", "NamedTemporaryFile", "TemporaryFile"}
+
+
 def lacks_encoding(call: ast.Call) -> bool:
     """Whether a call reads or writes text in the locale's encoding; ruff sees that only where it knows the type."""
-    if any(keyword.arg in ("encoding", None) for keyword in call.keywords):
+    keywords = {keyword.arg for keyword in call.keywords}
+    if keywords & {"encoding", None}:
+        return False
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if not (name in OPENING or keywords & {"text", "universal_newlines"}):
         return False
     function = ast.unparse(call.func)
-    name = function.rpartition(".")[2]
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     texts = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
     modes = [text for text in texts if re.fullmatch(r"[rwax][bt]?\+?[bt]?", text)]
@@ -152,15 +189,9 @@ def lacks_encoding(call: ast.Call) -> bool:
 
 
 def test_text_is_read_and_written_in_an_encoding_that_is_named() -> None:
-    calls = {
-        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}": lacks_encoding(node)
-        for folder in ("affinity", "mpi", "cputrain", "benchmarks", "tools", "docs")
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-    }
-    assert len(calls) > 10_000
-    assert [call for call, lacks in calls.items() if lacks] == []
-    for code in ("p.read_text()", "p.write_text(x)", "p.open('w')", "open(p, 'a')", "run(a, text=True)", "p.open()"):
-        call = ast.parse(code, mode="eval").body
-        assert isinstance(call, ast.Call) and lacks_encoding(call), code
+    found = [*codes(("affinity", "mpi", "cputrain", "benchmarks", "tools", "docs"))]
+    assert sum(code.calls for code in found) > 10_000
+    assert [call for code in found for call in code.without_encoding] == []
+    for text in ("p.read_text()", "p.write_text(x)", "p.open('w')", "open(p, 'a')", "run(a, text=True)", "p.open()"):
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call) and lacks_encoding(call), text

@@ -1,7 +1,7 @@
 """README.md and docs/ hang together: links and files exist, the pages from the code can be written."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,17 +24,21 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files that a page links to, each with the anchor of a heading or ""."""
     for link in LINK.findall(prose(page)):
         target, _, place = link.partition("#")
-        path = (page.parent / target).resolve() if target else page
-        if target.startswith("http"):
-            continue
-        assert path.exists() or path in WRITTEN, link
-        if place:
-            text = GENERATED[path.relative_to(ROOT / "docs").as_posix()]() if path in WRITTEN else path.read_text()
-            assert place in map(anchor, HEADING.findall(text)), link
+        if not target.startswith("http"):
+            yield (page.parent / target).resolve() if target else page, place
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """Anchors in a page from the code are looked for where it is written."""
+    for path, place in links(page):
+        assert path.exists() or path in WRITTEN, path
+        if place and path not in WRITTEN:
+            assert place in map(anchor, HEADING.findall(path.read_text())), f"{path}#{place}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
@@ -84,7 +88,10 @@ def test_a_page_from_the_code_can_be_written(name: str) -> None:
     text = GENERATED[name]()
     assert text.endswith("\n")
     assert "TODO" not in text
-    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= {anchor(heading) for heading in HEADING.findall(text)}
+    anchors = {anchor(heading) for heading in HEADING.findall(text)}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= anchors
+    linked = {place for page in PAGES for path, place in links(page) if place and path == ROOT / "docs" / name}
+    assert linked <= anchors
 
 
 def test_every_event_of_a_run_is_described() -> None:
@@ -92,8 +99,9 @@ def test_every_event_of_a_run_is_described() -> None:
 
 
 def test_the_drawing_of_the_packages_is_that_of_the_code(golden: Callable[[str, str], None]) -> None:
-    text = drawing(import_graph())
-    for name in import_graph():
+    graph = import_graph()
+    text = drawing(graph)
+    for name in graph:
         if "." in name:
             assert text.count(f">{name.partition('.')[2]}</text>") == 1
     golden("../../docs/pictures/packages.svg", text)

@@ -1,18 +1,22 @@
-"""Fork the programs of tests from one interpreter that has imported torch: python -m tests.support.fork_server SOCKET.
+"""Fork the programs of tests from one interpreter that has imported torch: tests.support.fork_server SOCKET LISTENER.
 
 Each import of torch takes seconds of CPU time. A request's child runs what `python -m MODULE` or `python -c CODE` would
-run; if that is a command of cputrain that starts ranks, these are forked, too. tests/support/forked.py sends requests.
+run; if that is a command of cputrain that starts ranks, these are forked, too. tests/support/forked.py sends requests,
+and tests/support/fork_client.py where another program, such as mpirun, starts the ranks.
 
 No library of oneCCL or MPI is loaded before, and no thread has been started. All children have the same hash seed, and
 find variables that a library reads as it is loaded (LD_PRELOAD, those of OpenMP) too late.
 """
 
 import ctypes
+import fcntl
+import gc
 import io
 import json
 import logging
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -27,30 +31,55 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 MOST_BYTES = 1 << 20  # of a request: words and environment variables
+MOST_FILES = 64
+FIRST_APART = 512  # above the numbers of files that launchers give to programs
 INSTALLED = tuple(sys.path[1:])  # without the working directory
 
 
-def serve(client: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each request to start one, until the client is gone. In a child: its request."""
+def serve(client: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
+    """Fork a child for each request to start one, of this client or of those that connect to the listener, until the
+    client is gone. The children of a connection end with it. In a child: its request."""
+    children: dict[socket.socket, set[int]] = {client: set()}
     while True:
-        message, files, _, _ = socket.recv_fds(client, MOST_BYTES, 2)
-        if not message:
-            return None
-        request: dict[str, Any] = json.loads(message)
-        if "ended" in request:
-            answered = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
-        else:
-            answered = os.fork()
-            if answered == 0:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                client.close()
-                for number, file in enumerate(files, start=1):
-                    os.dup2(file, number)
+        for one in select.select([listener, *children], [], [])[0]:
+            if one is listener:
+                children[listener.accept()[0]] = set()
+                continue
+            message, files, _, _ = socket.recv_fds(one, MOST_BYTES, MOST_FILES)
+            if not message:
+                if one is client:
+                    return None
+                one.close()
+                for pid in children.pop(one):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                continue
+            request: dict[str, Any] = json.loads(message)
+            if "ended" in request:
+                answered = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
+                children[one].discard(request["ended"])
+            else:
+                answered = os.fork()
+                if answered == 0:
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    for connection in (listener, *children):
+                        connection.close()
+                    take(files, request["files"])
+                    return request
+                children[one].add(answered)
+                for file in files:
                     os.close(file)
-                return request
-            for file in files:
-                os.close(file)
-        client.send(str(answered).encode())
+            one.send(str(answered).encode())
+
+
+def take(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give these files of this process other numbers; some of them may be those of others of these files."""
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_APART) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(apart, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
 
 
 def become(words: Sequence[str], env: Mapping[str, str]) -> None:
@@ -145,6 +174,7 @@ def leave(code: object) -> NoReturn:
 def fork_ranks() -> None:
     """Let this process, a command of cputrain, fork its ranks and bind them without exec."""
     from _cputrain_autoload import offer_stack
+    from cputrain.affinity.kernel import binding
     from cputrain.mpi.supervise import processes
 
     class Subprocess:
@@ -164,6 +194,7 @@ def fork_ranks() -> None:
 
     processes.subprocess = Subprocess
     os.execvpe = execvpe
+    binding.misplaced = lambda worker, team: []  # OpenMP was loaded before the variables that place its threads
 
 
 EXECVPE = os.execvpe
@@ -179,7 +210,9 @@ def main() -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    gc.freeze()  # or a child would collect, and so copy, all that is imported: 1 s of CPU time at each exit
+
+    request = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     if request is None:
         return
     os.chdir(request["cwd"])

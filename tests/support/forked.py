@@ -36,7 +36,7 @@ class Forked:
     ) -> None:
         self.args, self.stdout, self.stderr = words, out, err
         self.returncode: int | None = None
-        request = {"words": words, "env": env, "cwd": str(cwd.absolute())}
+        request = {"words": words, "env": env, "cwd": str(cwd.absolute()), "files": (1, 2)}
         self.pid: int = answer(request, out.fileno(), err.fileno())
         self._descriptor = os.pidfd_open(self.pid)
 
@@ -75,6 +75,7 @@ def answer(request: dict[str, Any], *files: int) -> int:
 
 
 _servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+NAME = f"cputrain-tests-{os.urandom(8).hex()}"  # at which programs that others start reach the interpreter that forks
 
 
 def connection() -> socket.socket:
@@ -83,13 +84,23 @@ def connection() -> socket.socket:
     if _servers and _servers[-1][0].poll() is None:
         return _servers[-1][1]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = (sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()))
-    process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **AT_START}, pass_fds=(theirs.fileno(),))
-    theirs.close()
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{NAME}")
+        listener.listen()
+        files = (theirs.fileno(), listener.fileno())
+        argv = (sys.executable, "-m", "tests.support.fork_server", *map(str, files))
+        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **AT_START}, pass_fds=files)
     atexit.register(process.wait)
     atexit.register(ours.close)  # the last to be registered is the first to be called
     _servers.append((process, ours))
     return ours
+
+
+def forking_python() -> tuple[str, ...]:
+    """Return the words of a command that stand for `python` where a launcher starts `python -m MODULE` or `python -c
+    CODE`: the program is forked, with the launcher's files and variables. Libraries do not see its LD_LIBRARY_PATH."""
+    connection()
+    return (sys.executable, "-IS", str(Path(__file__).with_name("fork_client.py")), NAME)
 
 
 Process = subprocess.Popen[bytes] | Forked

@@ -2,12 +2,13 @@
 
 JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, or 0.
 Among the settings, --resume resumes, and --signal=N sends rank 0 the preemption signal when step N is logged, so that
-the next step is the last. `trained` starts this with `cputrain launch`.
+the next step is the last. `trained` starts this with `cputrain launch`. FAULT_RANK in the environment injects a fault.
 """
 
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from cputrain.affinity.ranks import rank_from_env
 from cputrain.launch import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
-from tests.support.commands import PPN, cputrain
+from tests.support.commands import PPN
+from tests.support.forked import Process, in_fork
+from tests.support.injection import FAULTS
 
 LENET = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")  # 1 % of resnet18's parameters and time
 RESNET18 = ("model.name=resnet18", "model.zero_gamma=last_of_block", "data.crop=32")
@@ -31,7 +34,7 @@ SMALL = (
 )
 
 
-def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | None = None) -> None:
+def until_logged(run: Path, event: str, process: subprocess.Popen[Any] | Process | None = None) -> None:
     """Wait until a run has such an event; its process, if given, must not end before."""
     events = run / "events.jsonl"
     deadline = time.monotonic() + 300
@@ -45,16 +48,20 @@ def raw_events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
-    """Train each (recipe, setting, ...) in turn, with `ppn` ranks of one thread in the folder `place`."""
+def trained(
+    place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Train each (recipe, setting, ...) in turn, with `ppn` forked ranks of one thread in the folder `place`."""
     specs = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
     ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(specs))
     many = ("--oversubscribe",) if ppn > PPN else ()
     launch = ("launch", "--ppn", str(ppn), "--threads", "1", *many)
-    return cputrain(*launch, *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2]))
+    return in_fork(*launch, *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2]), **env)
 
 
 def main(trainings: list[dict[str, Any]]) -> None:
+    if "FAULT_RANK" in os.environ:
+        runpy.run_path(str(FAULTS))
     from cputrain.training import train_rank
 
     rank = rank_from_env(os.environ)
