@@ -165,7 +165,6 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
     assert start["backend"] == backend
 
 
-@pytest.mark.long
 @needs_two_cores
 def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)
@@ -175,7 +174,7 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
     one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best")
-    evaluated = cputrain("eval", "imagefolder", *SMALL, *one, cwd=place)
+    evaluated = in_fork("eval", "imagefolder", *SMALL, *one, cwd=place)
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
