@@ -179,7 +179,10 @@ class Machine:
     def allowed_cores(self) -> tuple[Core, ...]:
         """The cores with at least one allowed PU, with their allowed PUs only."""
         allowed = frozenset(self.allowed_pus)
-        narrow = (replace(core, pus=tuple(pu for pu in core.pus if pu in allowed)) for core in self.cores)
+        narrow = (
+            core if allowed.issuperset(core.pus) else replace(core, pus=tuple(pu for pu in core.pus if pu in allowed))
+            for core in self.cores
+        )
         return tuple(core for core in narrow if core.pus)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,13 @@ from tests.support.commands import need, unpack
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 MACHINES = sorted((Path(__file__).parents[1] / "machines").glob("*.tar.xz"))
+# Most cores and files: they take as much time as all others, which have what they have (Knights Landing, Arm, several
+# packages, accelerators).
+LARGE = (
+    *("128arm-2pa2n8cluster4co", "40intel64-2g2n4c+pcilocality", "64amd64-4p2n4ca2co", "64intel64-fakeKNL-A2A-cache"),
+    *("fakecpuid1f-64intel64-2p4d2n2c2t", "gen-cts1-pascal", "gen-g4dnmetal", "gen-knl-quad-cache"),
+    "gen-knl-snc4-flat",
+)
 SMALL = 10_000  # bytes of a tarball; the folders of a larger one take seconds to remove
 XML_FILES = sorted(MACHINES[0].parent.glob("*.xml"))
 # Where we read otherwise than hwloc 2.9.0, and why.
@@ -103,7 +111,12 @@ def lstopo(tree: Path, output: Path, *options: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("tarball", MACHINES, ids=lambda path: path.name.split(".tar")[0])
+def machines() -> list[ParameterSet]:
+    names = {path.name.removesuffix(".tar.xz"): path for path in MACHINES}
+    return [pytest.param(names[one], id=one, marks=pytest.mark.long if one in LARGE else ()) for one in names]
+
+
+@pytest.mark.parametrize("tarball", machines())
 def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, scratch: Path) -> None:
     need("hwloc-nox", "lstopo-no-graphics")
     name = tarball.name.removesuffix(".tar.xz")

@@ -15,7 +15,7 @@ from cputrain.affinity.kernel.binding import observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
 from cputrain.affinity.ranks import ENV
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import PPN, cputrain, mpi_path, need, needs_two_cores
+from tests.support.commands import PPN, cputrain, here, mpi_path, need, needs_two_cores, refused
 
 BIND = [sys.executable, "-m", "cputrain.affinity.bind"]
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
@@ -248,9 +248,8 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
     result = cputrain(*launch, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("AFFINITY_PLAN") == PPN
-    assert (
-        "--plan-on-host needs the same --ppn N"
-        in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
+    assert "--plan-on-host needs the same --ppn N" in refused(
+        here("launch", "--plan-on-host", "--", "true", cwd=tmp_path)
     )
 
 

@@ -77,17 +77,18 @@ def train_in_tmpfs(place: Path, options: str, settings: str, **given: str) -> En
 
 def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> None:
     commands = {
-        "output": f"{CPUTRAIN} {TRAIN} output=out/run",
-        "--output": f"{CPUTRAIN} launch --output out/run -- true",
-        "--write": f"{CPUTRAIN} plan --write out/run",
-        "OUT": f"{CPUTRAIN} prepare imagefolder images out/run",
+        "output": f"{TRAIN} output=out/run",
+        "--output": "launch --output out/run -- true",
+        "--write": "plan --write out/run",
+        "OUT": "prepare imagefolder images out/run",
     }
-    for option, end in zip(commands, in_tmpfs(place, "ro", *commands.values()), strict=True):
+    for option, words in commands.items():
+        end = forked_in_tmpfs(place, "ro", "-m", "cputrain", *words.split())
         message = f"{place}/out is not writable; change its permissions, or name another folder"
-        assert end == (2, f"cputrain: {option} out/run: {message}\n")
-    ((status, err),) = in_tmpfs(place, "ro", f"{CPUTRAIN} data show images --output out/sheet.png")
-    assert status == 1
-    assert err == "cputrain: out/sheet.png: Read-only file system: change its permissions, or name another folder\n"
+        assert (end.status, end.err) == (2, f"cputrain: {option} out/run: {message}\n")
+    end = forked_in_tmpfs(place, "ro", "-m", "cputrain", "data", "show", "images", "--output", "out/sheet.png")
+    said = "cputrain: out/sheet.png: Read-only file system: change its permissions, or name another folder\n"
+    assert (end.status, end.err) == (1, said)
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(place: Path) -> None:
@@ -193,8 +194,7 @@ def test_nothing_is_left_in_a_cache_that_has_no_room(place: Path, part: str) -> 
     assert err.endswith("or set part=slow\nend\n"), err
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
-def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str, damage: bytes | None) -> None:
+def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str) -> None:
     """An empty file, one cut short, one with another byte in its middle; one that is whole is used as it is."""
 
     def answered() -> str:
@@ -206,8 +206,9 @@ def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str
     file = place / "out/cache/part.so"
     data = file.read_bytes()
     middle = len(data) // 2
-    file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if damage is None else damage)
-    assert f"{file.relative_to(place)} is damaged and is compiled again" in answered() and answered() == ""
+    for damaged in (b"", b"\x7fELF", data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
+        file.write_bytes(damaged)
+        assert f"{file.relative_to(place)} is damaged and is compiled again" in answered() and answered() == ""
     file.with_suffix(".sha256").write_bytes(b"\xff\x00")  # no text
     assert "compiling the part" in answered() and answered() == ""
     file.with_suffix(".sha256").unlink()
@@ -240,14 +241,13 @@ def test_an_empty_variable_of_the_cache_counts_as_unset_and_a_tilde_as_home(env:
 def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
     check = "import os, sys; from cputrain.doctor import cache_check; c = cache_check(os.environ, {})"
     code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
-    command = f"env CPUTRAIN_CACHE={place}/out/cache {PYTHON} -c {shlex.quote(code)}"
     for options, start in {
         "size=8m": f"ok {place}/out/cache ",
         "noexec": f"warning {place}/out/cache: the mount {place}/out does not allow execution (noexec): no oneCCL",
         "ro": f"warning {place}/out/cache: Read-only file system (mount {place}/out): no oneCCL",
         "size=1m": f"warning {place}/out/cache: No space left on device (mount {place}/out): no oneCCL",
     }.items():
-        ((_, err),) = in_tmpfs(place, options, command)
+        err = forked_in_tmpfs(place, options, "-c", code, CPUTRAIN_CACHE=f"{place}/out/cache").err
         assert err.startswith(start) and ("CPUTRAIN_CACHE" in err.partition(" no oneCCL")[2]) == (options != "size=8m")
     homeless = "env -u HOME setpriv --reuid 54321 --clear-groups"
     if shutil.which("setpriv") is not None:

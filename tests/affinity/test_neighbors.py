@@ -22,6 +22,7 @@ from cputrain.cli.words import as_recipe_key
 from tests.support.commands import here, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine
+from tests.support.trainings import LENET
 
 CORES = this_machine().allowed_cores
 UNSHARE = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--pid", "--fork", "--mount-proc")
@@ -82,7 +83,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_training_shares_the_host_or_warns_that_it_takes_others_cores(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=2, train=4, val=2)
-    settings = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=2", "epochs=1", "max_steps=1")
+    settings = ("data.path=images", *LENET, "engine=eager", "batch.local=2", "epochs=1", "max_steps=1")
     train = ("cputrain", "train", "imagefolder", *settings, "schedule.warmup_epochs=0", "comm.backend=gloo")
     (pid, status, out, err), around = beside(
         tmp_path, CORES[0].pus, (*train, "--dry-run"), (*train, "plan.share=true", "plan.ppn=1", "output=run")

@@ -37,14 +37,17 @@ BIND = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "
 TEAM = """
 import json, os, torch
 from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.kernel.binding import memory_share, misallocated, misplaced, team_of
+from cputrain.affinity.kernel.binding import memory_share, misallocated, misplaced, team_of, threads_of
 worker = bound_worker(os.environ)
 torch.set_num_threads(worker.intra_op)
 values = torch.empty(16 << 20)
 team = team_of(lambda: values.fill_(1.0))
 share = memory_share(values.data_ptr())
 wrong = misplaced(worker, team) + misallocated(worker, share)
-print(json.dumps([[t.pus for t in team], wrong, share]))
+ids = {t.tid for t in team}
+os.sched_setaffinity(team[-1].tid, worker.pus)
+moved = misplaced(worker, [t for t in threads_of(os.getpid()) if t.tid in ids])
+print(json.dumps([[t.pus for t in team], wrong, share, moved]))
 """
 
 
@@ -60,30 +63,19 @@ def bound(place: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_each_openmp_thread_is_where_the_plan_has_it(tmp_path: Path, pin: bool) -> None:
-    """The team of torch's first parallel region, as the kernel has placed it."""
+def test_each_openmp_thread_is_where_the_plan_has_it_until_it_is_moved(tmp_path: Path, pin: bool) -> None:
+    """The team of torch's first parallel region, as the kernel has placed it; then one of its threads is moved."""
     worker = planned(tmp_path, ppn=1, pin_threads=pin, loader_cores=0).workers[0]
     result = bound(tmp_path, TEAM)
     assert result.returncode == 0, result.stderr
-    pus, wrong, share = json.loads(result.stdout)
+    pus, wrong, share, moved = json.loads(result.stdout)
     assert wrong == []
     assert len(pus) == worker.intra_op
     if pin:
         assert sorted(map(tuple, pus)) == [(pu,) for pu in worker.compute_pus]
+    if pin and worker.intra_op > 1:
+        assert "OpenMP threads planned on CPUs" in moved[0]
     assert sum(share.values()) == pytest.approx(1.0)
-
-
-def test_a_moved_thread_is_reported(tmp_path: Path) -> None:
-    worker = planned(tmp_path, ppn=1).workers[0]
-    if worker.intra_op < 2:
-        pytest.skip(reason="needs two cores")
-    moved = TEAM.replace("share =", "os.sched_setaffinity(team[-1].tid, worker.pus)\nshare =").replace(
-        "misplaced(worker, team)", "misplaced(worker, [t for t in threads_of(os.getpid()) if t.tid in ids])"
-    )
-    moved = moved.replace("wrong =", "ids = {t.tid for t in team}\nwrong =")
-    moved = moved.replace("team_of\n", "team_of, threads_of\n")
-    wrong = json.loads(bound(tmp_path, moved).stdout)[1]
-    assert "OpenMP threads planned on CPUs" in wrong[0]
 
 
 def test_differences_of_teams_and_pages_are_named() -> None:

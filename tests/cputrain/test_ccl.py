@@ -67,11 +67,11 @@ def test_a_lost_rank_ends_the_other_within_30_s_and_is_named() -> None:
         assert f"rank {1 - lost} waits in ALLREDUCE #2 of group 0 (Float[10])" in said["error"]
 
 
-def failing(*hows: str, **env: str) -> list[list[str]]:
-    """What each rank of a job says of its error, for several jobs at once."""
+def failing(*hows: str, ranks: int = 2, **env: str) -> list[list[str]]:
+    """What each of the first ranks of a job says of its error, for several jobs at once."""
     with ExitStack() as stack:
         jobs = [stack.enter_context(started("tests.support.ccl_rank", "wrong", how, **env)) for how in hows]
-        return [[error for process in job for error in errors_of(ended(process, 90))] for job in jobs]
+        return [[error for process in job[:ranks] for error in errors_of(ended(process, 90))] for job in jobs]
 
 
 def errors_of(end: Ended) -> list[str]:
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_join_is_named_at_the_timeout() -> None:
     """Whether the other waits for the collective itself, for its future, as DDP does, for one before it that has more
     time, or for a group to be made."""
     hows = ("late", "late_future", "late_beside", "late_group")
-    late, late_future, late_beside, late_group = (errors[0] for errors in failing(*hows))
+    late, late_future, late_beside, late_group = (errors[0] for errors in failing(*hows, ranks=1))
     for error, number in ((late, 2), (late_future, 2), (late_beside, 3)):
         assert f"Timed out after 4 s in ALLREDUCE #{number} of group 0 (Float[10]); not joined by rank 1 on" in error
     assert "ccl: Timed out after 4 s while group 1 was created: not all of its ranks joined (missing: 1)" in late_group
@@ -132,16 +132,25 @@ def under_torchrun(*python: str, **env: str) -> list[tuple[int, float, str]]:
         return met(ended(job))
 
 
+NIGHTLY = [pytest.mark.long, pytest.mark.nightly]
+
+
 @pytest.mark.parametrize(
-    ("name", "transport"), [("intelmpi", "mpi"), ("mpich", "mpi"), ("openmpi", "ofi"), ("openmpi4", "ofi")]
+    ("name", "transport", "forks"),
+    [
+        ("intelmpi", "mpi", False),
+        ("mpich", "mpi", False),
+        ("openmpi", "ofi", True),
+        *(pytest.param(name, "ofi", False, marks=NIGHTLY) for name in ("openmpi", "openmpi4")),
+    ],
 )
-def test_it_starts_under_every_mpirun(name: str, transport: str, tmp_path: Path) -> None:
+def test_it_starts_under_every_mpirun(name: str, transport: str, forks: bool, tmp_path: Path) -> None:
     cache = unmeasured_cache(tmp_path / "cache")
     path = {**os.environ, **mpi_path(name)}
     launcher = find_launcher(name.removesuffix("4"), path)
     root = ("--allow-run-as-root", "--oversubscribe") if "openmpi" in name else ()
     prefix = ("--prefix", launcher.prefix) if name == "openmpi" and launcher.prefix else ()
-    argv = (launcher.program, *root, *prefix, "-np", "2", sys.executable)
+    argv = (launcher.program, *root, *prefix, "-np", "2", *(forking_python() if forks else (sys.executable,)))
     said = under_mpirun(argv, **mpi_path(name), **dict(launcher.variables), **cache)
     assert said == [(0, 2.0, transport), (1, 2.0, transport)]
 
@@ -160,8 +169,13 @@ def test_its_libraries_may_be_below_a_folder_with_a_space(launcher: str | None, 
     assert said == [(0, 2.0, transport), (1, 2.0, transport)]
 
 
-def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.nightly
+def test_it_starts_under_torchrun() -> None:
     assert under_torchrun(sys.executable) == [(0, 2.0, "ofi"), (1, 2.0, "ofi")]
+
+
+def test_it_starts_under_our_launcher(tmp_path: Path) -> None:
     assert under_our_launcher(tmp_path / "run", ppn=PPN)[0] == [(i, float(PPN), "ofi") for i in range(PPN)]
 
 

@@ -67,11 +67,13 @@ def test_a_script_without_an_import_of_ours_has_the_backend_under_torchrun_and_l
     script = str(tmp_path / "script.py")
     unset = {name: value for name, value in os.environ.items() if name != "CCL_WORKER_COUNT"}
     launch = ("-m", "cputrain", "launch", "--output", str(tmp_path / "run"), "--ppn", "1", script)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=1", "--master-port", str(free_port()), script)
-    for words, count in ((launch, "1"), (torchrun, None)):
-        argv = (sys.executable, *words)
-        done = subprocess.run(argv, cwd=ROOT, env=unset, capture_output=True, text=True, timeout=240)
-        assert said_by(done, 1, count) == [[True, False]]
+    done = subprocess.run((sys.executable, *launch), cwd=ROOT, env=unset, capture_output=True, text=True, timeout=240)
+    assert said_by(done, 1, "1") == [[True, False]]
+    run = ("torch.distributed.run", "--nproc-per-node=1", "--master-port", str(free_port()), "--no-python")
+    with forked("-m", *run, "env", "-u", "CCL_WORKER_COUNT", sys.executable, script) as torchrun:  # its rank is not
+        end = ended(torchrun, 240)
+    done = subprocess.CompletedProcess(run, end.status, end.out, end.err)
+    assert said_by(done, 1, None) == [[True, False]]
     forking = ("--output", str(tmp_path / "user"), "--ppn", str(PPN), sys.executable, "-m", "script")
     said_by(in_fork("launch", *forking, cwd=tmp_path, CCL_WORKER_COUNT="3"), PPN, "3")
 

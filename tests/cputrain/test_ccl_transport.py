@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -125,16 +124,9 @@ def test_oneccl_s_threads_are_counted(env: dict[str, str], threads: int) -> None
 
 
 def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those under mpirun are started as a user's; over libfabric they are the same program, forked."""
+    """Both pairs of ranks are forked; those of a launch, below, are started as a user's."""
     mpi_path("intelmpi")
-    time_two_ranks, program = check.time_two_ranks, check.PROGRAM
-
-    def forked_over_libfabric(transport: str, *arguments: Any) -> check.Times:
-        forked = (*forking_python(), "-m", "cputrain.comm.ccl.check", check.RANK)
-        monkeypatch.setattr(check, "PROGRAM", forked if transport == "ofi" else program)
-        return time_two_ranks(transport, *arguments)
-
-    monkeypatch.setattr(check, "time_two_ranks", forked_over_libfabric)
+    monkeypatch.setattr(check, "PROGRAM", (*forking_python(), "-m", "cputrain.comm.ccl.check", check.RANK))
     cache = unmeasured_cache(tmp_path / "cache")
     printed = here("doctor", "ccl", **cache)
     assert printed.returncode == 0, printed.stderr
@@ -145,7 +137,10 @@ def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path, m
     assert set(seconds) == {"mpi", "ofi"} and all(1e-4 < each < 10 for each in seconds.values())
 
 
-@pytest.mark.parametrize("seconds", [FASTER_MPI, FASTER_LIBFABRIC])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(FASTER_MPI, marks=[pytest.mark.long, pytest.mark.nightly]), FASTER_LIBFABRIC],  # MPI is the default
+)
 def test_ranks_under_mpirun_take_what_was_measured_to_be_faster(seconds: dict[str, float], tmp_path: Path) -> None:
     cache = unmeasured_cache(tmp_path / "cache")
     keep_seconds(cache, seconds)

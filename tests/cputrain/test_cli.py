@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
-from tests.support.images import write_images
+from tests.support.images import survey, write_images
 
 
 def files(folder: Path) -> list[str]:
@@ -186,11 +188,15 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_prepare_packs_digits_through_an_image_folder(tmp_path: Path) -> None:
+def test_prepare_packs_real_digits_through_an_image_folder(tmp_path: Path) -> None:
     result = here("prepare", "digits", "folder", "packed", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "train 1,442 images" in result.stdout and "val 355 images" in result.stdout
-    assert (tmp_path / "folder/train/7").is_dir() and (tmp_path / "packed/manifest.json").is_file()
+    assert (tmp_path / "packed/manifest.json").is_file()
+    found = survey(str(tmp_path / "folder"))
+    assert found.classes == tuple("0123456789") and (found.train, found.val) == (1442, 355)
+    pixels = np.asarray(Image.open(tmp_path / "folder/train/0/0000.png"))
+    assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 shades of gray
 
 
 def test_help_names_every_command() -> None:

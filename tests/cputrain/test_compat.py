@@ -18,13 +18,16 @@ print(dist.is_backend_available("ccl"), importlib.metadata.version("oneccl_bind_
 """
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
     """A virtual environment with this one's packages and the wheel."""
-    folder = tmp_path_factory.mktemp("compat")
+    folder = tmp_path / "compat"
+    folder.mkdir()
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     offline = ("--no-index", "--no-deps")
-    run(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT / "compat"))
+    run(
+        sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder), cwd=ROOT / "compat"
+    )
     run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
     here = next((folder / "venv/lib").glob("python3*/site-packages"))
     # `addsitedir` also reads the .pth files of that folder: this checkout is installed by one.
@@ -43,18 +46,14 @@ def run(*argv: str, cwd: Path | None = None) -> str:
     return result.stdout
 
 
-def test_a_script_that_imports_intel_s_bindings_finds_the_backend(environment: Path, tmp_path: Path) -> None:
+def test_a_script_that_imports_intel_s_bindings_finds_the_backend_and_an_original_comes_first(
+    environment: Path, tmp_path: Path
+) -> None:
     found, answers = run(str(environment / "bin/python"), "-c", USES, cwd=tmp_path).splitlines()
     assert Path(found).is_relative_to(environment) and "cputrain_stand_ins" in found
     assert answers == "True 2.8.0 1"
-
-
-def test_an_original_comes_first(environment: Path, tmp_path: Path) -> None:
-    """Wherever it is on the module path, as the .pth file puts the stand-ins at the end."""
+    # Wherever it is on the module path, as the .pth file puts the stand-ins at the end.
     place = next((environment / "lib").glob("python3*/site-packages"))
     (place / "torch_ccl.py").write_text("name = 'the original'\n")
-    try:
-        code = "import torch_ccl; print(torch_ccl.name)"
-        assert run(str(environment / "bin/python"), "-c", code, cwd=tmp_path) == "the original\n"
-    finally:
-        (place / "torch_ccl.py").unlink()
+    code = "import torch_ccl; print(torch_ccl.name)"
+    assert run(str(environment / "bin/python"), "-c", code, cwd=tmp_path) == "the original\n"

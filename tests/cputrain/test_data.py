@@ -13,7 +13,6 @@ import pytest
 import webdataset
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data import (
@@ -28,7 +27,6 @@ from cputrain.data import (
 from cputrain.data.formats import Images, Shards, open_dataset
 from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
 from cputrain.data.prepare import Options, prepare
-from cputrain.data.sources import write_digits
 from tests.support.images import survey, write_images
 
 
@@ -148,15 +146,6 @@ def test_prepare_never_overwrites_and_leaves_nothing_half_made(folder: Path, tmp
     (folder / "train/class1/000.jpg").symlink_to("/nowhere.jpg")
     splits = pack(folder, tmp_path / "fine", seed=1)
     assert splits["train"]["images"] == 35  # a dangling link is no file
-
-
-def test_the_digits_are_real(tmp_path: Path) -> None:
-    write_digits(tmp_path / "digits")
-    found = survey(str(tmp_path / "digits"))
-    assert found.classes == tuple("0123456789")
-    assert (found.train + found.val, found.val) == (1797, 355)
-    pixels = np.asarray(Image.open(tmp_path / "digits/train/0/0000.png"))
-    assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 shades of gray
 
 
 @given(images=st.integers(1, 500), batches=st.lists(st.integers(1, 8), min_size=1, max_size=8), seed=st.integers(0, 9))

@@ -86,9 +86,9 @@ def test_winograd_layers_are_folded_with_bias_relu_and_residual(name: str) -> No
 class Features(nn.Module):
     """The first blocks of ResNet-50, with the outputs of the first block, or an early view of them, used again."""
 
-    def __init__(self, early: bool) -> None:
+    def __init__(self, whole: nn.Module, early: bool) -> None:
         super().__init__()
-        self.blocks = cast(nn.Sequential, trained("resnet50", 32).layer1)
+        self.blocks = cast(nn.Sequential, whole.layer1)
         self.early = early
 
     def forward(self, images: Tensor) -> Tensor:
@@ -102,7 +102,8 @@ class Features(nn.Module):
 @pytest.mark.parametrize("early", [False, True])
 @torch.inference_mode()
 def test_a_residual_that_is_used_again_is_not_overwritten(early: bool) -> None:
-    network = Features(early).eval()
+    whole = trained("resnet50", 32)
+    network = Features(whole, early).eval()
     images = torch.randn(4, 64, 8, 8)
     for given in (images, images.to(memory_format=torch.channels_last)):
         folded, expected = fold_batchnorms(network, torch.float32), network(given)
@@ -110,8 +111,8 @@ def test_a_residual_that_is_used_again_is_not_overwritten(early: bool) -> None:
         assert sum(isinstance(each, FoldedConv2d) and each.overwrites for each in folded.modules()) == 2
         got = folded(given)
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    whole = fold_batchnorms(trained("resnet50", 32), torch.float32)
-    assert sum(isinstance(each, FoldedConv2d) and each.overwrites for each in whole.modules()) == 16
+    folded = fold_batchnorms(whole, torch.float32)
+    assert sum(isinstance(each, FoldedConv2d) and each.overwrites for each in folded.modules()) == 16
 
 
 @torch.inference_mode()

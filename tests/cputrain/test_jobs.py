@@ -95,7 +95,7 @@ def wait_for(slurm: Slurm, job: str, place: Path, states: set[str], limit_s: flo
 
 def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     """Nothing is printed of the host: the plan that is made there takes all of its cores. The data is copied there."""
-    arguments = ("epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
+    arguments = ("plan.ppn=1", "epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
     disk = place.parent / "a host's disk"
     job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err", "--stage", str(disk))
     wait_for(slurm, job, place, {"COMPLETED"})
@@ -252,11 +252,32 @@ os.write(1, f"rank {dist.get_rank()} sum {int(sum)} pus {sorted(os.sched_getaffi
 dist.destroy_process_group()
 """
 
+CONNECTED = """
+import os, socket, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if rank == 0:
+    with socket.create_server(place) as server:
+        others = [server.accept()[0] for _ in range(size - 1)]
+    sum = 1 + sum(other.recv(1)[0] for other in others)
+    for other in others:
+        other.send(bytes([sum]))
+while rank > 0:
+    try:
+        with socket.create_connection(place) as first:
+            first.send(b"\\1")
+            sum = first.recv(1)[0]
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+os.write(1, f"rank {rank} sum {sum} pus {sorted(os.sched_getaffinity(0))}\\n".encode())
+"""
+
 
 def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_path: Path) -> None:
     """The pre-flight, the monitor and its agents, all through srun; then a rank that fails is named."""
     launch = ("salloc", "-N2", "--exclusive", sys.executable, "-m", "cputrain", "launch", "--ppn", str(CORES))
-    ran = slurm.run(*launch, "--", sys.executable, "-c", TOGETHER, cwd=tmp_path)
+    ran = slurm.run(*launch, "--", sys.executable, "-IS", "-c", CONNECTED, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "pre-flight: 2 hosts checked in" in ran.stderr
     printed = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))

@@ -414,7 +414,13 @@ def test_weights_that_other_programs_saved_are_loaded_and_what_was_taken_is_said
     assert model.fc.bias.tolist() == [bias, bias]
 
 
-@pytest.mark.parametrize(("name", "parts"), [("googlenet", "aux1"), ("inception_v3", "AuxLogits")])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("googlenet", "aux1"),
+        pytest.param("inception_v3", "AuxLogits", marks=(pytest.mark.long, pytest.mark.nightly)),
+    ],
+)
 def test_auxiliary_classifiers_in_a_file_are_left_out_and_said(name: str, parts: str, tmp_path: Path) -> None:
     models = pytest.importorskip("torchvision.models")
     saved = models.get_model(name, aux_logits=True, init_weights=False, num_classes=4)

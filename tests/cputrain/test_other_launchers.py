@@ -29,7 +29,7 @@ from cputrain.other_launchers import (
     translate,
 )
 from tests.support.commands import here, mpi_path, refused
-from tests.support.forked import in_fork
+from tests.support.forked import ended, forked, in_fork
 
 OF_HELP = ("-h", "--help", "--usage", "-V", "--version", "-help")
 
@@ -159,11 +159,12 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return pytest.importorskip("accelerate.commands.launch").launch_command_parser()
 
 
+@pytest.mark.long
 def test_every_option_of_an_installed_deepspeed_is_known() -> None:
     """Its parser is inside of a function: its help is read."""
     pytest.importorskip("deepspeed")
-    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--help"]
-    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    with forked("-m", "deepspeed.launcher.runner", "--help") as process:
+        text = ended(process).out
     names = [each for each in re.findall(r"(?:^ +|, )(--?[a-z][\w-]*)", text, re.M | re.I) if each not in OF_HELP]
     assert len(names) > 25
     assert unknown(PROGRAMS["deepspeed"], names) == []

@@ -46,6 +46,7 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_guide_s_first_script_trains_as_it_is_printed(tmp_path: Path) -> None:
     script = (ROOT / "docs/guides/own-code.md").read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(script)

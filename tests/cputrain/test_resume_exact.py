@@ -45,7 +45,9 @@ CASES: dict[str, tuple[int, str]] = {
     "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),
 }
 
-LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam", "mnist-workers")  # trained by the same processes
+FEW = ("large-batch-mnist", "mnist-workers")  # trained by the same processes
+OTHERS = ("linear-regression", "mnist-adam")
+LIGHT = (*FEW, *OTHERS)
 
 
 def reduced(name: str, further: str, *more: str) -> tuple[str, ...]:
@@ -96,7 +98,8 @@ ALONE = [(name,) for name in CASES if name not in LIGHT]
 RUNS = [
     pytest.param(names, backend, marks=marks, id=f"{'+'.join(names)}-{backend}")
     for names, backend, marks in (
-        (LIGHT, "gloo", []),
+        (FEW, "gloo", []),
+        (OTHERS, "gloo", [pytest.mark.long, pytest.mark.nightly]),  # Adam: also resumed by one worker, below
         *((names, "ccl", [pytest.mark.long]) for names in (LIGHT, *ALONE)),
     )
 ]

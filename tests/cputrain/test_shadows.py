@@ -11,7 +11,7 @@ import pytest
 
 from cputrain.affinity.start import isolated_command
 from tests.support.ccl_jobs import unmeasured_cache
-from tests.support.commands import mpi_path
+from tests.support.commands import launchers, mpi_path
 from tests.support.forked import ended, forked
 
 BIN = Path(sys.executable).parent
@@ -88,7 +88,7 @@ def test_the_command_starts_beside_files_of_the_names_of_the_whole_standard_libr
     assert "4 cores" in run_well(tmp_path, *words, PYTHONPATH=str(tmp_path / "user"))
 
 
-@pytest.mark.parametrize("launcher", ["intelmpi", "mpich", "openmpi", "openmpi4"])
+@pytest.mark.parametrize("launcher", launchers("openmpi", "mpich"))
 def test_ranks_start_by_every_launcher_in_such_a_folder(folder: Path, launcher: str) -> None:
     name = "openmpi" if launcher == "openmpi4" else launcher
     options = ("--launcher", name, "--ppn", "1", "--output", "out")

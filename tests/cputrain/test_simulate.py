@@ -40,6 +40,7 @@ from cputrain.cli.studies import numbers_of_hosts
 from cputrain.recipe import load_recipe
 from cputrain.simulate import checkpoints_saved, core_flops_of, published_reference, speed_at
 
+COVERED = (pytest.mark.long, pytest.mark.nightly)
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 
 SURFSARA = "SURFsara, TensorFlow, Xeon 8160, Omni-Path"
@@ -174,11 +175,11 @@ def test_a_core_reorders_weights_at_its_own_speed_where_memory_is_faster() -> No
     ("machine", "fabric", "settings"),
     [
         ("skx-8160-2s", "opa", ()),
-        ("skx-8160-2s", "ethernet", ("comm.compression=bf16",)),
-        ("knl-7250-quad-cache", "ethernet", ()),
+        pytest.param("skx-8160-2s", "ethernet", ("comm.compression=bf16",), marks=COVERED),
+        pytest.param("knl-7250-quad-cache", "ethernet", (), marks=COVERED),
         ("knl-7250-quad-cache", "slingshot", ("comm.compression=bf16",)),
         ("spr-8480plus-2s", "opa", ("precision=bf16", "plan.ppn=8", "batch.local=4")),
-        ("spr-8480plus-2s", "slingshot", ("precision=bf16",)),
+        pytest.param("spr-8480plus-2s", "slingshot", ("precision=bf16",), marks=COVERED),
         ("cpx-8376h-8s", "ethernet", ("precision=bf16", "comm.backend=gloo")),
     ],
 )

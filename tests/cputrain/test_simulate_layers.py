@@ -33,7 +33,12 @@ def recipe_of(name: str, crop: int = 224, **model: str) -> Recipe:
     return Recipe(model=ModelSection.model_validate({"name": name, **model}), data=DataSection(crop=crop))
 
 
-@pytest.mark.parametrize("name", OWN_NETWORKS)
+LARGE = (pytest.mark.long, pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LARGE if name == "resnet152" else ()) for name in OWN_NETWORKS]
+)
 def test_the_files_of_networks_are_what_is_traced(name: str) -> None:
     """Weights in their order, operations and activations."""
     assert differences(name) == []

@@ -201,19 +201,33 @@ def test_a_tracker_that_cannot_start_is_a_warning(tmp_path: Path) -> None:
         assert warning.startswith("log=mlflow did not start: ") and trackers.failures() == trackers.finish() == []
 
 
-@pytest.mark.slow
-def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+def test_a_tracker_that_ends_at_once_is_dropped_with_one_warning(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    (folder / "recipe.yaml").unlink()
+    warning = only_failure(folder, {})
+    assert warning.startswith("log=mlflow failed and is dropped: ")
+    assert "give mlflow or wandb, and a run folder" in (folder / "metrics/mlflow.log").read_text()
+
+
+def only_failure(folder: Path, env: dict[str, str]) -> str:
+    """The only warning of a tracker that fails."""
     deadline, found = time.monotonic() + 300, []
     with Trackers() as trackers:
-        trackers.start(folder, ("mlflow",), (), {"MLFLOW_TRACKING_URI": "none://me:secret@nowhere"})
+        trackers.start(folder, ("mlflow",), (), env)
         while not found:
             assert time.monotonic() < deadline
             time.sleep(0.1)
             found = trackers.failures()
         assert trackers.failures() == trackers.finish() == []
     (warning,) = found
+    return warning
+
+
+@pytest.mark.long
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    warning = only_failure(folder, {"MLFLOW_TRACKING_URI": "none://me:secret@nowhere"})
     assert warning.startswith("log=mlflow failed and is dropped: ")
     assert "none://nowhere" in warning and "secret" not in warning
     log = folder / "metrics/mlflow.log"

@@ -12,7 +12,7 @@ from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
-from tests.support.commands import CORES, HANGS_S, PYTHON, cputrain, here, mpi_path
+from tests.support.commands import CORES, HANGS_S, PYTHON, cputrain, here, launchers, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, printed_lists, written
 from tests.support.trainings import LENET
@@ -61,7 +61,7 @@ line = f"MPI {rank.value} of {size.value}, sum {total.value}, PMI_RANK {os.envir
 os.write(1, line.encode() + b"\\n")
 mpi.MPI_Finalize()
 """
-MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
+RARELY = (pytest.mark.long, pytest.mark.nightly)
 
 
 def ran(
@@ -87,8 +87,15 @@ def ran(
     )
 
 
-@pytest.mark.parametrize("binder", ["self", "launcher"])
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize(
+    ("name", "binder"),
+    [
+        *((one, "self") for one in ("openmpi4", "mpich")),
+        *((one, "launcher") for one in ("intelmpi", "openmpi")),
+        *(pytest.param(one, "self", marks=RARELY) for one in ("intelmpi", "openmpi")),
+        *(pytest.param(one, "launcher", marks=RARELY) for one in ("openmpi4", "mpich")),
+    ],
+)
 def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     result = ran(name, tmp_path, binder, (sys.executable, "-c", PRINT_RANK))
     lines = printed_lists(result)
@@ -99,7 +106,7 @@ def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("intelmpi", "openmpi", "openmpi4", "mpich"))
 def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp_path: Path) -> None:
     result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_CONVENTION), bound=False)
     assert result.returncode == 0, result.stderr
@@ -107,7 +114,7 @@ def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp
     assert [line for line in result.stdout.splitlines() if line] == [f"convention {convention}"] * WORKERS
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("openmpi4", "mpich"))
 def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
     request = Request(ppn=CORES + 1, oversubscribe=True)
     result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_RANK), request)
@@ -117,7 +124,7 @@ def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_
     ]
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("openmpi", "mpich"))
 def test_a_launcher_s_wrong_binding_is_reported(name: str, tmp_path: Path) -> None:
     """Unbound, though the launcher was to bind: both masks are named."""
     if WORKERS < 2:
@@ -127,7 +134,7 @@ def test_a_launcher_s_wrong_binding_is_reported(name: str, tmp_path: Path) -> No
     assert "the launcher bound CPUs 0-1 (mask 0x3), planned" in result.stderr
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("intelmpi", "openmpi"))
 def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
     """plan --write with a path that needs quotes, then launch.sh from another folder, of which it finds a script, in a
     plain environment, where `python` is the one that planned."""
@@ -144,7 +151,7 @@ def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> Non
     check_ranks(plainly([str(folder / "launch.sh"), "python", "x.py"], place))
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("openmpi4", "mpich"))
 def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
     """By hand, with cputrain.affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
@@ -168,7 +175,7 @@ def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", launchers("intelmpi", "openmpi4"))
 def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -> None:
     """A program of the real MPI has MPI's ranks under its mpirun, and is alone under `cputrain launch`."""
     path = path_of(name, tmp_path)

@@ -18,6 +18,7 @@ from cputrain.launch import new_folder
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import Monitor, run, run_local
 from tests.support.commands import HANGS_S, PPN, cputrain, needs_two_cores
+from tests.support.forked import forking_python
 from tests.support.jobs import agent_process, job_of, plan_here, poll_until
 
 pytestmark = pytest.mark.processes
@@ -82,7 +83,9 @@ def test_a_script_that_reads_another_launcher_s_names_is_one_training(tmp_path: 
         "    print(f'{rank} {dist.get_rank()} of {dist.get_world_size()} sum {value.item()}')\n"
         "    dist.destroy_process_group()\n"
     )
-    result = cputrain("launch", "--ppn", "2", "--", sys.executable, "x.py", cwd=tmp_path)
+    # A forked rank runs a module or a text, so the script is read.
+    words = (*forking_python(), "-c", "exec(open('x.py').read())")
+    result = cputrain("launch", "--ppn", "2", "--", *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     expected = [f"[{i}] {name} {i} of 2 sum 3.0" for i in range(2) for name in names]
@@ -136,7 +139,10 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
 
 
 @needs_two_cores
-def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "FAILURE_GRACE_S", 0.5)
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(0.5); "
     code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
     started = time.monotonic()

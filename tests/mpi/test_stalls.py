@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
 from cputrain.mpi.supervise import (
-    READ_S,
     STARTING_S,
     WAITING_S,
     WITHOUT_STACK_S,
@@ -28,6 +28,7 @@ from cputrain.mpi.supervise import (
     awaited_ranks,
     describe_failure,
     frames,
+    monitor,
     processes,
     ranks,
     read_stack,
@@ -188,7 +189,7 @@ STOPS = "import os; print(flush=True); os.kill(os.getpid(), 19)"
 WAITS = "import time; print(flush=True); time.sleep(60)"
 
 
-def test_the_kernel_tells_what_a_rank_does() -> None:
+def test_the_kernel_tells_what_a_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five programs, each followed from its first line on: whether it is busy, idle, stopped."""
     programs = {
         LOOPS: (True, False, False),
@@ -198,6 +199,7 @@ def test_the_kernel_tells_what_a_rank_does() -> None:
         CHILD.format(STOPS): (False, True, True),
     }
     found = []
+    monkeypatch.setattr(monitor, "READ_S", 0.7)
     with ExitStack() as stack:
         argvs = [(sys.executable, "-c", code) for code in programs]
         started = [stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE)) for argv in argvs]
@@ -206,7 +208,7 @@ def test_the_kernel_tells_what_a_rank_does() -> None:
             process.stdout.readline()
         meters = [ActivityMeter(process.pid, time.monotonic()) for process in started]
         for _ in range(3):
-            time.sleep(READ_S)
+            time.sleep(monitor.READ_S)
             for meter in meters:
                 meter.read(time.monotonic())
         found = [meter.activity for meter in meters]
@@ -283,7 +285,15 @@ def test_frames_are_taken_from_faulthandler_s_text() -> None:
     assert frames(text) == ("/a b.py:5 in f", "<string>:6 in <module>")
 
 
-LOOP = """
+# Ends once the test has seen that rank 0 waits.
+GIVES_UP = """
+given_s = time.monotonic() + 240
+while not os.path.exists(sys.argv[1]) and time.monotonic() < given_s:
+    time.sleep(0.2)
+sys.exit("gave up")
+"""
+LOOP = (
+    """
 import os, sys, time
 from _cputrain_autoload import offer_stack
 offer_stack(os.environ)  # as `import torch` does
@@ -291,16 +301,29 @@ def forever():
     while True: pass
 if os.environ["RANK"] == "1":
     forever()
-time.sleep(20)
-sys.exit("gave up")
 """
-EARLY = """
+    + GIVES_UP
+)
+EARLY = (
+    """
 import os, sys, time
-if os.environ["RANK"] == "0":
-    time.sleep(20)
-    sys.exit("gave up")
+if os.environ["RANK"] == "1":
+    sys.exit()
 """
+    + GIVES_UP
+)
 STOP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
+
+
+def errors_of(job: subprocess.Popen[str], told: Path) -> str:
+    """All of a job's stderr; its rank 0 gives up once a stall has been told."""
+    lines = [""]
+    while " has waited " not in lines[-1] and (line := job.stderr.readline()):
+        lines.append(line)
+    told.touch()
+    lines.append(job.stderr.read())
+    job.wait(HANGS_S)
+    return "".join(lines)
 
 
 @needs_two_cores
@@ -309,17 +332,18 @@ def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output")
     jobs = {}
     for name, code in (("loop", LOOP), ("early", EARLY), ("stop", STOP)):
-        command = (*argv, name, "--", sys.executable, "-c", code)
+        command = (*argv, name, "--", sys.executable, "-c", code, f"{name}-told")
         pipe = subprocess.PIPE
         jobs[name] = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     pids = dict(jobs["stop"].stdout.readline().split(" pid ") for _ in range(2))
     os.kill(int(pids["[1]"]), signal.SIGSTOP)
     stopped = time.monotonic()
-    errors = {"stop": jobs["stop"].communicate(timeout=60)[1]}
-    assert time.monotonic() - stopped < 60  # 15 on a machine that is not busy
+    with ThreadPoolExecutor() as pool:  # at the same time: a stall that lasts is told again
+        stalled = {name: pool.submit(errors_of, jobs[name], tmp_path / f"{name}-told") for name in ("loop", "early")}
+    errors = {name: one.result() for name, one in stalled.items()}
+    errors["stop"] = jobs["stop"].communicate(timeout=HANGS_S)[1]
+    assert time.monotonic() - stopped < 240  # 15 on a machine that is not busy; its ranks sleep for 300
     assert "cputrain: rank 1 on " in errors["stop"] and " has been stopped for " in errors["stop"]
-    for name in ("loop", "early"):
-        errors[name] = jobs[name].communicate(timeout=HANGS_S)[1]
     assert [job.returncode for job in jobs.values()] == [1, 1, 1]
     for name, doing in (("loop", "which computes"), ("early", "which has exited with status 0")):
         lines = [line for line in errors[name].splitlines() if line.startswith("cputrain: rank 0 has waited ")]
@@ -338,7 +362,12 @@ def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     loop, stop = (
         subprocess.Popen(
-            (*argv, name, "--", sys.executable, "-c", code), cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True
+            (*argv, name, "--", sys.executable, "-c", code, "told"),
+            cwd=tmp_path,
+            env=env,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
         for name, code in (("loop", LOOP), ("stop", STOP))
     )
@@ -347,7 +376,7 @@ def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
     stopped = time.monotonic()
     assert "cputrain: rank 1 on " in (error := stop.communicate(timeout=60)[1]) and " has been stopped for " in error
     assert time.monotonic() - stopped < 60, "with the end of all agents"
-    error = loop.communicate(timeout=HANGS_S)[1]
+    error = errors_of(loop, tmp_path / "told")
     assert loop.returncode == stop.returncode == 1
     assert "(rank 1 is at <string>:6 in forever)\n" in error and "  | <string>:6 in forever\n" in error
     assert "rank 0 has waited " in error and ", which computes" in error and "\nthen rank 0 on" in error

@@ -25,10 +25,11 @@ from tests.mpi.test_local import wait_until_ended
 from tests.support.commands import HANGS_S, PPN, PYTHON, mpi_path
 
 STARTERS = ("local", "openmpi", "mpich", "intelmpi")
+RARELY = pytest.param(STARTERS, marks=(pytest.mark.long, pytest.mark.nightly), id="all")
 SAVES = """
 import os, signal, sys, time
 def save(number, frame):
-    time.sleep(7)  # longer than ranks have after a failure
+    time.sleep(5)  # longer than ranks have after a failure
     print("saved", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -67,11 +68,12 @@ def await_first_lines(processes: Sequence[subprocess.Popen[str]]) -> None:
             assert process.stdout.readline().endswith("up\n")
 
 
-def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starters", [("local", "openmpi", "intelmpi"), RARELY])
+def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path, starters: tuple[str, ...]) -> None:
     """By a batch system, or because its terminal is closed."""
     sent = dict(zip(STARTERS, (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM), strict=True))
     with ExitStack() as stack:
-        jobs = {name: launched(stack, name, tmp_path, SAVES) for name in STARTERS}
+        jobs = {name: launched(stack, name, tmp_path, SAVES) for name in starters}
         await_first_lines(list(jobs.values()))
         for name, job in jobs.items():
             job.send_signal(sent[name])
@@ -82,10 +84,11 @@ def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path) ->
             assert logs == ["up\nsaved\n"] * PPN, name
 
 
-def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starters", [("local", "openmpi", "mpich"), RARELY])
+def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Path, starters: tuple[str, ...]) -> None:
     with ExitStack() as stack:
-        errors = {name: stack.enter_context((tmp_path / f"{name}.err").open("w+")) for name in STARTERS}
-        jobs = {name: launched(stack, name, tmp_path, STUBBORN, stderr=errors[name].fileno()) for name in STARTERS}
+        errors = {name: stack.enter_context((tmp_path / f"{name}.err").open("w+")) for name in starters}
+        jobs = {name: launched(stack, name, tmp_path, STUBBORN, stderr=errors[name].fileno()) for name in starters}
         await_first_lines(list(jobs.values()))
         ranks = [pid for job in jobs.values() for pid in tree(job.pid)]
         for job in jobs.values():

@@ -63,7 +63,7 @@ threading.Thread(target=lambda: [sender.sendall(bytes(1 << 20)) for _ in range(6
 left = 64 << 20
 while left:
     left -= len(receiver.recv(min(left, 1 << 20)))
-while time.process_time() < 3:
+while time.process_time() < 1.2:
     pass
 """
 
@@ -192,7 +192,7 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     usage = read_usage(tmp_path / "out")
     assert usage is not None and len(usage.hosts) == 1
     busy, idle = usage.workers[0], usage.workers[1]
-    assert 2.9 <= sum(r.cpu_s for r in busy) <= 1.2 * sum(r.seconds for r in busy)  # read in ticks of 10 ms
+    assert 1.1 <= sum(r.cpu_s for r in busy) <= 1.2 * sum(r.seconds for r in busy)  # read in ticks of 10 ms
     assert sum(r.cpu_s for r in idle) < 2.4  # with the starts of two interpreters
     assert max(r.rss_bytes for r in idle) > 200 * MIB and max(r.processes for r in idle) == 2
     assert max(r.rss_bytes for r in busy) < 200 * MIB and max(r.processes for r in busy) == 1

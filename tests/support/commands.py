@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from cputrain.affinity.topology import this_machine
 
@@ -58,6 +59,13 @@ def mpi_path(name: str) -> dict[str, str]:
     if not (folder / "mpirun").exists():
         pytest.skip(reason=f"needs {name}: make mpi")
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def launchers(*often: str) -> list[ParameterSet]:
+    """The real launchers as a test's parameters. `make test` has those that are named, which differ from test to test;
+    the others are nightly."""
+    names, rarely = ("intelmpi", "openmpi", "openmpi4", "mpich"), (pytest.mark.long, pytest.mark.nightly)
+    return [pytest.param(name, marks=() if name in often else rarely) for name in names]
 
 
 def unpack(archive: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Stand in for `python WORDS` where a launcher starts it: python -I -S fork_client.py SERVER WORDS...
 
-The interpreter of tests/support/fork_server.py forks the program with this process's files, variables and working
-directory; it gets this process's signals and ends with it, and its exit status is this process's.
+The interpreter of tests/support/fork_server.py forks the program with this process's files, variables, binding and
+working directory; it gets this process's signals and ends with it, and its exit status is this process's.
 """
 
 import json
@@ -32,7 +32,8 @@ def main(name: str, words: list[str]) -> int:
     files = inherited()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(f"\0{name}")
-    request = {"words": words, "env": dict(os.environ), "cwd": str(Path.cwd()), "files": files}
+    pus = sorted(os.sched_getaffinity(0))
+    request = {"words": words, "env": dict(os.environ), "cwd": str(Path.cwd()), "files": files, "pus": pus}
     socket.send_fds(server, [json.dumps(request).encode()], files)
     pid = int(server.recv(100))
     descriptor = os.pidfd_open(pid)

@@ -216,6 +216,8 @@ def main() -> None:
     if request is None:
         return
     os.chdir(request["cwd"])
+    if "pus" in request:
+        os.sched_setaffinity(0, request["pus"])
     os.environ.clear()
     os.environ.update(request["env"])
     torch.distributed.set_debug_level_from_env()
