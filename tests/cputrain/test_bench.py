@@ -40,6 +40,7 @@ from cputrain.cli import main
 from cputrain.models import ConvolutionShape
 from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
+from tests.cputrain.test_decode import NEEDS_TURBO
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused
 from tests.support.forked import in_fork
@@ -301,6 +302,7 @@ def test_the_pixels_of_a_generated_photo_are_not_flat() -> None:
     assert pixels.shape == (HEIGHT, WIDTH, 3) and pixels.std() > 30
 
 
+@NEEDS_TURBO
 def test_the_benchmark_of_decoders_runs_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

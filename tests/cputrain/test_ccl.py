@@ -11,9 +11,11 @@ import pytest
 
 from cputrain.mpi.launchers import find_launcher
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, lines_of, started, unmeasured_cache
+from tests.support.ccl_jobs import command, lines_of, needs_ccl, started, unmeasured_cache
 from tests.support.commands import PPN, mpi_path, needs_two_cores
 from tests.support.forked import ROOT, Ended, ended, forked, forking_python, in_fork
+
+pytestmark = needs_ccl
 
 
 def together(*arguments: str, ranks: int = 2, limit_s: float = 200.0, **env: str) -> list[dict]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, lines_of, started
+from tests.support.ccl_jobs import command, lines_of, needs_ccl, started
 from tests.support.commands import PPN
 from tests.support.forked import ROOT, ended, forked, in_fork
 
@@ -59,6 +59,7 @@ needs_entry_points = pytest.mark.skipif(
 )
 
 
+@needs_ccl
 @needs_entry_points
 def test_a_script_without_an_import_of_ours_has_the_backend_under_torchrun_and_launch(tmp_path: Path) -> None:
     """Nothing of it is loaded before it is used. And a script finds CCL_WORKER_COUNT under launch, without which older
@@ -103,6 +104,7 @@ exec(plain)
 """
 
 
+@needs_ccl
 def test_where_entry_points_are_off_an_import_registers_the_backend() -> None:
     argv = (sys.executable, "-c", UNKNOWN, str(free_port()))
     env = {**os.environ, **ALONE, "MASTER_PORT": str(free_port())}
@@ -126,6 +128,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@needs_ccl
 def test_the_names_of_intel_s_bindings_stand_in_and_never_before_an_original(tmp_path: Path) -> None:
     """The newer name registers the backend where entry points are off; the older one imports the newer one."""
     codes = [STAND_IN.format(module=module) for module in ("oneccl_bindings_for_pytorch", "torch_ccl")]

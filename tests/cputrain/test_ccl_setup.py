@@ -42,7 +42,7 @@ from cputrain.comm.ccl.environment import (
 )
 from cputrain.native_build import checksum_file
 from cputrain.training import misplaced_comm_threads
-from tests.support.ccl_jobs import ran, ran_with_shm
+from tests.support.ccl_jobs import needs_ccl, ran, ran_with_shm
 from tests.support.commands import HANGS_S
 from tests.support.forked import in_fork
 from tests.support.trainings import LENET
@@ -69,6 +69,7 @@ for _ in range(2):
 """
 
 
+@needs_ccl
 def test_a_later_world_of_a_process_has_the_same_variables() -> None:
     """Without its interface, libfabric would take any, such as a container's that is about to go."""
     done = ran(TWO_WORLDS, limit_s=120)
@@ -76,6 +77,7 @@ def test_a_later_world_of_a_process_has_the_same_variables() -> None:
     assert done.out.splitlines() == ["lo error", "lo error"]
 
 
+@needs_ccl
 def test_the_libraries_of_this_environment_are_found() -> None:
     found = find_libraries({})
     assert found.version == (2021, 13)

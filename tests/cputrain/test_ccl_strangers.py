@@ -17,10 +17,11 @@ from benchmarks.comm_soak import commands
 from cputrain.comm.ccl.environment import SHM, sweep_segments
 from cputrain.mpi.supervise import free_port
 from tests.support import ccl_callbacks
-from tests.support.ccl_jobs import command, lines_of, started
+from tests.support.ccl_jobs import command, lines_of, needs_ccl, started
 from tests.support.commands import mpi_path
 from tests.support.forked import Process, ended, forking_python, printed
 
+pytestmark = needs_ccl
 STRANGER = "tests.support.ccl_stranger"
 QUIET = {"PYTHONWARNINGS": "ignore"}
 LIMIT_S = 240.0

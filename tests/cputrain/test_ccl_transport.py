@@ -20,7 +20,7 @@ from cputrain.measurements import cached_seconds, keep, transport_records
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise import free_port
-from tests.support.ccl_jobs import command, lines_of, unmeasured_cache
+from tests.support.ccl_jobs import command, lines_of, needs_ccl, unmeasured_cache
 from tests.support.commands import cputrain, here, mpi_path
 from tests.support.forked import ended, forking_python
 from tests.support.jobs import job_of
@@ -137,6 +137,7 @@ def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path, m
     assert set(seconds) == {"mpi", "ofi"} and all(1e-4 < each < 10 for each in seconds.values())
 
 
+@needs_ccl
 @pytest.mark.parametrize(
     "seconds",
     [pytest.param(FASTER_MPI, marks=[pytest.mark.long, pytest.mark.nightly]), FASTER_LIBFABRIC],  # MPI is the default

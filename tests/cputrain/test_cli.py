@@ -189,6 +189,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_prepare_packs_real_digits_through_an_image_folder(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'cputrain[demo]'")
     result = here("prepare", "digits", "folder", "packed", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "train 1,442 images" in result.stdout and "val 355 images" in result.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.start import isolated_command
-from tests.support.ccl_jobs import unmeasured_cache
+from tests.support.ccl_jobs import needs_ccl, unmeasured_cache
 from tests.support.commands import launchers, mpi_path
 from tests.support.forked import ended, forked
 
@@ -130,6 +130,7 @@ def test_torch_can_be_imported_beside_files_of_our_names(folder: Path) -> None:
     assert run_well(folder, sys.executable, "train.py").startswith("imported 2.")
 
 
+@needs_ccl
 def test_ccl_tells_whose_module_is_in_its_place(folder: Path) -> None:
     for each in (*STANDARD, *NEEDED):
         (folder / f"{each}.py").unlink()

@@ -16,7 +16,7 @@ from cputrain.affinity.topology import this_machine
 from cputrain.affinity.wording import plural
 from cputrain.report import read_usage
 from cputrain.runs import read_events
-from tests.support.ccl_jobs import ran
+from tests.support.ccl_jobs import needs_ccl, ran
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import CORES, children_of, cputrain, needs_two_cores
 from tests.support.forked import ended, forked, in_fork, writing
@@ -39,7 +39,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("backend", "by", "expected"),
     [
-        ("ccl", signal.SIGKILL, "rank 1 on {} was ended by SIGKILL; log run/logs/rank-1.log"),
+        pytest.param(
+            "ccl", signal.SIGKILL, "rank 1 on {} was ended by SIGKILL; log run/logs/rank-1.log", marks=needs_ccl
+        ),
         ("gloo", signal.SIGSTOP, "rank 1 on {} has been stopped for "),
     ],
 )

@@ -32,7 +32,7 @@ from cputrain.comm import (
     silent_rank,
     watched_ranks,
 )
-from tests.support.ccl_jobs import ran, started
+from tests.support.ccl_jobs import needs_ccl, ran, started
 from tests.support.forked import Ended, ended, forked
 
 OTHER_VERSION = """
@@ -293,6 +293,7 @@ def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_th
     assert "rank 1 waits in ALLREDUCE #3: the job's store is gone" in waits.err
 
 
+@needs_ccl
 def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
     done = ran(KEPT)
     assert done.status == 0, done.err

@@ -7,9 +7,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
+from cputrain.affinity.errors import InputError
 from cputrain.comm.ccl.environment import ensure_built, find_libraries
 from cputrain.mpi.supervise import free_port
 from tests.support.forked import ROOT, Ended, Forked, ended, forked, writing
+
+
+def missing_ccl() -> str:
+    """Return what the ccl backend needs and does not find here; "" if it is complete."""
+    try:
+        find_libraries(os.environ)
+    except InputError:
+        return "needs oneCCL: pip install 'cputrain[ccl]'"
+    return ""
+
+
+needs_ccl = pytest.mark.skipif(missing_ccl() != "", reason=missing_ccl())
 
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
