@@ -21,6 +21,7 @@ def test_a_change_passes_within_the_range_of_seeds_and_not_outside() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_digits_are_learned_as_well(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'cputrain[demo]'")
     prepared = here("prepare", "digits", "folder", "digits", cwd=tmp_path)

@@ -29,7 +29,9 @@ PLACEHOLDERS = str(ROOT / "compat/stand_ins")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("client", NEEDED)
+@pytest.mark.parametrize(
+    "client", [pytest.param(name, marks=pytest.mark.nightly) if name == "deepspeed" else name for name in NEEDED]
+)
 def test_a_client_trains(client: str, tmp_path: Path) -> None:
     for package in NEEDED[client]:
         if importlib.util.find_spec(package) is None:

@@ -41,6 +41,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @needs_two_cores
 def test_one_rank_and_two_train_the_same_weights(tmp_path: Path) -> None:
     """Batch 64 as one pass of 64, as two passes of 32, and as a pass of 32 on each of two ranks."""
@@ -56,6 +57,7 @@ def test_one_rank_and_two_train_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     """64 images a step in passes of at most 16: 4 passes on one rank, 2 on two, 2 of 10 or 11 images on three."""
     write_images(tmp_path / "images", train=44, val=2)

@@ -52,7 +52,13 @@ def latin_1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"LOCPATH": str(folder), "LC_ALL": "en_US.ISO-8859-1"}
 
 
-@pytest.fixture(params=["UTF-8", "POSIX", "ISO-8859-1"])
+@pytest.fixture(
+    params=[
+        pytest.param("UTF-8", marks=pytest.mark.nightly),
+        "POSIX",
+        pytest.param("ISO-8859-1", marks=pytest.mark.nightly),
+    ]
+)
 def locale(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == "ISO-8859-1":
         found: dict[str, str] = request.getfixturevalue("latin_1")

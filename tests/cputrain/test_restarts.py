@@ -128,6 +128,7 @@ def trainings_of_rank(rank: int, folder: Path) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_training_goes_on_over_the_hosts_that_are_left(tmp_path: Path) -> None:
     """Three hosts, of which one is cut off, then a rank of another one killed: two train to the end with the same
     global batch."""

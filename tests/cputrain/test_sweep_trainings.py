@@ -130,6 +130,7 @@ LARGE_GIB = 2.3
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path) -> None:
     tried = ("batch.local=1", "plan.ppn=1", "--find-batch", "--memory", str(LARGE_GIB), "--output", "found")
     ran = cputrain("sweep", "imagefolder", *LARGE, *tried, cwd=place)
