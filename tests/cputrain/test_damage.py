@@ -188,6 +188,7 @@ def test_damage_that_shows_in_training_ends_all_ranks_without_a_checkpoint(tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=40, val=20)
     spoil(untried(folder / "train", 6))

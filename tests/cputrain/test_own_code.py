@@ -59,6 +59,7 @@ def test_the_guide_s_first_script_trains_as_it_is_printed(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["torchrun", "launch"])
 def test_a_training_that_was_interrupted_has_the_weights_of_the_unbroken_one(tmp_path: Path, launcher: str) -> None:
     """Three starts of two ranks; those of torchrun stop after an epoch, those of cputrain within one."""

@@ -156,6 +156,7 @@ def test_plan_and_train_use_what_was_kept_for_this_training(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @needs_two_cores
 def test_what_tune_finds_is_the_reason_of_the_next_plan(tmp_path: Path) -> None:
     """Whichever plan is faster here."""
