@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from cputrain.affinity.topology import this_machine
 
@@ -61,7 +60,7 @@ def mpi_path(name: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def launchers(*often: str) -> list[ParameterSet]:
+def launchers(*often: str) -> list[Any]:
     """The real launchers as a test's parameters. `make test` has those that are named, which differ from test to test;
     the others are nightly."""
     names, rarely = ("intelmpi", "openmpi", "openmpi4", "mpich"), (pytest.mark.long, pytest.mark.nightly)
