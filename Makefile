@@ -1,6 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: make check and every test without a target of its own; make test-fast: its quick part; make docs: the documentation.
-# make test-long: trainings and jobs that take from half a minute to minutes each.
+# make test-long: trainings and jobs that take from ten seconds to minutes each.
 # make test-all: every test there is, for hours; .ci/run runs what other tests do not cover.
 # make fuzz: every reader on 10,000 inputs, tarballs and pages on 1,000.
 # make faults: what becomes of runs when something fails; make soak: a training that is killed every 100 steps.
@@ -15,8 +15,8 @@ TESTED := constraints/torch-2.13.txt
 TORCH ?= $(shell grep ^torch= $(TESTED))
 VISION ?= $(shell grep ^torchvision= $(TESTED))
 
-# Three tests at a time on two cores: many wait for processes most of their time.
-PARALLEL ?= -n 3 --dist worksteal
+# Four tests at a time on two cores: many wait for processes most of their time.
+PARALLEL ?= -n 4 --dist worksteal
 
 BIN := .venv/bin
 RUN := $(BIN)/python -m
@@ -62,10 +62,12 @@ test: install
 pytest: install
 	$(RUN) pytest $(PARALLEL) -m "not long"
 
-# Trainings, jobs and other packages' programs that take from half a minute to minutes each.
-LONG ?= long
+# A further condition on marks for test-long, lab and faults: .ci/run has ONLY="not nightly".
+AND := $(if $(ONLY), and $(ONLY))
+
+# Trainings, jobs and other packages' programs that take from ten seconds to minutes each.
 test-long: install
-	$(RUN) pytest $(PARALLEL) -m "$(LONG)"
+	$(RUN) pytest $(PARALLEL) -m "long$(AND)"
 
 # More than .ci/run's: tests marked nightly, the largest emulated machines, the soak, long fuzzing.
 test-all: mpi clients kernels docs
@@ -84,7 +86,7 @@ test-ipex: .ipex/installed
 
 # The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
 lab: install
-	$(RUN) pytest tests/lab -m "not slow"
+	$(RUN) pytest tests/lab -m "not slow$(AND)"
 
 # The largest of these machines, and trainings and launches on two of them.
 lab-slow: install
@@ -95,9 +97,9 @@ fuzz: install
 	CPUTRAIN_FUZZ=10000 $(RUN) pytest $(PARALLEL) tests/fuzz
 
 # Kills, full disks, damaged files, cut links, strangers: one at a time, so that the table has their times; .ci/run, which
-# needs no table, causes three. docs/reliability.md is what `pytest tests/faults --update-golden` has seen.
+# needs no table, causes four. docs/reliability.md is what `pytest tests/faults --update-golden` has seen.
 faults: install
-	$(RUN) pytest $(FAULTS_PARALLEL) tests/faults -m "not long"
+	$(RUN) pytest $(FAULTS_PARALLEL) tests/faults -m "not long$(AND)"
 
 soak: install
 	$(RUN) pytest tests/faults -m long

@@ -1,6 +1,7 @@
 """Golden files, the profile of property tests, marks of tests that start processes, and skips that count as failures
 where everything must run."""
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that is imported out of the garbage collector's passes, which take a twentieth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

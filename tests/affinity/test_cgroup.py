@@ -223,6 +223,7 @@ def linked(path: Path, links: dict[str, str], size: int = 1) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be written to the disk once more, without a limit."""
     monkeypatch.setattr(catalog, "MOST_WRITTEN", 2 << 20)

@@ -39,6 +39,7 @@ def with_memory(machine: Machine, factor: float) -> Machine:
     )
 
 
+@pytest.mark.slow
 @given(machines_and_requests())
 @settings(max_examples=30)
 def test_a_plan_of_this_machine_is_of_this_machine(drawn) -> None:

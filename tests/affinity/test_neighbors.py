@@ -80,6 +80,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
     assert len(json.loads((tmp_path / "run/plan.json").read_text())["workers"]) == len(json.loads(shared[2])["workers"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_training_shares_the_host_or_warns_that_it_takes_others_cores(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=2, train=4, val=2)

@@ -62,7 +62,7 @@ def bound(place: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*BIND, sys.executable, "-c", code], cwd=place, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("pin", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_each_openmp_thread_is_where_the_plan_has_it_until_it_is_moved(tmp_path: Path, pin: bool) -> None:
     """The team of torch's first parallel region, as the kernel has placed it; then one of its threads is moved."""
     worker = planned(tmp_path, ppn=1, pin_threads=pin, loader_cores=0).workers[0]

@@ -35,6 +35,7 @@ EXAMPLE = plan_to_json(plan_machine(find_machine("skx-8160-2s"), Request(ppn=2),
 SMALL_EXAMPLE = plan_to_json(plan_machine(build_machine(2, 1, 3, 2), Request(ppn=2), Runtime()))
 
 
+@pytest.mark.slow
 @given(machines_and_requests(packages=3, cores=8))
 def test_a_plan_survives_json(drawn) -> None:
     plan = plan_machine(*drawn, RUNTIME)
@@ -72,6 +73,7 @@ def test_our_layout_is_json(value: object) -> None:
 JUNK = st.sampled_from([None, True, -1, 0.5, 10**30, "", "x", [], [1, 1], [-1], ["a"], {}, {"a": 1}])
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300)
 def test_every_edit_that_the_schema_refuses_is_refused(data: st.DataObject) -> None:

@@ -79,6 +79,7 @@ def row(name: str, ours: Counts) -> str:
     return f"| {name} | {shown[0]} | {shown[1]} | {verdict} |"
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_trees_of_real_hosts_count_as_hwloc_counts(request: pytest.FixtureRequest) -> None:
     here = [name for name in ORACLE if (TREES / f"{name}.tar.bz2").is_file()]

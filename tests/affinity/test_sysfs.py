@@ -26,6 +26,7 @@ from tests.support.commands import PYTHON, need
 from tests.support.machines import build_machine, write_sysfs
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4)),

@@ -48,6 +48,7 @@ def test_each_is_drawn_by_the_seed(what: str) -> None:
     assert not np.array_equal(done(1, **{what: 0.2}), picture())
 
 
+@pytest.mark.slow
 def test_randaugment_is_drawn_by_the_image_s_seed_and_leaves_torch_s_generator_alone() -> None:
     before = torch.get_rng_state()
     made = [done(seed, randaugment=2) for seed in range(60)]

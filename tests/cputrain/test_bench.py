@@ -288,6 +288,7 @@ def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
     assert fit["alpha us"] > 0 and fit["GB/s"] > 0
 
 
+@pytest.mark.slow
 def test_a_report_is_drawn_with_a_panel_for_each_unit() -> None:
     figures = tuple(
         Figure(name=f"figure {unit}", value=1.0, low=0.5, high=2.0, unit=unit, limit=3.0)

@@ -64,6 +64,7 @@ def test_every_machine_is_listed(capsys: Captured) -> None:
     assert all(f"\n{name} " in text for name in machine_names())
 
 
+@pytest.mark.slow
 def test_machines_are_found_by_processor_memory_and_features(capsys: Captured) -> None:
     def names(text: str) -> set[str]:
         found = json.loads(printed(capsys, "machines", "search", text, "--format", "json"))["machines"]

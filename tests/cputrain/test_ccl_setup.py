@@ -283,6 +283,7 @@ def test_every_source_is_compiled_once_on_any_number_of_cores() -> None:
         assert sorted(path for unit in units for path in unit) == sorted(NATIVE.glob("*.cpp"))
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_told_by_one_rank_of_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,6 +335,7 @@ def empty_cache(folder: Path) -> tuple[dict[str, str], Path]:
     return env, path
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "STALE_S", 1.0)
     env, path = empty_cache(tmp_path)
@@ -354,6 +356,7 @@ def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
         cache_folder({})
 
 
+@pytest.mark.slow
 def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "STALE_S", 2.0)
     env, path = empty_cache(tmp_path)

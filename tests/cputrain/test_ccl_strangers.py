@@ -87,6 +87,7 @@ def test_over_mpi_a_rank_that_leaves_an_operation_in_flight_ends_with_its_own_st
     assert end.status == status, end.err
 
 
+@pytest.mark.long
 def test_messages_between_some_ranks_do_not_confuse_who_has_joined_a_collective() -> None:
     """Neither a timeout's message nor PyTorch's comparison of what ranks call; a callback that waits for a collective
     which fails with its own ends at the timeout too."""
@@ -119,6 +120,7 @@ def test_a_timeout_does_not_name_a_rank_that_has_just_joined() -> None:
                 assert "rank 0 on" not in said["error"] and "rank 1 on" not in said["error"], said
 
 
+@pytest.mark.long
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
     """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
     with started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="4", **QUIET) as ranks:
@@ -166,6 +168,7 @@ def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
             assert end.status == 0 and lines_of(end.out)[-1]["passed"] == "suspended", end.err
 
 
+@pytest.mark.long
 def test_a_group_of_the_next_world_is_not_taken_for_one_of_its_name() -> None:
     """torch numbers the groups of every world from 0 on."""
     with started(STRANGER, "ccl", "next_world", ranks=3, PORT=str(free_port()), **QUIET) as ranks:
@@ -173,7 +176,9 @@ def test_a_group_of_the_next_world_is_not_taken_for_one_of_its_name() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("starter", ["torchrun", "mpirun", "spawn", "launch"])
+@pytest.mark.parametrize(
+    "starter", ["launch", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("torchrun", "mpirun", "spawn"))]
+)
 def test_memory_does_not_grow_with_sizes_that_never_repeat(starter: str, tmp_path: Path) -> None:
     """With oneCCL's own cache of buffers it grows by hundreds of MiB."""
     argv = commands(2000, str(tmp_path / "run"))[starter]
@@ -186,6 +191,7 @@ def test_memory_does_not_grow_with_sizes_that_never_repeat(starter: str, tmp_pat
     assert len(grown) == 2 and max(grown) < 50, grown
 
 
+@pytest.mark.long
 def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_error() -> None:
     with ExitStack() as stack:
         # libfabric's shared memory, whose segments a killed rank leaves behind.
@@ -201,6 +207,7 @@ def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_err
     assert "the job's store is gone" in error and "group 1 cannot be created: " in error and "\n" not in error
 
 
+@pytest.mark.long
 def test_a_rank_that_is_lost_before_it_makes_a_group_is_named_without_a_local_rank_too() -> None:
     """Scripts that start their ranks with mp.spawn have none."""
     with started(STRANGER, "ccl", "killed_before", LOCAL_RANK="", PYTHONUNBUFFERED="", **QUIET) as ranks:

@@ -199,14 +199,14 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
     assert "warning: 9 damaged images skipped: cannot identify image file (9, first " in result.stdout
     assert "(57 images, each once)" in result.stdout
     told = "val split has 3 damaged images among 60 of 60: cannot identify image file (3, first "
-    strict = cputrain("eval", "run", "data.max_damaged=0.01", cwd=tmp_path)
+    strict = in_fork("eval", "run", "data.max_damaged=0.01", cwd=tmp_path)
     assert strict.returncode == 2 and told in strict.stderr, strict.stderr
-    again = cputrain("eval", "run", cwd=tmp_path)
+    again = in_fork("eval", "run", cwd=tmp_path)
     assert again.returncode == 0 and "warning: 3 damaged images skipped: cannot identify image file (3" in again.stdout
     spoil(image_files([folder / "val"]))
-    nothing = cputrain("eval", "run", "data.max_damaged=1", cwd=tmp_path)
+    nothing = in_fork("eval", "run", "data.max_damaged=1", cwd=tmp_path)
     assert nothing.returncode == 2 and "val split has 32 damaged images among 32 of 60: " in nothing.stderr
-    predicted = cputrain("predict", "run", "images/val", cwd=tmp_path)
+    predicted = in_fork("predict", "run", "images/val", cwd=tmp_path)
     assert (
         predicted.returncode == 2
         and "none of 60 images can be read: cannot identify image file (60" in predicted.stderr

@@ -200,6 +200,7 @@ def test_rows_above_and_below_a_part_are_not_decoded() -> None:
     assert np.array_equal(cropped(FAST, damaged, lambda *_: crop, 32), cropped(FAST, whole, lambda *_: crop, 32))
 
 
+@pytest.mark.slow
 @NEEDS_TURBO
 def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(cxx: str, output: Path) -> tuple[str, ...]:

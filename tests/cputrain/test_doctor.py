@@ -203,6 +203,7 @@ def test_the_lines_and_the_summary() -> None:
     assert checks_text((ok("a", "fine"), warning("b", "slow", "do this"))).endswith("\nnext: cputrain plan")
 
 
+@pytest.mark.slow
 def test_doctor_as_json_has_every_check_once_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(_run_doctor(capsys, "doctor", "--format", "json"))
     assert set(found) == fields("doctor")

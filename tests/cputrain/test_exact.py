@@ -9,7 +9,8 @@ import torch
 from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest
-from tests.support.commands import PPN, cputrain, here, needs_two_cores
+from tests.support.commands import PPN, here, needs_two_cores
+from tests.support.forked import in_fork
 from tests.support.images import write_images, write_mnist
 from tests.support.trainings import trained
 
@@ -83,7 +84,7 @@ def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) ->
     write_mnist(tmp_path / "raw", train=600, val=IMAGES, zipped=False)
     assert here("prepare", "mnist", "raw", "mnist", cwd=tmp_path).returncode == 0
     recipe = ("mnist-sgd", "data.path=mnist")
-    trained = cputrain("train", *recipe, "epochs=1", "plan.ppn=1", "output=run", cwd=tmp_path)
+    trained = in_fork("train", *recipe, "epochs=1", "plan.ppn=1", "output=run", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     plan = plan_of(tmp_path, *recipe, f"plan.ppn={PPN}")
     workers = plan["workers"]

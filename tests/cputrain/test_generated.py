@@ -10,7 +10,7 @@ from cputrain.data import TRAIN_POINTS, VAL_POINTS, point_batches
 from cputrain.data.formats import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.runs import read_events
 from tests.support.checkpoints import content, newest
-from tests.support.commands import PPN, cputrain
+from tests.support.commands import PPN
 from tests.support.forked import in_fork
 from tests.support.trainings import trained
 
@@ -48,6 +48,7 @@ def test_points_lie_about_their_line() -> None:
     assert batch.images.shape == batch.labels.shape == (2, 1) and batch.images[0] == points.x[3]
 
 
+@pytest.mark.long
 def test_a_training_on_synthetic_images_says_so_everywhere(tmp_path: Path) -> None:
     made = in_fork("train", *SYNTHETIC, "output=run", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
@@ -87,14 +88,14 @@ def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(t
     residual = held_out.y - (float(weights["fc.weight"]) * held_out.x + float(weights["fc.bias"]))
     assert end["val_loss"] == pytest.approx(float(np.square(residual).mean()), rel=1e-2)
     assert "Accuracy" not in (tmp_path / "run1/report.html").read_text()
-    expected = cputrain("eval", *common, "--checkpoint", "run1/checkpoints/best", cwd=tmp_path)
+    expected = in_fork("eval", *common, "--checkpoint", "run1/checkpoints/best", cwd=tmp_path)
     assert expected.returncode == 0 and "50 points, each once" in expected.stdout and "top-1" not in expected.stdout
 
 
 @pytest.mark.long
 def test_a_sweep_of_linear_regressions_is_a_table_of_losses(tmp_path: Path) -> None:
     rates = ("--grid", "schedule.peak_rate=0.005,0.05")
-    swept = cputrain("sweep", "linear-regression", "epochs=80", *rates, cwd=tmp_path)
+    swept = in_fork("sweep", "linear-regression", "epochs=80", *rates, cwd=tmp_path)
     assert swept.returncode == 1 and "times the loss of the first step" in swept.stdout, "0.05 diverges, as in the lab"
     runs = json.loads((tmp_path / "runs/linear-regression-sweep/sweep.json").read_text())["runs"]
     assert runs[0]["status"] == "done" and runs[0]["data"] == "points" and runs[0]["val_loss"] > 0

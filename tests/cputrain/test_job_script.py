@@ -225,6 +225,7 @@ def hostile(texts: list[str], which: str) -> BatchJob:
     return replace(PLAIN, resources=resources, work=work, modules=(data,), container=container)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     texts=st.lists(HOSTILE, min_size=8, max_size=8),

@@ -144,6 +144,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert steps_done == list(range(1, ends[-1]["steps"] + 1))  # none lost, none twice
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_a_canceled_slurm_job_saves_and_the_next_one_goes_on(slurm: Slurm, place: Path) -> None:
     """A plain scancel: SIGTERM, and SIGKILL after KillWait; the same script submitted again does the other steps."""
@@ -326,7 +327,7 @@ def test_srun_starts_more_ranks_than_cores(slurm: Slurm, tmp_path: Path) -> None
     assert sorted(re.findall(r"pus (\[.*\])", ran.stdout)) == sorted(2 * list(map(str, pus)))
 
 
-@pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
+@pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), pytest.param("none", "ofi", marks=pytest.mark.long)])
 def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
     ranks = (
         f"--mpi={mpi}",

@@ -162,6 +162,7 @@ def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:
     assert workload_of(Recipe(model=untraced, data=DataSection(crop=64))).side == small.side == 64
 
 
+@pytest.mark.long
 def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
     """A real training step in a process of its own; the estimate may be above by half, never much below.
 

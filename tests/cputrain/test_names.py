@@ -52,13 +52,7 @@ def latin_1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"LOCPATH": str(folder), "LC_ALL": "en_US.ISO-8859-1"}
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("UTF-8", marks=pytest.mark.nightly),
-        "POSIX",
-        pytest.param("ISO-8859-1", marks=pytest.mark.nightly),
-    ]
-)
+@pytest.fixture(params=["UTF-8", "POSIX", "ISO-8859-1"])
 def locale(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == "ISO-8859-1":
         found: dict[str, str] = request.getfixturevalue("latin_1")
@@ -75,6 +69,7 @@ def printed(*words: str, cwd: Path, **env: str) -> bytes:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_a_training_in_any_locale_keeps_names_of_any_bytes(
     images: Path, locale: dict[str, str], tmp_path: Path
@@ -188,7 +183,12 @@ ABOUT_NAMES = ("report sortié", "data info images")
 
 
 @pytest.mark.parametrize(
-    "env", [pytest.param(ASCII_ONLY[0], marks=(pytest.mark.long, pytest.mark.nightly)), *ASCII_ONLY[1:]]
+    "env",
+    [
+        pytest.param(ASCII_ONLY[0], marks=(pytest.mark.long, pytest.mark.nightly)),
+        ASCII_ONLY[1],
+        pytest.param(ASCII_ONLY[2], marks=pytest.mark.long),
+    ],
 )
 def test_streams_of_ascii_alone_take_every_command_s_output_with_curves_and_names(
     env: dict[str, str], images: Path, tmp_path: Path

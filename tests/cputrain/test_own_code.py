@@ -78,6 +78,7 @@ def test_a_training_that_was_interrupted_has_the_weights_of_the_unbroken_one(tmp
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_the_notebook_s_cells_run_one_after_another(tmp_path: Path) -> None:
     notebook = json.loads((EXAMPLES / "own_network.ipynb").read_text())

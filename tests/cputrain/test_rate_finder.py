@@ -8,7 +8,7 @@ import pytest
 
 from cputrain.cli import main
 from cputrain.rate_finder import SMOOTHING, RangeTest, range_test_svg, rate_at, suggest
-from tests.support.commands import cputrain
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 
 RATES = tuple(rate_at(step, 101, 1e-5, 10) for step in range(101))
@@ -67,7 +67,7 @@ def test_a_recipe_s_rate_is_found_and_its_run_left_alone(tmp_path: Path) -> None
     write_images(tmp_path / "images", train=24)
     settings = ("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=16", "batch.local=8")
     options = ("--steps", "40", "--to", "100", "--picture", "lr.svg", "--format", "json")
-    done = cputrain("find-lr", "imagefolder", *settings, "plan.ppn=1", "output=run", *options, cwd=tmp_path)
+    done = in_fork("find-lr", "imagefolder", *settings, "plan.ppn=1", "output=run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["global_batch"] == 8 and found["steps"][0]["rate"] == 1e-5 and len(found["steps"]) <= 40

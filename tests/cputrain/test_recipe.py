@@ -56,6 +56,7 @@ def test_the_arithmetic_in_a_recipe_s_comments_is_recomputed(name: str) -> None:
     assert head[4].splitlines() == [f"#{line}" for line in aligned(reasons).splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).sweep != SweepSection()])
 def test_every_training_of_a_recipe_s_sweep_is_a_valid_recipe(name: str) -> None:
     made = variants(load_recipe(name).sweep, (), ())

@@ -159,6 +159,7 @@ def test_ranks_that_round_differently_take_rank_0_s_weights_and_larger_differenc
     assert second["error"] == ""
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=2)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import here, refused
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 
 BASELINE = "batch.local=3 optim.name=momentum schedule.peak_rate=0.01"
@@ -31,7 +32,7 @@ def test_the_large_batch_study_trains_each_rate_and_the_best_ones_with_more_seed
         "--output",
         "study",
     )
-    ran = cputrain(*study, cwd=tmp_path)
+    ran = in_fork(*study, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("4 trainings with the first seed, then the best rates with 1 more seed\n")
     assert ["1e30: diverged" in line for line in ran.stdout.splitlines() if "momentum  0.01" in line] == [True]
@@ -49,7 +50,7 @@ def test_the_large_batch_study_trains_each_rate_and_the_best_ones_with_more_seed
     assert "momentum" in (tmp_path / "study/large-batch.svg").read_text()
     finished = [path for path in tmp_path.glob("study/*/events.jsonl") if "1e30" not in path.parent.name]
     before = [path.read_bytes() for path in finished]
-    again = cputrain(*study, cwd=tmp_path)
+    again = in_fork(*study, cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.splitlines()[-6:] == ran.stdout.splitlines()[-6:]
     assert len(before) == 4 and [path.read_bytes() for path in finished] == before
 

@@ -16,7 +16,7 @@ from cputrain.mpi.supervise import free_port
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import changes_training, check_folder, differences, read_events, reason_not_to_resume
 from tests.support.checkpoints import newest
-from tests.support.commands import children_of, cputrain, here, refused
+from tests.support.commands import children_of, here, refused
 from tests.support.forked import ended, forked, in_fork
 from tests.support.images import write_images
 from tests.support.trainings import LENET, PPN, raw_events, until_logged
@@ -147,7 +147,7 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     shutil.copytree(place / "run", place / "moved")
     elsewhere = place / "elsewhere"
     several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best")
-    shown = cputrain("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
+    shown = in_fork("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
     assert shown.returncode == 0, shown.stderr
     end = raw_events(place / "run")[-1]
     message = f"step {end['steps']}  top-1 {end['top1']:.2f} %  top-5 {end['top5']:.2f} %  loss "
@@ -158,7 +158,7 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     tenths = [f"Evaluation [{done}/21]" for done in (3, 5, 7, 9, 11, 13, 15, 17, 19, 21)]
     assert [line for line in text.splitlines() if line.startswith("Evaluation")] == tenths * len(rows)
     # Intel's extension, with which a run may have been trained, need not be installed.
-    found = cputrain("eval", "../moved", "--last", "--format", "json", f"plan.ppn={PPN}", "engine=ipex", cwd=elsewhere)
+    found = in_fork("eval", "../moved", "--last", "--format", "json", f"plan.ppn={PPN}", "engine=ipex", cwd=elsewhere)
     data = json.loads(found.stdout)
     assert (data["workers"], data["batch"]) == (PPN, 6) and "Evaluation [2/2]" in found.stderr
     (last,) = data["results"]

@@ -95,12 +95,14 @@ def test_the_networks_are_those_of_the_recipes() -> None:
 
 
 ALONE = [(name,) for name in CASES if name not in LIGHT]
+OFTEN = (("resnet50-spr-16node-bf16",), ("caltech256-finetune-frozen",))  # bfloat16; frozen weights
 RUNS = [
     pytest.param(names, backend, marks=marks, id=f"{'+'.join(names)}-{backend}")
     for names, backend, marks in (
         (FEW, "gloo", []),
         (OTHERS, "gloo", [pytest.mark.long, pytest.mark.nightly]),  # Adam: also resumed by one worker, below
-        *((names, "ccl", [pytest.mark.long]) for names in (LIGHT, *ALONE)),
+        (LIGHT, "ccl", [pytest.mark.long]),
+        *((names, "ccl", [pytest.mark.long, *([] if names in OFTEN else [pytest.mark.nightly])]) for names in ALONE),
     )
 ]
 

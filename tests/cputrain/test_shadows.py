@@ -99,6 +99,7 @@ def test_ranks_start_by_every_launcher_in_such_a_folder(folder: Path, launcher: 
     assert f"rank 0 of {folder}" in run_well(folder, *argv, PATH=path, PYTHONPATH=str(folder))
 
 
+@pytest.mark.long
 def test_a_training_runs_in_such_a_folder(folder: Path) -> None:
     """Its ranks start again bound, import torch, and write a run and its page."""
     recipe = ("imagefolder", "data.path=synthetic", "data.train_images=4", "batch.local=4", "data.crop=28")

@@ -23,7 +23,7 @@ from cputrain.data import (
 from cputrain.data.formats import BlockReader, Shards, copies_folder_name, copy, open_dataset, shards, staged
 from cputrain.data.prepare import Options, prepare
 from tests.cputrain.test_training import PPN
-from tests.support.commands import cputrain
+from tests.support.forked import in_fork
 from tests.support.images import write_images
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
@@ -197,6 +197,6 @@ def test_a_training_stages_augments_and_leaves_nothing(data: Path, tmp_path: Pat
         *("data.augment.shift=0.2", "data.augment.lighting=0.1", "data.augment.saturation=0.4"),
         "data.last_batch=spread",
     )
-    result = cputrain("train", "imagefolder", *settings, cwd=tmp_path)
+    result = in_fork("train", "imagefolder", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "top-1" in result.stdout and not list((tmp_path / "scratch").iterdir())

@@ -71,6 +71,7 @@ def predictions() -> list[tuple[str, ...]]:
     return table()
 
 
+@pytest.mark.slow
 def test_published_runs_follow_from_the_smallest_of_their_family(predictions: list[tuple[str, ...]]) -> None:
     head, *rows = predictions
     runs = [run for runs in families().values() for run in runs]
@@ -171,6 +172,7 @@ def test_a_core_reorders_weights_at_its_own_speed_where_memory_is_faster() -> No
     assert forward_s(1e15) - fixed == pytest.approx(2 * weights / CONSTANTS.core_reorder_bytes_per_s, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "fabric", "settings"),
     [
@@ -279,6 +281,7 @@ def test_what_if_options_are_settings_of_the_recipe(capsys: pytest.CaptureFixtur
     assert json_of(capsys, *options)["rows"] == json_of(capsys, *settings)["rows"]
 
 
+@pytest.mark.slow
 def test_the_network_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (
         json_of(capsys, "--nodes", "64", "--fabric", "ethernet", "--bandwidth", gbit)["rows"][0]["images_per_s"]
@@ -301,6 +304,7 @@ def test_text_names_the_rate_and_energy_follows_from_watts(capsys: pytest.Captur
     assert row["energy_kwh"] == pytest.approx(0.4 * row["node_hours"])
 
 
+@pytest.mark.slow
 def test_pictures_are_svg(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, words in (
         ("svg", ("ideal", "published: SURFsara, Intel Caffe")),
@@ -311,6 +315,7 @@ def test_pictures_are_svg(capsys: pytest.CaptureFixture[str]) -> None:
         assert picture.startswith("<svg") and all(word in picture for word in words)
 
 
+@pytest.mark.slow
 def test_the_best_plan_beats_the_published_one_within_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """The published 2 x 22 + 2, without loader cores, costs little against the best plan of as large a batch."""
     best = ("--nodes", "256", "--best", "plan.profile=bkm-2018")
@@ -409,6 +414,7 @@ def test_times_to_train_need_the_number_of_images(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["rows"][0]["time_to_train_s"] is None
 
 
+@pytest.mark.slow
 def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     planned = ["plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"]
     assert main(planned) == 0

@@ -36,6 +36,7 @@ def recipe_of(name: str, crop: int = 224, **model: str) -> Recipe:
 LARGE = (pytest.mark.long, pytest.mark.nightly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=LARGE if name == "resnet152" else ()) for name in OWN_NETWORKS]
 )
@@ -49,12 +50,14 @@ def test_the_layers_are_exact_at_any_side(name: str, side: int) -> None:
     assert [line for line in differences(name, side) if " saves " not in line] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small", "regnet_x_400mf", "swin_t", "vit_b_32"])
 def test_so_are_those_of_torchvision_s_classifiers(name: str) -> None:
     assert differences(f"torchvision:{name}") == []
     assert workload_of(recipe_of(f"torchvision:{name}")).assumed is False
 
 
+@pytest.mark.slow
 @needs_timm
 @pytest.mark.parametrize("name", ["convnext_atto", "vit_tiny_patch16_224", "mobilenetv3_small_100"])
 def test_so_are_those_of_timm_s(name: str) -> None:
@@ -62,6 +65,7 @@ def test_so_are_those_of_timm_s(name: str) -> None:
     assert workload_of(recipe_of(f"timm:{name}.some_weights")).assumed is False
 
 
+@pytest.mark.slow
 @needs_timm
 def test_a_network_of_timm_without_a_file_is_traced() -> None:
     recipe = recipe_of("timm:test_vit", 64)
@@ -90,6 +94,7 @@ def test_every_classifier_of_torchvision_has_a_file() -> None:
     assert [name for name in all_names() if read_network(name) is None] == []
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

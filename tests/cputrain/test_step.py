@@ -202,6 +202,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights() -> None:
         assert state.network(normalized(batch().images)).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_self_test_times_a_real_convolution() -> None:
     assert all(0.001 < ratio < 1000 for ratio in bf16_speedups())
 

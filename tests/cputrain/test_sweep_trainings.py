@@ -14,6 +14,7 @@ from cputrain.cli.output import parse_clock
 from cputrain.sweep import clock
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
+from tests.support.forked import in_fork
 from tests.support.trainings import RESNET18, SMALL
 
 SWEPT = (*(setting for setting in SMALL if not setting.startswith("output=")), "plan.ppn=1")
@@ -24,7 +25,7 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     """One training diverges, one asks for more images than there are: they are rows, the others are done, and stay so
     in a second call."""
     rates = ("--run", "schedule.peak_rate=0.01", "--run", "schedule.peak_rate=0.02", "--run", "schedule.peak_rate=1e30")
-    ran = cputrain("sweep", "imagefolder", *SWEPT, *rates, "--run", "batch.local=600", cwd=place)
+    ran = in_fork("sweep", "imagefolder", *SWEPT, *rates, "--run", "batch.local=600", cwd=place)
     assert ran.returncode == 1, ran.stderr
     assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker needs 600 images per step" in ran.stdout
     assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower schedule.peak_rate" in ran.stderr
@@ -36,7 +37,7 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     picture = (folder / "sweep.svg").read_text()
     assert "<svg" in picture and picture.count("peak_rate") >= 2
     before = (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes()
-    again = cputrain("sweep", "imagefolder", *SWEPT, *rates[:4], cwd=place)
+    again = in_fork("sweep", "imagefolder", *SWEPT, *rates[:4], cwd=place)
     assert again.returncode == 0, again.stderr
     assert (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes() == before
     assert [line.split()[0] for line in again.stdout.splitlines()[-4:-2]] == ["0.01", "0.02"]
@@ -70,7 +71,7 @@ TINY = ("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.c
 @pytest.mark.long
 def test_the_same_training_on_several_worker_counts_is_compared(place: Path) -> None:
     counts = ("--workers", "1,2", "batch.local=6", "plan.threads=1", "epochs=2", "--output", "compared")
-    ran = cputrain("sweep", "imagefolder", *TINY, *counts, cwd=place)
+    ran = in_fork("sweep", "imagefolder", *TINY, *counts, cwd=place)
     assert ran.returncode == 0, ran.stderr
     assert "stable maximum: the first epoch within 0.5 points" in ran.stdout
     expected = json.loads((place / "compared/workers.json").read_text())
@@ -102,7 +103,7 @@ def test_a_time_limit_stops_a_training_saved_and_is_a_row(place: Path) -> None:
     )
     into = ("--output", "limited")
     for limit in ("0:00:12", "0:01:00", "0:04:00"):  # a loaded machine takes long to start; a larger limit goes on
-        ran = cputrain("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
+        ran = in_fork("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
         assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
         row = next(csv.DictReader((place / "limited/sweep.csv").open()))
         assert row["status"] == "time limit" and row["walltime requested"] == limit
@@ -111,7 +112,7 @@ def test_a_time_limit_stops_a_training_saved_and_is_a_row(place: Path) -> None:
             break
     saved = list((place / "limited/seed=1/checkpoints").glob(f"step-*{row['steps']}"))
     assert int(row["steps"]) > 0 and row["max accuracy %"] and len(saved) == 1
-    again = cputrain("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
+    again = in_fork("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
     assert again.returncode == 1 and "1/1  seed=1\n" not in again.stdout + again.stderr and "time limit" in again.stdout
 
 
@@ -145,7 +146,7 @@ def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path)
         assert 0.5 < float(row["peak RSS GiB"]) <= LARGE_GIB
     assert len(rows) > 1
     known = ("batch.local=20", "data.crop=256", "--find-batch", "--memory", "1.4", "--output", "refused")
-    ran = cputrain("sweep", "imagefolder", *SWEPT, *RESNET18, *known, cwd=place)
+    ran = in_fork("sweep", "imagefolder", *SWEPT, *RESNET18, *known, cwd=place)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.7" in ran.stdout
     none = here("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
@@ -185,7 +186,7 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
         "output=run",
         "data.last_batch=drop",
     )
-    trained = cputrain("train", "imagefolder", *SMALL, *RESNET18, "plan.ppn=1", *lars, cwd=place)
+    trained = in_fork("train", "imagefolder", *SMALL, *RESNET18, "plan.ppn=1", *lars, cwd=place)
     assert trained.returncode == 0, trained.stderr
     shown = here("bench", "optimizer", "run", cwd=place)
     assert shown.returncode == 0, shown.stderr

@@ -232,6 +232,7 @@ def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
         images.read(4)
 
 
+@pytest.mark.long
 def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_path: Path) -> None:
     import torch
 

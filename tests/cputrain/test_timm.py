@@ -85,6 +85,7 @@ def test_the_images_that_timm_trained_with_are_offered(name: str, trained: str |
     assert found == (trained and f"timm:{name} was trained by timm with {trained}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "folded"),
     [

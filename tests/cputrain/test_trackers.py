@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from cputrain.runs import Trackers, events, follow, read_record, trackers
-from tests.support.commands import PYTHON, cputrain
+from tests.support.commands import PYTHON
+from tests.support.forked import in_fork
 from tests.support.run_folders import write_run
 from tests.support.trainings import SMALL, raw_events
 
@@ -170,6 +171,7 @@ def ignores_sigterm(pid: int) -> bool:
     return bool(int(status["SigIgn"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
     silent_server: str, tmp_path: Path
 ) -> None:
@@ -223,6 +225,7 @@ def only_failure(folder: Path, env: dict[str, str]) -> str:
     return warning
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
@@ -281,7 +284,7 @@ def test_a_training_with_a_server_that_refuses_ends_well_with_one_warning(place:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again, so that nobody listens there
     env = {"MLFLOW_TRACKING_URI": address, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    done = cputrain("train", "imagefolder", *SMALL, "log=[mlflow]", cwd=place, **env)
+    done = in_fork("train", "imagefolder", *SMALL, "log=[mlflow]", cwd=place, **env)
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if "mlflow" in line]
     assert warning.startswith("warning: log=mlflow ")

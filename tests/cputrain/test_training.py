@@ -179,16 +179,17 @@ def test_a_loss_of_nan_ends_the_training(in_turn: InTurn) -> None:
 def test_shards_are_read_in_blocks(place: Path) -> None:
     assert here("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
     blocks = (*SMALL, "data.path=packed", "data.block_mib=0.01", "data.on_error=raise")
-    result = cputrain("train", "imagefolder", *blocks, cwd=place)
+    result = in_fork("train", "imagefolder", *blocks, cwd=place)
     assert result.returncode == 0, result.stderr
     assert read_events(place / "run")[-1]["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
-    result = cputrain("train", "imagefolder", *SMALL, "data.block_mib=4", "output=other", cwd=place)
+    result = in_fork("train", "imagefolder", *SMALL, "data.block_mib=4", "output=other", cwd=place)
     assert result.returncode == 2 and "block_mib=4 is for shards, but the images are not in shards" in result.stderr
 
 
 CROPS = {"alexnet-bn": 64, "lenet": 28, "mnist-cnn": 28, "linear": 28}
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     """Two steps of each at a reduced size, evaluation, checkpoint and report included."""

@@ -42,7 +42,7 @@ dist.destroy_process_group()
         pytest.param(
             "ccl", signal.SIGKILL, "rank 1 on {} was ended by SIGKILL; log run/logs/rank-1.log", marks=needs_ccl
         ),
-        ("gloo", signal.SIGSTOP, "rank 1 on {} has been stopped for "),
+        pytest.param("gloo", signal.SIGSTOP, "rank 1 on {} has been stopped for ", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
@@ -150,11 +150,11 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["gloo", "ccl"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.nightly), "ccl"])
 def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str) -> None:
     cores, ppn = CORES, CORES + 1
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
-    result = cputrain("train", "imagefolder", *SMALL, *settings, cwd=place)
+    result = in_fork("train", "imagefolder", *SMALL, *settings, cwd=place)
     assert result.returncode == 0, result.stderr
     assert f"warning: oversubscribed: {ppn} workers share {plural(cores, 'core')}" in result.stdout
     plan = json.loads((place / "run/plan.json").read_text())

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -257,6 +258,7 @@ def said_at_a_timeout(watched: tuple[int, ...], pending: PendingCollective) -> s
     return set(texts)
 
 
+@pytest.mark.slow
 def test_who_is_absent_is_said_of_groups_all_of_whose_ranks_are_watched() -> None:
     """No heartbeats of others come here: a gloo world has a watchdog for each of its groups."""
     pending = PendingCollective("ALLREDUCE #5 of group b", group="b@1", number=5)
@@ -283,6 +285,7 @@ def test_a_heartbeat_of_another_version_ends_no_rank_and_is_said_once() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_that_waits_for_a_collective() -> None:
     names = ("ALLREDUCE #3", "the destruction of group 0")
     with ExitStack() as stack:
@@ -302,6 +305,7 @@ def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
     assert said == {"guessed": None, "forged": None}  # as store.py signs and reads
 
 
+@pytest.mark.long
 def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:
     """Three jobs at once, as all mostly wait: rank 0 stops, rank 1 stops, rank 1 is killed."""
     cases = {

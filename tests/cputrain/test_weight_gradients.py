@@ -76,6 +76,7 @@ def test_weight_gradients_are_those_of_float64(
     assert exact.grad is not None and difference(got, exact.grad) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("images", "inputs", "outputs", "kernel", "stride", "side"),
     [(5, 64, 256, 1, 1, 56), (5, 512, 512, 3, 2, 14), (2, 96, 128, 5, 1, 27)],
@@ -179,6 +180,7 @@ def test_the_native_engine_uses_them_where_the_cpu_multiplies_bfloat16(precision
     assert any(isinstance(one, DirectConv2d) for one in network.modules()) == used
 
 
+@pytest.mark.slow
 def test_without_them_the_native_engine_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     compiler = tmp_path / "c++"
     # With -O1, the other kernels are compiled in a quarter of the time.

@@ -27,6 +27,7 @@ TAGS = {
 LONG = (
     "docs/start.md",
     "docs/guides/training.md",
+    "docs/guides/runs.md",
     "docs/guides/reports.md",
     "docs/guides/simulate.md",
 )  # their trainings take half a minute each

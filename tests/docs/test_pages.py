@@ -83,6 +83,7 @@ def test_each_figure_of_the_readme_names_its_processor_and_a_command_that_exists
             assert words[:2] == ["cputrain", "reproduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_page_from_the_code_can_be_written(name: str) -> None:
     text = GENERATED[name]()
@@ -98,6 +99,7 @@ def test_every_event_of_a_run_is_described() -> None:
     assert set(written()) == set(WHEN)
 
 
+@pytest.mark.slow
 def test_the_drawing_of_the_packages_is_that_of_the_code(golden: Callable[[str, str], None]) -> None:
     graph = import_graph()
     text = drawing(graph)

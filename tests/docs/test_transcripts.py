@@ -56,6 +56,7 @@ def missing(shown: list[str], printed: list[str]) -> list[str]:
 TRANSCRIPTS = [block for page in PAGES for block in blocks(page) if block.tag == "console"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", TRANSCRIPTS, ids=lambda block: f"{name_of(block.page)}:{block.line}")
 def test_a_transcript_shows_what_is_printed(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

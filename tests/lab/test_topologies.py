@@ -9,8 +9,13 @@ from tests.lab.table import merged, table
 from tests.lab.topologies import SLOW_TO_BOOT, TOPOLOGIES
 
 SLOW = {name: [pytest.mark.slow] if name in SLOW_TO_BOOT else [] for name in TOPOLOGIES}
+# .ci/run boots each machine with the newer kernel, and these with the older one, too.
+BOTH = ("two-sockets", "hbm-cxl")
+RARELY = {name: [] if name in BOTH else [pytest.mark.nightly] for name in TOPOLOGIES}
 CASES = [
-    pytest.param(name, kernel, id=f"{name}-{kernel}", marks=marks) for name, marks in SLOW.items() for kernel in KERNELS
+    pytest.param(name, kernel, id=f"{name}-{kernel}", marks=[*marks, *(RARELY[name] if kernel == KERNELS[0] else [])])
+    for name, marks in SLOW.items()
+    for kernel in KERNELS
 ]
 DOCUMENTED = boot.ROOT / "tests/golden/lab-table.md"
 
@@ -22,7 +27,7 @@ def test_every_check_holds(lab: Lab, topology: str, kernel: str) -> None:
     assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
-@pytest.mark.parametrize("topology", [pytest.param(name, marks=marks) for name, marks in SLOW.items()])
+@pytest.mark.parametrize("topology", [pytest.param(name, marks=[*SLOW[name], *RARELY[name]]) for name in SLOW])
 def test_both_kernels_have_the_same_plan(lab: Lab, topology: str) -> None:
     old, new = (lab.results(topology, kernel)["plan"] for kernel in KERNELS)
     assert old["workers"] == new["workers"]

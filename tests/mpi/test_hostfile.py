@@ -59,6 +59,7 @@ def test_every_format_is_recognized(text: str, file_format: str, hosts: list) ->
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,6}(-[a-z0-9]{1,4})?", fullmatch=True), min_size=1, unique=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["openmpi", "hydra", "plain"])
 @given(names=NAMES, data=st.data())
 def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataObject) -> None:

@@ -112,6 +112,7 @@ def test_strangers_and_noise_are_ignored(monitor: Monitor) -> None:
         end.close()
 
 
+@pytest.mark.slow
 def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monitor: Monitor) -> None:
     """The signal comes when an answer is signed and not yet sent: the rank takes both, by their numbers."""
     connection, *others = (agent(monitor, rank) for rank in range(RANKS))
@@ -134,6 +135,7 @@ def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monito
         each.close()
 
 
+@pytest.mark.slow
 def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
     """The scheduler's warning comes early in a job that waits for slow hosts."""
     first = agent(monitor, 0)
@@ -164,6 +166,7 @@ def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
         assert "rank 2 on h2 was ended by SIGKILL" in monitor.cause()
 
 
+@pytest.mark.slow
 def test_many_ranks(monitor: Monitor) -> None:
     connections = []
     for rank in range(1500):

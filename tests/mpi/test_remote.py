@@ -106,6 +106,7 @@ def test_more_arguments_than_hydra_takes_arrive_as_given(name: str, tmp_path: Pa
     assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == [digest] * PPN
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a host is preempted alone; the rank that is left would go on."""
@@ -220,12 +221,16 @@ print(f"{socket.gethostname()}: agents {'cputrain.mpi.supervise.agent' in lines}
 """
 
 
+RARELY = (pytest.mark.long, pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [
         ("intelmpi", SUM),
-        *(pytest.param(name, ALL_REDUCE, marks=pytest.mark.long) for name in MPI),
-        *(pytest.param(name, SUM, marks=(pytest.mark.long, pytest.mark.nightly)) for name in MPI if name != "intelmpi"),
+        pytest.param("openmpi4", ALL_REDUCE, marks=pytest.mark.long),
+        *(pytest.param(name, ALL_REDUCE, marks=RARELY) for name in MPI if name != "openmpi4"),
+        *(pytest.param(name, SUM, marks=RARELY) for name in MPI if name != "intelmpi"),
     ],
     ids=lambda value: {ALL_REDUCE: "torch", SUM: "plain"}.get(value, value),
 )
@@ -327,7 +332,7 @@ def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "ppn"), [("intelmpi", PPN), ("openmpi", 1)])
+@pytest.mark.parametrize(("name", "ppn"), [("intelmpi", PPN), pytest.param("openmpi", 1, marks=pytest.mark.nightly)])
 def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, ppn: int, tmp_path: Path) -> None:
     """The real trainer, started as a user starts it: data and run folder where all hosts see them. Its ranks and the
     launch listen on their network alone."""
@@ -352,6 +357,7 @@ def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, ppn: int, tmp_p
     assert (events[-1]["status"], events[-1]["images"]) == ("done", 36 // (8 * ppn) * 8 * ppn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", launchers("openmpi"))
 def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
     with fake_hosts(tmp_path / "hosts", 3) as hosts:

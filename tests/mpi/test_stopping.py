@@ -254,6 +254,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "patience_s", "status"), [(HANDLES_LATE, 30.0, 7), ("time.sleep(60)", 0.5, -signal.SIGUSR1)]
 )

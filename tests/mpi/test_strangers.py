@@ -236,6 +236,7 @@ def test_a_connection_without_hello_is_closed_in_time(monitor: Monitor, monkeypa
         assert is_closed(idle) and is_closed(slow)
 
 
+@pytest.mark.slow
 def test_a_recorded_connection_cannot_be_repeated(monitor: Monitor) -> None:
     """The same bytes on another connection; the messages of one connection on another one, or in another order."""
     recorded = signed([encode(Hello(rank=0, host="host0")), encode(EXIT)])
@@ -292,6 +293,7 @@ def odd_message(randomness: random.Random) -> bytes:
     return json.dumps(fields).encode()
 
 
+@pytest.mark.slow
 def test_two_thousand_odd_messages_behind_a_valid_token_end_no_monitor(monitor: Monitor) -> None:
     randomness = random.Random(7)
     for i in range(2000):
@@ -317,6 +319,7 @@ EXITS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_whatever_is_decoded_is_a_message_or_refused(value: object) -> None:
     for data in (json.dumps(value).encode(), json.dumps({"type": "Exit", "status": value}).encode()):

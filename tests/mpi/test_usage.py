@@ -88,6 +88,7 @@ def test_thinned_records_are_few_and_lose_no_second_and_no_peak(records: list[Wo
     assert [r.time for r in thin[-1:]] == [r.time for r in records[-1:]]
 
 
+@pytest.mark.slow
 @given(st.lists(hosts, min_size=2, max_size=30))
 def test_a_merged_host_keeps_its_busiest_interfaces_and_its_least_memory(records: list[HostUse]) -> None:
     whole = reduce(merged, records)
@@ -206,6 +207,7 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     assert "Resource use" in html and "CPU per worker" in html and "lo (loopback)" in html and "Epochs" not in html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_a_command_of_a_moment_has_a_record_too(late_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy host may read the command for the first time after it is over.
@@ -218,6 +220,7 @@ def test_a_command_of_a_moment_has_a_record_too(late_s: float, tmp_path: Path, m
     assert sum(r.cpu_s for r in read_records(whole, HostUse)) >= 0.9 * sum(r.cpu_s for r in records)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "usage").write_text("a file")
     assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), os.environ, io.StringIO(), io.StringIO()) == 0
