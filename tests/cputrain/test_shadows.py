@@ -12,7 +12,6 @@ import pytest
 from cputrain.affinity.start import isolated_command
 from tests.support.ccl_jobs import needs_ccl, unmeasured_cache
 from tests.support.commands import launchers, mpi_path
-from tests.support.forked import ended, forked
 
 BIN = Path(sys.executable).parent
 START = isolated_command("x")[2]
@@ -141,8 +140,9 @@ def test_ccl_tells_whose_module_is_in_its_place(folder: Path) -> None:
     out = run_well(folder, sys.executable, "train.py", **cache)
     assert out.endswith("joined\n"), "affinity and mpi are anybody's names"
     (folder / "cputrain.py").write_text("")
-    with forked("-c", f"import cputrain, torch.distributed as dist\n{group}\n", cwd=folder) as process:
-        last = ended(process).err.strip().splitlines()[-1]
+    code = f"import cputrain, torch.distributed as dist\n{group}\n"
+    failed = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    last = failed.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError: ccl: cputrain cannot be loaded: ") and last.endswith(": rename it"), last
     assert f"{folder}/cputrain.py has the name of a package of cputrain" in last
 

@@ -35,6 +35,8 @@ class Fault:
 
     The run has to end with `status`, print `says` (all of these texts), and lose at most `loses` steps; within
     `within_s` seconds, where it is a matter of seconds that the fault is found.
+
+    `nightly` cases are left out by .ci/run, as others exercise the same code.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Fault:
     says: tuple[str, ...] = ()
     within_s: float | None = None
     loses: int | None = None
+    nightly: bool = False
 
     @property
     def outcome(self) -> str:

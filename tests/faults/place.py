@@ -14,6 +14,8 @@ from pathlib import Path
 
 from cputrain.checkpoints import list_checkpoints, step_of
 from cputrain.mpi.supervise import descendants, free_port
+from tests.support.commands import children_of
+from tests.support.forked import Forked, Process, in_fork
 from tests.support.trainings import LENET
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +27,14 @@ SETTINGS = ("imagefolder", "data.path=images", *NETWORK, *ENDLESS, *SAVING, "com
 """A training of tiny steps that does not end by itself, and is saved every ten steps."""
 LIMIT_S = 400.0  # far beyond what any of them takes, even on a machine that others use
 POLL_S = 0.005
+FORKS = b"tests.support.fork_server"
 
 
 @dataclass(slots=True)
 class Running:
     """A command that runs, with its output in a file; `begun` is when the fault began, for `seconds`."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     output: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -46,11 +49,16 @@ class Running:
         return time.monotonic() - self.begun
 
     def ranks(self, word: str = "--prepared") -> dict[int, int]:
-        """The pid of each rank: the processes below that have RANK, and the word in their command."""
-        found = {}
+        """The pid of each rank: the processes below that have RANK, and the word in their command.
+
+        /proc shows a forked rank with the command and the variables of the interpreter that has forked it. Forked ranks
+        are children of their supervisor, which starts them in order: ask while all of them run.
+        """
+        forked = [pid for pid in children_of(self.process.pid) if FORKS in command_of(pid)]
+        found = dict(enumerate(forked)) if isinstance(self.process, Forked) else {}
         for pid in descendants(self.process.pid):
             with suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                command = command_of(pid).decode(errors="replace")
                 rank = variables_of(pid).get("RANK")
                 if rank is not None and word in command and "cputrain.mpi.supervise" not in command:
                     found[int(rank)] = pid
@@ -67,6 +75,14 @@ class Running:
     def end(self, limit_s: float = LIMIT_S) -> int:
         """Wait for its end; the exit status."""
         return self.process.wait(limit_s)
+
+
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def variables_of(pid: int) -> dict[str, str]:
@@ -127,11 +143,18 @@ class Place:
         return self.step - self.saved
 
     @contextmanager
-    def running(self, *argv: str, **env: str) -> Iterator[Running]:
-        """A command in this folder; neither it nor anything that it has started outlives the block."""
+    def running(self, *argv: str, forked: bool = False, **env: str) -> Iterator[Running]:
+        """A command in this folder; neither it nor anything that it has started outlives the block.
+
+        `forked`: one of cputrain's is forked with its ranks, in a quarter of the time (tests/support/forked.py).
+        """
         output = self.folder / f"output-{time.monotonic_ns()}"
         with output.open("wb") as file:
-            process = subprocess.Popen(argv, cwd=self.folder, env=_env(env), stdout=file, stderr=subprocess.STDOUT)
+            process = (
+                Forked(argv[1:], _env(env), file, file, self.folder)
+                if forked
+                else subprocess.Popen(argv, cwd=self.folder, env=_env(env), stdout=file, stderr=subprocess.STDOUT)
+            )
         try:
             yield Running(process, output)
         finally:
@@ -141,34 +164,42 @@ class Place:
             process.wait()
 
     @contextmanager
-    def training(self, *settings: str, ppn: int = 2, **env: str) -> Iterator[Running]:
-        """`cputrain train` with SETTINGS and these on top."""
+    def training(self, *settings: str, ppn: int = 2, real: bool = False, **env: str) -> Iterator[Running]:
+        """`cputrain train` with SETTINGS and these on top.
+
+        `real`: its processes are executed as a user's are. This is for faults while they start, for what is injected
+        into them as they start, for strangers who read their commands and variables, and for what torch writes when it
+        loses a peer: forked ones have a quieter torch.
+        """
         argv = cputrain("train", *SETTINGS, f"plan.ppn={ppn}", *settings)
-        with self.running(*argv, **env) as run:
+        with self.running(*argv, forked=not real, **env) as run:
             yield run
 
     @contextmanager
-    def ranks(self, *settings: tuple[str, ...], ports: tuple[int, ...] = (), **env: str) -> Iterator[list[Running]]:
+    def ranks(
+        self, *settings: tuple[str, ...], ports: tuple[int, ...] = (), real: bool = False
+    ) -> Iterator[list[Running]]:
         """A training whose ranks are started one by one, as mpirun does, each with settings of its own on top of
-        SETTINGS; `ports` are those at which each looks for rank 0."""
+        SETTINGS; `ports` are those at which each looks for rank 0, and `real` is as that of `training`."""
         ports = ports or (free_port(),) * len(settings)
         size = str(len(settings))
-        common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", **env}
+        common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
         with ExitStack() as stack:
             yield [
                 stack.enter_context(
                     self.running(
                         *cputrain("train", *SETTINGS, f"plan.ppn={size}", *own),
+                        forked=not real,
                         **{**common, "RANK": str(i), "LOCAL_RANK": str(i), "MASTER_PORT": str(port)},
                     )
                 )
                 for i, (own, port) in enumerate(zip(settings, ports, strict=True))
             ]
 
-    def command(self, *words: str, **env: str) -> tuple[int, str]:
+    def command(self, *words: str) -> tuple[int, str]:
         """A cputrain command to its end: status and output."""
-        done = subprocess.run(cputrain(*words), cwd=self.folder, env=_env(env), capture_output=True, timeout=LIMIT_S)
-        return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+        done = in_fork(*words, cwd=self.folder, **_env({}))
+        return done.returncode, done.stdout + done.stderr
 
     def copy_of_template(self) -> Path:
         """The finished training as this folder's run."""

@@ -8,6 +8,7 @@ No library of oneCCL or MPI is loaded before, and no thread has been started. Al
 find variables that a library reads as it is loaded (LD_PRELOAD, those of OpenMP) too late.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -22,11 +23,12 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -136,36 +138,48 @@ class ForkedRank(subprocess.Popen[bytes]):
 
 def be_rank(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
     """Give this child what exec would: files, a session, default handlers of signals; run the module and exit."""
+    for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+        os.dup2(given[name], number)
+    os.setsid()
+    given["preexec_fn"]()
+    kept = {0, 1, 2, *given["pass_fds"]}
+    for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - kept:
+        with suppress(OSError):  # that of the listing itself
+            os.close(number)
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in (None, "cputrain"):
+        logging.getLogger(name).handlers.clear()
+    be_program(words, given["env"])
+
+
+def be_program(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Run what `python WORDS` would run, and end this process as the interpreter would."""
+    atexit._clear()  # the parent's
     try:
-        for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
-            os.dup2(given[name], number)
-        os.setsid()
-        given["preexec_fn"]()
-        kept = {0, 1, 2, *given["pass_fds"]}
-        for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - kept:
-            with suppress(OSError):  # that of the listing itself
-                os.close(number)
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for name in (None, "cputrain"):
-            logging.getLogger(name).handlers.clear()
-        become(words, given["env"])
+        become(words, env)
         leave(0)
     except SystemExit as end:
         leave(end.code)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:  # noqa: BLE001  as the interpreter does at the top
-        traceback.print_exc()
-        leave(1)
+        sys.excepthook(*sys.exc_info())
+    leave(1)
 
 
 def leave(code: object) -> NoReturn:
-    """Exit as sys.exit(code) does, without the functions that the parent has registered for its own exit."""
+    """Exit as sys.exit(code) does. Not by the interpreter's own end, which touches, and so copies, all that it has
+    imported: half a second of CPU time."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
     threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
@@ -174,8 +188,8 @@ def leave(code: object) -> NoReturn:
 def fork_ranks() -> None:
     """Let this process, a command of cputrain, fork its ranks and bind them without exec."""
     from _cputrain_autoload import offer_stack
-    from cputrain.affinity.kernel import binding
     from cputrain.mpi.supervise import processes
+    from cputrain.training import session
 
     class Subprocess:
         """The module subprocess for the supervisor of ranks."""
@@ -189,12 +203,11 @@ def fork_ranks() -> None:
             EXECVPE(file, arguments, env)
         else:
             offer_stack(env)  # as `import torch` would
-            become(words, env)
-            leave(0)
+            be_program(words, env)
 
     processes.subprocess = Subprocess
     os.execvpe = execvpe
-    binding.misplaced = lambda worker, team: []  # OpenMP was loaded before the variables that place its threads
+    session.misplaced = lambda worker, team: []  # OpenMP was loaded before the variables that place its threads
 
 
 EXECVPE = os.execvpe
@@ -210,7 +223,16 @@ def main() -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    gc.freeze()  # or a child would collect, and so copy, all that is imported: 1 s of CPU time at each exit
+    import cputrain
+
+    for module in walk_packages(cputrain.__path__, "cputrain."):
+        if not module.name.endswith("__main__"):
+            with suppress(ImportError):  # of an optional requirement
+                import_module(module.name)
+
+    # A child that collected all that is imported would copy it, in 1 s of CPU time: each rank does at its end.
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
     request = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     if request is None:
@@ -223,7 +245,8 @@ def main() -> None:
     torch.distributed.set_debug_level_from_env()
     if request["words"][:2] == ["-m", "cputrain"]:
         fork_ranks()
-    become(request["words"], request["env"])
+        be_program(request["words"], request["env"])
+    become(request["words"], request["env"])  # and the interpreter's own end, where MPI says good-bye
 
 
 if __name__ == "__main__":

@@ -126,27 +126,34 @@ def nothing(checkpoints: Path) -> None:
     """No damage: what is wrong is in the settings."""
 
 
-def damaged(name: str, damage: Damage, says: str, loses: int = SAVED_EVERY) -> Fault:
+def damaged(name: str, damage: Damage, says: str, loses: int = SAVED_EVERY, nightly: bool = False) -> Fault:
     used = (f"renamed to {NEWEST}.damaged, using {OLDER}",) if loses else ()
-    return Fault(kind=KIND, name=name, cause=resumed(damage), status=0, says=(says, *used), loses=loses)
+    return Fault(
+        kind=KIND, name=name, cause=resumed(damage), status=0, says=(says, *used), loses=loses, nightly=nightly
+    )
 
 
-def refused(name: str, cause: Callable[[Place], Seen], *says: str) -> Fault:
-    return Fault(kind=KIND, name=name, cause=cause, status=2, says=says)
+def refused(name: str, cause: Callable[[Place], Seen], *says: str, nightly: bool = False) -> Fault:
+    return Fault(kind=KIND, name=name, cause=cause, status=2, says=says, nightly=nightly)
 
 
 FAULTS = (
     damaged("a flipped bit in the weights", flipped(MODEL), f"{MODEL} is damaged: the checksum of"),
-    damaged("a flipped bit in the optimizer's state", flipped(OPTIMIZER), f"{OPTIMIZER} is damaged: the checksum of"),
-    damaged("a flipped bit in a rank's own state", flipped(RANK, 0.9), f"{RANK} is damaged"),
-    damaged("a flipped bit in the header of the weights", flipped(MODEL, 0.001), f"{MODEL} is damaged"),
-    damaged("a flipped bit in checkpoint.json", flipped(MANIFEST), f"{MANIFEST} is damaged"),
+    damaged(
+        "a flipped bit in the optimizer's state",
+        flipped(OPTIMIZER),
+        f"{OPTIMIZER} is damaged: the checksum of",
+        nightly=True,
+    ),
+    damaged("a flipped bit in a rank's own state", flipped(RANK, 0.9), f"{RANK} is damaged", nightly=True),
+    damaged("a flipped bit in the header of the weights", flipped(MODEL, 0.001), f"{MODEL} is damaged", nightly=True),
+    damaged("a flipped bit in checkpoint.json", flipped(MANIFEST), f"{MANIFEST} is damaged", nightly=True),
     damaged("checkpoint.json edited by hand", edited_by_hand, f"{MANIFEST} is damaged: its checksum is wrong"),
-    damaged("a page of zeros in the weights", zeroed_page, f"{MODEL} is damaged: the checksum of"),
+    damaged("a page of zeros in the weights", zeroed_page, f"{MODEL} is damaged: the checksum of", nightly=True),
     damaged("a torn file of weights", torn, f"{MODEL} is damaged"),
     damaged("a missing file of a rank's state", without(RANK), f"cannot read run/checkpoints/{NEWEST}/{RANK}"),
     damaged("a missing checkpoint.json", without(MANIFEST), f"has no {MANIFEST}"),
-    damaged("a checkpoint that was not finished", unfinished, "continues after step 20", loses=0),
+    damaged("a checkpoint that was not finished", unfinished, "continues after step 20", loses=0, nightly=True),
     damaged("foreign files among the checkpoints", foreign, "continues after step 20", loses=0),
     Fault(
         kind=KIND,
@@ -171,6 +178,7 @@ FAULTS = (
         "--resume with another network",
         resumed(nothing, "model.name=resnet18", "data.crop=32"),
         "would change what the run in run computes",
+        nightly=True,
     ),
     refused(
         "--resume with twice the workers and so another global batch",

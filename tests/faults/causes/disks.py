@@ -97,8 +97,8 @@ def stdout_closed(place: Place) -> Seen:
         return Seen(status=status, text=run.text, seconds=run.seconds, lost=place.lost)
 
 
-def fault(name: str, cause: Callable[[Place], Seen], status: int, *says: str) -> Fault:
-    return Fault(kind=KIND, name=name, cause=cause, status=status, says=says)
+def fault(name: str, cause: Callable[[Place], Seen], status: int, *says: str, nightly: bool = False) -> Fault:
+    return Fault(kind=KIND, name=name, cause=cause, status=status, says=says, nightly=nightly)
 
 
 FAULTS = (
@@ -117,13 +117,15 @@ FAULTS = (
         f"{FULL}; the run continues without recording resource use",
     ),
     fault("full: recipe.yaml", on_disk("run", 4, *TRAIN, before=False), 1, FULL, "run/recipe.yaml"),
-    fault("full: plan.json", on_disk("run", 12, *TRAIN, before=False), 1, FULL, "run/plan.json"),
+    fault("full: plan.json", on_disk("run", 12, *TRAIN, before=False), 1, FULL, "run/plan.json", nightly=True),
     fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 2, "output run", FULL),
     fault("full: report.html", on_disk("run", 10_000, "report", "run", ballast=True), 1, FULL, "run/report.html"),
     fault("read-only: a new run's folder", on_disk("run", 100, *TRAIN, options="ro", before=False), 2, "run"),
-    fault("read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 2, READ_ONLY),
-    fault("read-only: report.html", on_disk("run", 10_000, "report", "run", options="ro"), 1, READ_ONLY),
+    fault(
+        "read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 2, READ_ONLY, nightly=True
+    ),
+    fault("read-only: report.html", on_disk("run", 10_000, "report", "run", options="ro"), 1, READ_ONLY, nightly=True),
     Fault(kind=KIND, name="full: standard output", cause=stdout_full, status=0, loses=0),
-    Fault(kind=KIND, name="full: standard output and standard error", cause=both_full, status=0, loses=0),
+    Fault(kind=KIND, name="full: standard output and standard error", cause=both_full, status=0, loses=0, nightly=True),
     Fault(kind=KIND, name="closed: standard output (| head -1)", cause=stdout_closed, status=0, loses=0),
 )

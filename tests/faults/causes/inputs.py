@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from tests.faults.fault import Fault, Seen
-from tests.faults.place import SETTINGS, Place, cputrain
-from tests.support.commands import cputrain as run_command
+from tests.faults.place import Place, cputrain
+from tests.support.commands import here
+from tests.support.forked import in_fork
 from tests.support.trainings import LENET
 
 KIND = "input"
@@ -34,11 +35,11 @@ def written(name: str, text: str) -> Prepare:
 
 
 def command(*argv: str, prepare: Prepare = nothing, env: Mapping[str, str] | None = None) -> Callable[[Place], Seen]:
-    """A command in the folder that `prepare` has filled."""
+    """A command in the folder that `prepare` has filled; one of cputrain's is forked."""
 
     def cause(place: Place) -> Seen:
         prepare(place)
-        with place.running(*argv, **(env or {})) as run:
+        with place.running(*argv, forked=argv[:3] == (*cputrain(),), **(env or {})) as run:
             status = run.end()
             assert not (place.folder / "was-executed").exists()
             return Seen(status=status, text=run.text, seconds=run.seconds)
@@ -63,14 +64,14 @@ def tarball_of_zeros(place: Place) -> None:
 
 
 def edited_plan(place: Place) -> None:
-    made = run_command("plan", "--machine", "pack:1 core:2 pu:1", "--format", "json", cwd=place.folder)
+    made = here("plan", "--machine", "pack:1 core:2 pu:1", "--format", "json", cwd=place.folder)
     plan = json.loads(made.stdout)
     plan["workers"][0]["compute_pus"] = "all of them"
     (place.folder / "plan.json").write_text(json.dumps(plan))
 
 
 def edited_manifest(place: Place) -> None:
-    run_command("prepare", "imagefolder", "images", "shards", cwd=place.folder)
+    in_fork("prepare", "imagefolder", "images", "shards", cwd=place.folder)
     path = place.folder / "shards/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["splits"]["train"]["shards"] = -1
@@ -79,7 +80,7 @@ def edited_manifest(place: Place) -> None:
 
 def damaged_shard(place: Place) -> None:
     """A bit of an image in a shard."""
-    run_command("prepare", "imagefolder", "images", "shards", cwd=place.folder)
+    in_fork("prepare", "imagefolder", "images", "shards", cwd=place.folder)
     path = next((place.folder / "shards").glob("train-*.tar"))
     data = bytearray(path.read_bytes())
     data[700] ^= 4
@@ -124,19 +125,20 @@ SHARDS = cputrain("train", "imagefolder", "data.path=shards", *SMALL, "batch.loc
 BIND = (sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true")
 
 
-def refused(name: str, cause: Callable[[Place], Seen], *says: str, status: int = 2) -> Fault:
-    return Fault(kind=KIND, name=name, cause=cause, status=status, says=says)
+def refused(name: str, cause: Callable[[Place], Seen], *says: str, status: int = 2, nightly: bool = False) -> Fault:
+    return Fault(kind=KIND, name=name, cause=cause, status=status, says=says, nightly=nightly)
 
 
-def recipe(name: str, text: str, *says: str) -> Fault:
-    return refused(name, command(*cputrain("plan", "recipe.yaml"), prepare=written("recipe.yaml", text)), *says)
+def recipe(name: str, text: str, *says: str, nightly: bool = False) -> Fault:
+    cause = command(*cputrain("plan", "recipe.yaml"), prepare=written("recipe.yaml", text))
+    return refused(name, cause, *says, nightly=nightly)
 
 
 def second_training(place: Place) -> Seen:
     """A second training is started in the folder of one that runs, which goes on."""
     with place.training() as run:
         run.wait_for(lambda: place.step >= 20)
-        with place.running(*cputrain("train", *SETTINGS, "--resume")) as second:
+        with place.training("--resume") as second:
             status, before = second.end(), place.step
             seconds, text = second.seconds, second.text
         run.wait_for(lambda: place.step > before + 20)
@@ -152,7 +154,7 @@ FAULTS = (
         'name: !!python/object/apply:os.system ["touch was-executed"]',
         "is a tag; remove it",
     ),
-    recipe("a recipe that contains itself", "&a [*a]", "*a is an alias"),
+    recipe("a recipe that contains itself", "&a [*a]", "*a is an alias", nightly=True),
     refused(
         "output=2026-02-30, which YAML 1.1 takes for a date",
         command(*cputrain(*TRAIN, "output=2026-02-30", "--dry-run")),
@@ -163,13 +165,20 @@ FAULTS = (
         "a seed of 23 digits",
         command(*cputrain("plan", "imagefolder", "seed=12345678901234567890123")),
         "seed must be a whole number",
+        nightly=True,
     ),
     refused("--nodes 99999999999", command(*cputrain("plan", "--nodes", "99999999999")), "more than 200,000"),
     refused(
-        "--hosts n[1-99999999999]", command(*cputrain("plan", "--hosts", "n[1-99999999999]")), "has more than 9 digits"
+        "--hosts n[1-99999999999]",
+        command(*cputrain("plan", "--hosts", "n[1-99999999999]")),
+        "has more than 9 digits",
+        nightly=True,
     ),
     refused(
-        "a host name of 5,000 letters", command(*cputrain("plan", "--hosts", "n" * 5000)), "more than 255 characters"
+        "a host name of 5,000 letters",
+        command(*cputrain("plan", "--hosts", "n" * 5000)),
+        "more than 255 characters",
+        nightly=True,
     ),
     refused(
         "a machine of 100,000,000 cores",
@@ -180,6 +189,7 @@ FAULTS = (
         "a time limit in Arabic digits",
         command(*cputrain("job", "slurm", "imagefolder", "--time", "\u0660\u0661:\u0660\u0660:\u0660\u0660")),
         "is not a time limit: give HH:MM:SS",
+        nightly=True,
     ),
     refused(
         "damaged variables of Slurm",

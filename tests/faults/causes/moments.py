@@ -49,11 +49,13 @@ def everything(run: Running) -> list[int]:
     return [run.process.pid, *run.ranks().values()]
 
 
-def signaled(number: int, victims: Victims, moment: Moment, *settings: str) -> Callable[[Place], Seen]:
+def signaled(
+    number: int, victims: Victims, moment: Moment, *settings: str, real: bool = False
+) -> Callable[[Place], Seen]:
     """Send a signal at a moment, and wait until nothing is left of the run."""
 
     def cause(place: Place) -> Seen:
-        with place.training(*settings) as run:
+        with place.training(*settings, real=real) as run:
             moment(place, run)
             below = run.ranks().values()
             run.begun = time.monotonic()

@@ -21,13 +21,18 @@ PATIENCE = "comm.timeout_s=25"
 
 @contextmanager
 def relayed(
-    place: Place, *settings: str, delay_s: float = 0.0, stalls_every: int = 0, stall_s: float = 0.0
+    place: Place,
+    *settings: str,
+    delay_s: float = 0.0,
+    stalls_every: int = 0,
+    stall_s: float = 0.0,
+    real: bool = False,
 ) -> Iterator[tuple[list[Running], Relay]]:
     """Two ranks, the second of which reaches the store, in rank 0, through a relay."""
     port = free_port()
     relay = Relay(port, delay_s=delay_s, stalls_every=stalls_every, stall_s=stall_s)
     try:
-        with place.ranks(settings, settings, ports=(port, relay.port)) as ranks:
+        with place.ranks(settings, settings, ports=(port, relay.port), real=real) as ranks:
             yield ranks, relay
     finally:
         relay.close()
@@ -50,7 +55,7 @@ def broken_link(cut: Callable[[Relay], None]) -> Callable[[Place], Seen]:
     """The link between rank 1 and the store breaks in mid-epoch: both ranks end."""
 
     def cause(place: Place) -> Seen:
-        with relayed(place, PATIENCE) as (ranks, relay):
+        with relayed(place, PATIENCE, real=True) as (ranks, relay):
             ranks[0].wait_for(lambda: place.step >= 33)
             begun = time.monotonic()
             cut(relay)
@@ -131,7 +136,7 @@ def clock_jump(by_s: int) -> Callable[[Place], Seen]:
         subprocess.run(compiler, cwd=place.folder, check=True, timeout=100)
         flag = place.folder / "jump"
         env = {"LD_PRELOAD": f"{place.folder}/clock.so", "FAULT_JUMP": str(by_s), "FAULT_JUMP_FILE": str(flag)}
-        with place.training(**env) as run:
+        with place.training(real=True, **env) as run:
             run.wait_for(lambda: place.step >= 33)
             flag.touch()
             run.begun = time.monotonic()
@@ -153,6 +158,7 @@ FAULTS = (
         cause=slow_link(delay_s=0.05),
         status=0,
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=KIND,
@@ -193,5 +199,5 @@ FAULTS = (
         within_s=60,
     ),
     Fault(kind=CLOCK, name="an hour ahead", cause=clock_jump(3600), status=GOES_ON, loses=0),
-    Fault(kind=CLOCK, name="an hour back", cause=clock_jump(-3600), status=GOES_ON, loses=0),
+    Fault(kind=CLOCK, name="an hour back", cause=clock_jump(-3600), status=GOES_ON, loses=0, nightly=True),
 )

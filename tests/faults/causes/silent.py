@@ -9,27 +9,39 @@ import time
 from collections.abc import Callable
 
 from tests.faults.fault import GOES_ON, Fault, Seen
-from tests.faults.place import SAVED_EVERY, Place
+from tests.faults.place import SAVED_EVERY, Place, Running
 from tests.support.injection import injected_faults
 
 KIND = "silent"
 
 
 def injected(rank: int, *settings: str, ppn: int = 2, **faults: str) -> Callable[[Place], Seen]:
-    """A training in which a rank does what tests/faults/injected says; seconds are from its first step."""
+    """A training in which a rank does what tests/faults/injected says."""
 
     def cause(place: Place) -> Seen:
-        with injected_faults(), place.training(*settings, ppn=ppn, FAULT_RANK=str(rank), **faults) as run:
-            try:
-                run.wait_for(lambda: place.step > 0)
-                run.begun = time.monotonic()
-            except AssertionError:  # refused before
-                pass
-            status = run.end()
-            lost = place.lost if place.step else None
-            return Seen(status=status, text=run.text, seconds=run.seconds, lost=lost)
+        with (
+            injected_faults(),
+            place.training(*settings, ppn=ppn, real=True, FAULT_RANK=str(rank), **faults) as run,
+        ):
+            return to_its_end(place, run)
 
     return cause
+
+
+def to_its_end(place: Place, run: Running) -> Seen:
+    """What becomes of a training that ends by itself; seconds are from its first step."""
+    try:
+        run.wait_for(lambda: place.step > 0)
+        run.begun = time.monotonic()
+    except AssertionError:  # refused before
+        pass
+    status = run.end()
+    return Seen(status=status, text=run.text, seconds=run.seconds, lost=place.lost if place.step else None)
+
+
+def diverging(place: Place) -> Seen:
+    with place.training("schedule.peak_rate=1e30", "schedule.start_rate=1e30") as run:
+        return to_its_end(place, run)
 
 
 def unequal(*settings: tuple[str, ...]) -> Callable[[Place], Seen]:
@@ -80,6 +92,7 @@ FAULTS = (
         status=1,
         says=("rank 2 on", "differs from the 2 other ranks in its weights after step 40"),
         loses=25,
+        nightly=True,
     ),
     Fault(
         kind=KIND,
@@ -94,6 +107,7 @@ FAULTS = (
         cause=injected(1, FAULT_TORCH="2.9.9"),
         status=2,
         says=("rank 1 on", "in torch: 2.9.9 instead of"),
+        nightly=True,
     ),
     Fault(
         kind=KIND,
@@ -101,6 +115,7 @@ FAULTS = (
         cause=unequal((), ("optim.momentum=0.8",)),
         status=2,
         says=("rank 1 on", "in optim.momentum: 0.8 instead of 0.9"),
+        nightly=True,
     ),
     Fault(
         kind=KIND,
@@ -119,7 +134,7 @@ FAULTS = (
     Fault(
         kind=KIND,
         name="a learning rate with which the loss becomes NaN",
-        cause=injected(0, "schedule.peak_rate=1e30", "schedule.start_rate=1e30"),
+        cause=diverging,
         status=1,
         says=("loss nan at step", "first NaN or Inf in the output of"),
         loses=SAVED_EVERY,

@@ -7,7 +7,7 @@ import time
 
 from tests.faults.causes.moments import MOST, after, everything, launcher, rank, signaled, starting
 from tests.faults.fault import GOES_ON, Fault, Seen
-from tests.faults.place import SAVED_EVERY, Place
+from tests.faults.place import SAVED_EVERY, Place, cputrain
 
 END, STOP = "end", "stop"
 
@@ -82,11 +82,12 @@ except RuntimeError as error:
 """
 
 
-def launched(place: Place, script: str, begins: str = "") -> Seen:
-    """A script by `cputrain launch`, to its end; the fault begins when both ranks have said `begins`."""
+def launched(place: Place, script: str, *python: str, begins: str = "") -> Seen:
+    """A script by `cputrain launch`, to its end; the fault begins when both ranks have said `begins`. Words of Python
+    that name the script's module fork its ranks."""
     (place.folder / "script.py").write_text(script)
-    argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output", "out", "--", sys.executable)
-    with place.running(*argv, "script.py") as run:
+    argv = (*cputrain("launch"), "--ppn", "2", "--output", "out", "--", sys.executable, *(python or ("script.py",)))
+    with place.running(*argv, forked=True) as run:
         if begins:
             run.wait_for(lambda: run.text.count(begins) == 2)
         run.begun = time.monotonic()
@@ -95,8 +96,8 @@ def launched(place: Place, script: str, begins: str = "") -> Seen:
 
 def stopped_rank_of_a_launch(place: Place) -> Seen:
     (place.folder / "script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
-    argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output", "out", "--", sys.executable)
-    with place.running(*argv, "script.py") as run:
+    argv = (*cputrain("launch"), "--ppn", "2", "--output", "out", "--", sys.executable, "script.py")
+    with place.running(*argv) as run:
         run.wait_for(lambda: run.text.count("up") == 2)
         run.begun = time.monotonic()
         os.kill(run.ranks("script.py")[1], signal.SIGSTOP)
@@ -111,11 +112,12 @@ FAULTS = (
         status=0,
         says=("stopped by a signal after step", "checkpoint saved: continue with --resume"),
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=END,
         name="SIGUSR1 in the first second",
-        cause=signaled(signal.SIGUSR1, launcher, starting),
+        cause=signaled(signal.SIGUSR1, launcher, starting, real=True),
         status=0,
         says=("stopped by a signal after step",),
         loses=0,
@@ -173,7 +175,7 @@ FAULTS = (
     Fault(
         kind=END,
         name="a rank that exits with status 0 while others wait for it",
-        cause=lambda place: launched(place, LEAVES_EARLY),
+        cause=lambda place: launched(place, LEAVES_EARLY, "-m", "script"),
         status=1,
         says=("rank 1 on", "exited with status 0"),
     ),
@@ -185,6 +187,7 @@ FAULTS = (
         says=("rank 1 on", "has been stopped"),
         loses=MOST,
         within_s=15,
+        nightly=True,
     ),
     Fault(
         kind=STOP,

@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 
 from cputrain.mpi.supervise import TOKEN_VARIABLE, Signer, descendants
 from tests.faults.fault import GOES_ON, Fault, Seen
-from tests.faults.place import Place, Running, variables_of
+from tests.faults.place import Place, Running, command_of, variables_of
 from tests.support.commands import mpi_path
 
 KIND = "stranger"
@@ -80,14 +79,6 @@ def flooded_start(place: Place) -> Seen:
 def agents_of(run: Running) -> list[int]:
     """The processes that name the monitor's port: mpirun's first, and agents once they run."""
     return [pid for pid in descendants(run.process.pid) if b"--report-to" in command_of(pid)]
-
-
-def command_of(pid: int) -> bytes:
-    """The command line of a process; empty once it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def monitor_of(run: Running) -> tuple[str, int]:
@@ -158,7 +149,7 @@ def forged_keys(place: Place) -> Seen:
     """A process of another user of this host sets the keys by which a training is told to stop."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore  # a second: only where it is needed
 
-    with place.training() as run:
+    with place.training(real=True) as run:
         run.wait_for(lambda: place.step >= 33)
         port = int(variables_of(run.ranks()[0])["MASTER_PORT"])
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
@@ -190,16 +181,16 @@ def listening_addresses(backend: str) -> Callable[[Place], Seen]:
     return cause
 
 
-def unimpressed(name: str, attack: Attack) -> Fault:
-    return Fault(kind=KIND, name=name, cause=attacked(attack), status=0, says=("done",))
+def unimpressed(name: str, attack: Attack, nightly: bool = False) -> Fault:
+    return Fault(kind=KIND, name=name, cause=attacked(attack), status=0, says=("done",), nightly=nightly)
 
 
 FAULTS = (
-    unimpressed("30,000 brackets to a launch's port", sends(b"[" * 30_000 + b"\n")),
+    unimpressed("30,000 brackets to a launch's port", sends(b"[" * 30_000 + b"\n"), nightly=True),
     unimpressed("10 MB without a line's end", sends(b"x" * 10_000_000)),
-    unimpressed("a browser", sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")),
+    unimpressed("a browser", sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), nightly=True),
     unimpressed("a guessed token", sends(b"0" * 32 + b"\n" + b"f" * 64 + b' {"type": "Stop", "grace_s": 0}\n')),
-    unimpressed("3,000 idle connections", idle_connections),
+    unimpressed("3,000 idle connections", idle_connections, nightly=True),
     Fault(
         kind=KIND,
         name="800 idle connections at a time, on and on, from before the ranks connect",

@@ -66,5 +66,7 @@ class _AfterImport(MetaPathFinder):
 
 
 for variable, (module, change) in CHANGES.items():
-    if variable in os.environ:
+    if variable in os.environ and module in sys.modules:  # in a forked rank
+        change(sys.modules[module])
+    elif variable in os.environ:
         sys.meta_path.insert(0, _AfterImport(module, change))
