@@ -118,7 +118,7 @@ test-browser: install
 
 # For daily work: what starts no process and takes no seconds of computing.
 test-fast: install
-	CPUTRAIN_FUZZ=100 $(RUN) pytest $(PARALLEL) -m "not processes and not slow"
+	CPUTRAIN_FUZZ=100 $(RUN) pytest -n 2 --dist worksteal -m "not processes and not slow"
 
 docs: install
 	$(RUN) sphinx --fail-on-warning --keep-going docs docs/_build/html
