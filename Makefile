@@ -116,7 +116,7 @@ test-browser: install
 	$(BIN)/pip install --quiet --editable ".[browser]"
 	$(RUN) pytest tests/browser
 
-# For daily work: what starts no process and takes no seconds of computing.
+# For daily work: what starts no process and takes less than a second; none waits, so two at a time.
 test-fast: install
 	CPUTRAIN_FUZZ=100 $(RUN) pytest -n 2 --dist worksteal -m "not processes and not slow"
 
