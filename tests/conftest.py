@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """One thread for torch in a test's own process: several tests run at a time, and OpenMP threads spin as they wait."""
+    """One thread for torch in a test's own process: tests run side by side, and OpenMP threads spin as they wait."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
