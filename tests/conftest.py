@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.forked import Forked
+from tests.support.forked import Forked, share
 
 hypothesis.settings.register_profile("shared", deadline=None)  # a shared machine pauses now and then
 hypothesis.settings.load_profile("shared")
@@ -33,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, before it starts the processes of tests
+def pytest_xdist_setupnodes() -> None:
+    share()
 
 
 def pytest_collection_finish() -> None:

@@ -214,6 +214,9 @@ EXECVPE = os.execvpe
 
 
 def main() -> None:
+    client, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    select.select([client, listener], [], [])
+
     import hypothesis  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -234,7 +237,7 @@ def main() -> None:
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
 
-    request = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
+    request = serve(client, listener)
     if request is None:
         return
     os.chdir(request["cwd"])

@@ -74,15 +74,33 @@ def answer(request: dict[str, Any], *files: int) -> int:
     return int(reply)
 
 
-_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-NAME = f"cputrain-tests-{os.urandom(8).hex()}"  # at which programs that others start reach the interpreter that forks
+Server = tuple[subprocess.Popen[bytes], socket.socket]
+_servers: list[Server] = []
+_shared: list[socket.socket] = []
+SHARED = "CPUTRAIN_TESTS_FORK"  # the variable with the name of an interpreter that processes of tests share
+NAME = os.environ.get(SHARED, f"cputrain-tests-{os.urandom(8).hex()}")  # of the listener
 
 
 def connection() -> socket.socket:
-    """Return the connection to the interpreter that forks, which ends with this process of tests; start a new one if it
-    has ended: jobs that run in the process of a test end all of its descendants."""
-    if _servers and _servers[-1][0].poll() is None:
-        return _servers[-1][1]
+    """Return the connection to the interpreter that forks: the shared one, or one that ends with this process of tests
+    and is started anew if it has ended: jobs that run in the process of a test end all of its descendants."""
+    if SHARED in os.environ:
+        if not _shared:
+            _shared.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            _shared[0].connect(f"\0{NAME}")
+        return _shared[0]
+    if not _servers or _servers[-1][0].poll() is not None:
+        _servers.append(_start())
+    return _servers[-1][1]
+
+
+def share() -> None:
+    """Let the processes of tests that this one starts share one interpreter, which imports torch at its first use."""
+    _servers.append(_start())
+    os.environ[SHARED] = NAME
+
+
+def _start() -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{NAME}")
@@ -92,8 +110,7 @@ def connection() -> socket.socket:
         process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **AT_START}, pass_fds=files)
     atexit.register(process.wait)
     atexit.register(ours.close)  # the last to be registered is the first to be called
-    _servers.append((process, ours))
-    return ours
+    return process, ours
 
 
 def forking_python() -> tuple[str, ...]:
