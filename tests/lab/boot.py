@@ -26,7 +26,7 @@ MODULES = ("virtio_pci", "9pnet_virtio", "9p", "virtio_net")
 # no_timer_check: under emulation the kernel's test of its timer fails now and then, which is a panic.
 WORDS = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "init_on_alloc=0", "no_timer_check")
 PANIC = ("Kernel panic", "Oops:", "BUG:", "rcu_sched detected stalls")
-BOOTS = 3  # of a guest, at most
+BOOTS = 6  # of a guest, at most: a panic takes seconds
 TIMEOUT_S = 1800.0  # a guest takes a minute or two of two idle cores, and a busy host has less for it
 LAST_LINES = 15
 
