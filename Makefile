@@ -76,7 +76,7 @@ test-all: mpi clients kernels docs
 # Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels
 # and folding with that torch, the oldest that is supported.
 test-ipex: .ipex/installed
-	.ipex/bin/python -m pytest tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py \
+	.ipex/bin/python -m pytest $(PARALLEL) tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py \
 	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long"
 
 .ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt
@@ -114,7 +114,7 @@ kernels: .lab/installed
 # Pages in headless Chromium, where it is installed (Debian: chromium).
 test-browser: install
 	$(BIN)/pip install --quiet --editable ".[browser]"
-	$(RUN) pytest tests/browser
+	$(RUN) pytest $(PARALLEL) tests/browser
 
 # For daily work: what starts no process and takes less than a second; none waits, so two at a time.
 test-fast: install
