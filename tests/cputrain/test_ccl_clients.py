@@ -24,13 +24,14 @@ NEEDED = {
     "lightning": ("pytorch_lightning",),
     "deepspeed": ("deepspeed",),
 }
+COSTLY = ("fsdp2", "trainer", "deepspeed")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 PLACEHOLDERS = str(ROOT / "compat/stand_ins")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "client", [pytest.param(name, marks=pytest.mark.nightly) if name == "deepspeed" else name for name in NEEDED]
+    "client", [pytest.param(name, marks=pytest.mark.nightly) if name in COSTLY else name for name in NEEDED]
 )
 def test_a_client_trains(client: str, tmp_path: Path) -> None:
     for package in NEEDED[client]:

@@ -56,6 +56,7 @@ def mpirun(*arguments: str, ranks: int = 2) -> dict[str, object]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
     """Groups in flight, inference mode, waits, data loaders, forks, messages, sparse sums: on 2 and 3 ranks."""
     over_mpi = mpirun("good")
@@ -121,6 +122,7 @@ def test_a_timeout_does_not_name_a_rank_that_has_just_joined() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
     """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
     with started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="4", **QUIET) as ranks:
@@ -139,6 +141,7 @@ def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
     """A rank is later than oneCCL waits, keeps the GIL for 20 s, or the whole job is stopped for 20 s and goes on; what
     watched a world that has ended does not take the next one's store for lost."""

@@ -80,6 +80,7 @@ def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_pa
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) -> None:
     write_mnist(tmp_path / "raw", train=600, val=IMAGES, zipped=False)
     assert here("prepare", "mnist", "raw", "mnist", cwd=tmp_path).returncode == 0

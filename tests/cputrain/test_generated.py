@@ -64,6 +64,7 @@ def test_a_training_on_synthetic_images_says_so_everywhere(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Adam at the lab's rate, on one rank and on two: the line of numpy's least squares, and the same losses."""
     common = ("linear-regression", "optim.name=adam", "schedule.peak_rate=0.1", "comm.backend=gloo", "epochs=300")

@@ -186,6 +186,7 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_whose_first_attempt_failed_before_its_first_step_starts_anew_by_itself(tmp_path: Path) -> None:
     """With the settings of today, which need not be those of that attempt. Its folder is there, of a run of no step."""
     make_folder(load_recipe("linear-regression", (f"output={tmp_path}/run", "seed=7")), overwrite=False)

@@ -160,6 +160,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_every_option_of_an_installed_deepspeed_is_known() -> None:
     """Its parser is inside of a function: its help is read."""
     pytest.importorskip("deepspeed")

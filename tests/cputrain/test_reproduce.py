@@ -20,6 +20,7 @@ SETTINGS = ("data.path=images", "model.name=lenet", "epochs=2", "plan.ppn=1", "c
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_the_large_batch_study_trains_each_rate_and_the_best_ones_with_more_seeds(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=12, val=6)
     study = (

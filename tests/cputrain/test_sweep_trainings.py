@@ -161,6 +161,7 @@ def large_group() -> Iterator[Path]:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_training_that_the_kernel_kills_for_its_memory_is_a_row(place: Path, large_group: Path) -> None:
     asked = ("plan.ppn=1", "epochs=1", "max_steps=1", "evaluate.every_epochs=null", "--grid", "batch.local=5,1")
     asked += ("plan.allocator=glibc",)  # with tcmalloc five images need less

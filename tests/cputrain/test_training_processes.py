@@ -179,7 +179,9 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.nightly), (signal.SIGTERM, 143)]
+)
 def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
     place: Path, number: signal.Signals, status: int
 ) -> None:
