@@ -469,9 +469,16 @@ def _reasons(found: Comparison, choices: tuple[Choice, ...]) -> list[Reason]:
     if value := ", ".join(filter(None, (choice.shown for choice in choices))):
         reasons.append(Reason(what="next best", value=value, why=source))
     if plan.request.profile != "auto":
-        own, _ = compared_plan(plan.machine, replace(plan.request, profile="auto"), plan.runtime, plan.measured)
-        slower = 100 * (1 - model.images_per_s(model.of(own)) / found.images_per_s)
-        reasons.append(Reason(what="without the profile", value=_slower(round(slower, 1)), why=source))
+        alone = replace(plan.request, profile="auto")
+        try:
+            own, _ = compared_plan(plan.machine, alone, plan.runtime, plan.measured)
+        except InputError as error:  # other settings fit only the profile's number of workers or cores
+            reasons.append(
+                Reason(what="without the profile", value="no plan for these settings", why=str(error.args[0]))
+            )
+        else:
+            slower = 100 * (1 - model.images_per_s(model.of(own)) / found.images_per_s)
+            reasons.append(Reason(what="without the profile", value=_slower(round(slower, 1)), why=source))
     return reasons
 
 

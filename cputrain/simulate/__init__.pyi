@@ -3,6 +3,7 @@ from .predict import Row as Row
 from .predict import Scenario as Scenario
 from .predict import checkpoints_saved as checkpoints_saved
 from .predict import core_flops_of as core_flops_of
+from .predict import images_per_s_of as images_per_s_of
 from .predict import model_of as model_of
 from .predict import published_reference as published_reference
 from .predict import reference_of as reference_of

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, as_option, describe
 from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
@@ -21,12 +21,11 @@ from cputrain.simulate.predict import (
     Row,
     Scenario,
     check_global_batch,
-    model_of,
+    images_per_s_of,
     reference_of,
     rows_of,
-    scenario_setup,
 )
-from cputrain.simulate.setup import find, unreadable
+from cputrain.simulate.setup import MeasuredTraining, find, layers_of, reuse_slowness, unreadable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +107,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     """Return the rate, the link and every constant with name, value, range and source."""
     reference, link = scenario.reference, scenario.link
     setup = reference.setup
-    layers = scenario_setup(scenario, 1).layers
+    layers = reuse_slowness(layers_of(scenario.recipe), reference.setup.layers)
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
     rest = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"
@@ -217,26 +216,27 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping
         unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
         return [*notes, f"no prediction: {unknown}; run `cputrain bench model precision={recipe.precision}` there"]
     try:
-        reference = reference_of(plan.machine, recipe, measured=measured, rates=plan.measured)
-    except InputError as error:  # for example, only a rate of a network of very different size is known
-        return [*notes, f"no prediction: {error}"]
+        return [*notes, *_predicted(recipe, plan, fabric, measured)]
+    except InputError as error:  # a rate of a comparable network is missing, or what is compared does not fit
+        return [*notes, f"no prediction: {describe(error, as_option)}"]
+
+
+def _predicted(recipe: Recipe, plan: Plan, fabric: str, measured: MeasuredTraining | None) -> list[str]:
+    """Return the lines of `predicted`. Raises InputError if there is no prediction."""
+    hosts = plan.request.nodes
     scenario = Scenario(
         recipe=recipe,
         machine=plan.machine,
         link=link_of(fabric, gbit=plan.request.link_gbit),
-        reference=reference,
+        reference=reference_of(plan.machine, recipe, measured=measured, rates=plan.measured),
         request=plan.request,
         measured=plan.measured,
     )
-    try:
-        check_global_batch(scenario, (hosts,))
-    except InputError as error:  # a training may divide it unequally, but a prediction assumes equal workers
-        return [*notes, f"no prediction: {error}"]
+    check_global_batch(scenario, (hosts,))  # a training may divide it unequally, but a prediction assumes equal workers
     (row,) = rows_of(scenario, (hosts,))
-    model = model_of(scenario)
-    single, more = (model.images_per_s(scenario_setup(scenario, count)) for count in (1, hosts + 1))
-    lines = [*notes, _line(row, recipe.epochs)]
-    if more - row.images_per_s < WORTHWHILE * single:
+    single, more = (images_per_s_of(scenario, count) for count in (1, hosts + 1))
+    lines = [_line(row, recipe.epochs)]
+    if single is not None and more is not None and more - row.images_per_s < WORTHWHILE * single:
         gained = max(0.0, (more - row.images_per_s) / single)
         lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed; see `cputrain simulate`")
     return lines

@@ -355,10 +355,20 @@ def model_of(scenario: Scenario, constants: Constants | None = None) -> Model:
     )
 
 
+def images_per_s_of(scenario: Scenario, hosts: int) -> float | None:
+    """Return the images/s on a number of hosts to compare with; None if the request, made for another number, does not
+    fit them."""
+    try:
+        setup = scenario_setup(scenario, hosts)
+    except InputError:
+        return None
+    return model_of(scenario).images_per_s(setup)
+
+
 def rows_of(scenario: Scenario, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
     """Predict a row for each number of hosts, with the range of images/s. Raises InputError if one does not fit."""
     model, setups = model_of(scenario), [scenario_setup(scenario, count) for count in nodes]
-    single = model.images_per_s(scenario_setup(scenario, 1))
+    single = images_per_s_of(scenario, 1) or 0.0
     rates = [model.images_per_s(setup) for setup in setups]
     deviations = _deviations(scenario, setups, rates)
     return tuple(

@@ -1,13 +1,16 @@
 """Plans against the predicted step time."""
 
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cputrain.affinity.errors import as_field, as_option
+from cputrain.affinity.errors import InputError, as_field, as_option
 from cputrain.affinity.planner import (
     CONSTANTS,
     LOSES,
@@ -268,3 +271,50 @@ def test_one_worker_of_a_gb10_computes_on_all_cores_at_the_pace_of_the_slow_ones
 @pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50.a1_in1k", "resnet50"])
 def test_a_library_s_network_is_predicted_layer_by_layer(name: str) -> None:
     assert len(layers_of_workload(replace(RESNET50, network=name))) > 100
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields"),
+    [
+        ("spr-8480plus-2s", {"nodes": 16, "profile": "mlperf-spr", "threads": 55}),
+        ("turin-9755-1s-nps4", {"nodes": 16, "profile": "mlperf-spr", "threads": 32, "e_cores": "off"}),
+        ("knl-7250-quad-cache", {"nodes": 16, "profile": "mlperf-spr", "ppn": 16, "loader_cores": 4}),
+        ("knl-7210-snc4-flat", {"nodes": 256, "profile": "mlperf-spr", "threads": 8}),
+        ("graviton4-1s", {"profile": "bkm-2018", "threads": 24, "comm_cores": 2}),
+    ],
+)
+def test_settings_that_fit_a_profile_only_are_planned(machine: str, fields: dict[str, Any]) -> None:
+    plan = checked_plan(named_machine(machine), asked(**fields))
+    assert len(plan.workers) == len(plan_machine(named_machine(machine), asked(**fields)).workers)
+    (without,) = (reason for reason in plan.reasons if reason.what == "without the profile")
+    assert without.value == "no plan for these settings" and "worker" in without.why
+
+
+@pytest.mark.slow
+def test_whatever_the_rules_plan_is_compared() -> None:
+    """Random requests; comparisons with plans that do not fit are left out."""
+    machines = [named_machine(name) for name in ("spr-8480plus-2s", "knl-7250-quad-flat", "skx-6140-4s")]
+    rng, planned = random.Random(5), 0
+    for _ in range(20):
+        machine = rng.choice(machines)
+        cores = len(machine.allowed_cores)
+        choices: dict[str, tuple[Any, ...]] = {
+            "ppn": (None, None, 1, 2, 4, 16),
+            "threads": (None, None, 8, cores // 4, cores // 2 - 1, cores - 1),
+            "comm_cores": (None, None, 0, 2, 8),
+            "loader_cores": (None, None, 0, 1, 4),
+            "profile": ("auto", "bkm-2018", "mlperf-spr"),
+            "global_batch": (None, None, 256, 8192),
+            "most_workers": (None, None, 16),
+            "nodes": (1, 16),
+            "workload": (RESNET50, KNOWN),
+        }
+        request = asked(**{name: rng.choice(values) for name, values in choices.items()})
+        with suppress(InputError):
+            plan_machine(machine, request)
+            planned += 1
+            try:
+                checked_plan(machine, request)
+            except InputError as error:
+                raise AssertionError(f"{machine.name} {request}") from error
+    assert planned > 8

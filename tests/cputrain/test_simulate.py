@@ -35,10 +35,12 @@ from cputrain.affinity.planner import (
     step_of,
     work_of,
 )
+from cputrain.affinity.topology import named_machine
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
+from cputrain.launch.local import request_of
 from cputrain.recipe import load_recipe
-from cputrain.simulate import checkpoints_saved, core_flops_of, published_reference, speed_at
+from cputrain.simulate import Scenario, checkpoints_saved, core_flops_of, images_per_s_of, published_reference, speed_at
 
 COVERED = (pytest.mark.long, pytest.mark.nightly)
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
@@ -412,6 +414,17 @@ def test_times_to_train_need_the_number_of_images(tmp_path: Path, capsys: pytest
     recipe.write_text("model: {name: resnet18}\nschedule: {peak_rate: 0.1}\n")
     assert main(["simulate", str(recipe), "--machine", "skx-8160-2s", "--nodes", "1", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["time_to_train_s"] is None
+
+
+def test_a_number_of_hosts_that_is_only_compared_need_not_fit(of_256_hosts: Setup) -> None:
+    run = next(run for run in published_runs() if run.name == "tf-8160-256")
+    machine, recipe = named_machine(run.machine), load_recipe("resnet50-skx-256node")
+    fits = replace(request_of(recipe), ppn=1, threads=46, comm_cores=2, loader_cores=0)
+    scenario = Scenario(
+        recipe=recipe, machine=machine, link=link_of("opa"), reference=published_reference(run), request=fits
+    )
+    assert images_per_s_of(scenario, 1) is not None
+    assert images_per_s_of(replace(scenario, request=replace(fits, threads=47)), 1) is None
 
 
 @pytest.mark.slow
