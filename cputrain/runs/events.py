@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -350,30 +350,41 @@ def check_log_formats(formats: Iterable[str]) -> None:
 
 class TensorBoardEvents(Events):
     """Event log that also writes scalars by step for TensorBoard: `tensorboard --logdir RUN/metrics/tensorboard`, or a
-    folder of runs."""
+    folder of runs. Scalars of an earlier start from steps that a resumed run repeats are hidden."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and is an optional dependency
 
         super().__init__(folder)
-        self._folder = folder / METRICS / "tensorboard"
-        self._writer: Any = SummaryWriter(str(self._folder))
+        self._run, self._folder = folder, folder / METRICS / "tensorboard"
+        self._open: Callable[..., Any] = SummaryWriter
+        self._writer: Any = None  # from the first scalars on, whose step is the first that this start repeats
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Append an event, and add its scalars."""
         written = super().write(event, **fields)
-        with errors_name(self._folder):
-            for key, name in SCALARS.get(event, {}).items():
-                if (value := written.get(key)) is not None:
-                    self._writer.add_scalar(name, value, written["step"], walltime=written["time"])
-            if event == "epoch":
-                self._writer.flush()
+        if event in SCALARS:
+            with errors_name(self._folder):
+                if self._writer is None:
+                    self._writer = self._open(str(self._folder), purge_step=written["step"])
+                    if event == "epoch":  # resumed at the end of an epoch, whose last step is not repeated
+                        kept = [e for e in read_events(self._run) if e["event"] == "step"]
+                        self._add(next((e for e in kept if e["step"] == written["step"]), {}))
+                self._add(written)
+                if event == "epoch":
+                    self._writer.flush()
         return written
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        for key, name in SCALARS.get(event.get("event", ""), {}).items():
+            if (value := event.get(key)) is not None:
+                self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        with errors_name(self._folder):
-            self._writer.close()
+        if self._writer is not None:
+            with errors_name(self._folder):
+                self._writer.close()
 
 
 CSV_FIELDS = {

@@ -92,6 +92,10 @@ class Tracker(Protocol):
         """Upload files and end the run; the status is "done", "stopped" or "running" if the training has failed."""
 
 
+class DisabledError(Exception):
+    """The user has disabled the tracker; the message says by what."""
+
+
 def make_database(uri: str) -> None:
     """Create the database of MLflow's default store if it is missing, under another name first: this takes seconds, and
     MLflow never opens a database whose creation was killed, or that two runs of a sweep created at the same time."""
@@ -183,7 +187,7 @@ class WandB:
     """A run in Weights & Biases, whose own variables say where: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and the like.
 
     Without a login the run is offline, in the run folder's metrics/wandb. wandb-core, a program of the package that
-    the package starts, writes there and sends.
+    the package starts, writes there and sends. Raises DisabledError if W&B is.
     """
 
     store = ""
@@ -208,6 +212,8 @@ class WandB:
                 console="off", disable_git=True, silent=True, x_disable_meta=True, x_disable_stats=True
             ),
         )
+        if self._run.disabled:  # by WANDB_MODE, or by the settings file that `wandb disabled` writes
+            raise DisabledError(f"disabled by {'WANDB_MODE' if 'WANDB_MODE' in env else 'the settings of wandb'}")
         self._folder = folder
         self.run_id = self._run.id
         runs = Path(self._run.settings.sync_dir).parent / f"offline-run-*-{self.run_id}"  # one of each start
@@ -300,10 +306,17 @@ def send(tracker: Tracker, folder: Path, record: Record, events: Iterable[Mappin
 
 def follow(name: str, folder: Path, ended: threading.Event, env: Mapping[str, str]) -> Record:
     """Send a run to a tracker as its events are written, until `ended` is set and everything is sent, the report
-    included. Continues the tracker's run that the record names. Raises what the tracker's package raises."""
+    included. Continues the tracker's run that the record names; a disabled tracker gets nothing. Raises what the
+    tracker's package raises."""
     recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     record, path = read_record(folder, name), folder / METRICS / f"{name}.json"
-    tracker = TRACKERS[name](folder, str(recipe["name"]), record, env)
+    try:
+        tracker = TRACKERS[name](folder, str(recipe["name"]), record, env)
+    except DisabledError as disabled:
+        record = replace(record, where=f"{disabled}, nothing was sent")
+        write_text(path, json.dumps(asdict(record)))
+        ended.wait()
+        return record
     record = replace(record, run_id=tracker.run_id, where=tracker.where, store=tracker.store)
     while True:
         write_text(path, json.dumps(asdict(record)))

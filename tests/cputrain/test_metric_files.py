@@ -105,6 +105,48 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     assert [scalar.value for scalar in found.Scalars("epoch/val_top1")] == [50.0, 50.0]
 
 
+def scalars(metrics: Path, name: str) -> list[tuple[int, float]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(metrics / "tensorboard"))
+    found.Reload()
+    return [(scalar.step, round(scalar.value, 3)) for scalar in found.Scalars(name)]
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
+    """Killed after step 7 and again after step 6 of epochs of four steps, with checkpoints after steps 4 and 5."""
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("tensorboard",))
+    for start, steps in enumerate((range(1, 8), range(5, 7), range(6, 9))):
+        with open_events(recipe) as events:
+            events.write("start", **START)
+            for step in steps:
+                events.write("step", step=step, loss=step + start / 10, **STEP)
+                if step % 4 == 0:
+                    events.write("epoch", step=step, epoch=step // 4, val_top1=50.0 + start, **EPOCH)
+    metrics = tmp_path / "metrics"
+    assert scalars(metrics, "train/loss") == [
+        *((step, float(step)) for step in (1, 2, 3, 4)),
+        *((5, 5.1), (6, 6.2), (7, 7.2), (8, 8.2)),
+    ]
+    assert scalars(metrics, "epoch/val_top1") == [(4, 50.0), (8, 52.0)]
+
+
+@pytest.mark.slow
+def test_tensorboard_has_an_epoch_that_was_evaluated_again_once_and_its_last_step(tmp_path: Path) -> None:
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("tensorboard",))
+    for start, steps in enumerate(((1, 2), (), (3, 4))):  # killed in the second evaluation, after its checkpoint
+        with open_events(recipe) as events:
+            events.write("start", **START)
+            if start == 1:
+                events.write("epoch", step=2, epoch=1, val_top1=41.0, **EPOCH)
+            for step in steps:
+                events.write("step", step=step, loss=float(step), **STEP)
+                if step == 2:
+                    events.write("epoch", step=2, epoch=1, val_top1=40.0, **EPOCH)
+    assert scalars(tmp_path / "metrics", "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert scalars(tmp_path / "metrics", "epoch/val_top1") == [(2, 41.0)]
+
+
 def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cputrain.runs.events.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):

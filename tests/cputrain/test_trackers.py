@@ -156,6 +156,22 @@ def test_wandb_without_a_login_is_offline_and_asks_nothing(tmp_path: Path, monke
     assert follow("wandb", folder, ENDED, {}).where.startswith("offline, to be sent by: wandb sync ")
 
 
+@pytest.mark.slow
+def test_a_disabled_wandb_gets_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did not get is sent once it is enabled again, to the run that it had before."""
+    pytest.importorskip("wandb")
+    folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
+    (folder / "metrics").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    record = follow("wandb", folder, ENDED, {"WANDB_MODE": "disabled"})
+    assert record == read_record(folder, "wandb") and (record.sent, record.run_id) == (0, None)
+    assert record.where == "disabled by WANDB_MODE, nothing was sent"
+    before = follow("wandb", folder, ENDED, OFFLINE)
+    assert before.sent == (folder / "events.jsonl").stat().st_size
+    after = follow("wandb", folder, ENDED, {"WANDB_MODE": "disabled"})
+    assert (after.sent, after.run_id) == (before.sent, before.run_id) and after.where == record.where
+
+
 @pytest.fixture
 def silent_server() -> Iterator[str]:
     """The address of a server that accepts connections and never answers."""
