@@ -279,7 +279,6 @@ def test_a_library_s_network_is_predicted_layer_by_layer(name: str) -> None:
         ("spr-8480plus-2s", {"nodes": 16, "profile": "mlperf-spr", "threads": 55}),
         ("turin-9755-1s-nps4", {"nodes": 16, "profile": "mlperf-spr", "threads": 32, "e_cores": "off"}),
         ("knl-7250-quad-cache", {"nodes": 16, "profile": "mlperf-spr", "ppn": 16, "loader_cores": 4}),
-        ("knl-7210-snc4-flat", {"nodes": 256, "profile": "mlperf-spr", "threads": 8}),
         ("graviton4-1s", {"profile": "bkm-2018", "threads": 24, "comm_cores": 2}),
     ],
 )
