@@ -37,7 +37,7 @@ from cputrain.affinity.wording import GIB, MIB, memory_text, plural
 from cputrain.mpi.fabric import FABRICS, fabric_here
 from cputrain.mpi.hosts.hostfile import fold
 from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.mpi.preflight import missing_provider
+from cputrain.mpi.preflight import missing_provider, offered_providers
 from cputrain.native_build import compiler
 from cputrain.variables import shown_variables
 
@@ -517,11 +517,13 @@ def fabric_check(fabric: str, env: Mapping[str, str]) -> Check:
     """Check the network between hosts, and whether libfabric has its provider."""
     settings = {name: value for name, value, _ in FABRICS[fabric].settings}
     provider = env.get("FI_PROVIDER", settings.get("FI_PROVIDER"))
-    missing = missing_provider(provider)
+    offered = offered_providers(os.get_exec_path(env))
+    missing = missing_provider(provider, offered)
     if missing:
         remedy = "install that provider, or choose another network with --fabric; Intel MPI includes its own"
         return warning("network", f"{fabric}, but fi_info lists no provider {missing}", remedy)
-    return ok("network", f"{fabric} (libfabric provider {provider})")
+    unknown = "" if offered or provider is None else "; not checked, as no fi_info here lists providers"
+    return ok("network", f"{fabric} (libfabric provider {provider}{unknown})")
 
 
 def binding_check() -> Check:

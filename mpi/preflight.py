@@ -67,6 +67,7 @@ LAUNCHER_EXIT_S = 5.0
 EXIT_POLL_S = 0.02
 KILL_S = 2.0  # between SIGTERM and SIGKILL for the launcher's processes
 SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
+FI_INFO_S = 10.0  # limit of a fi_info, which looks for network cards
 MAX_FILES = 64  # words of the command that are compared: the programs and scripts come first
 
 
@@ -207,30 +208,43 @@ def inspect_host(
         memory_bytes=psutil.virtual_memory().available,
         scratch_bytes=space.f_bavail * space.f_frsize,
         allowed_pus=machine.allowed_pus,
-        no_provider=missing_provider(provider),
+        no_provider=missing_provider(provider, offered_providers(os.get_exec_path())),
     )
 
 
-def missing_provider(requested: str | None) -> str | None:
-    """Return the first requested libfabric provider ("psm3", "tcp;ofi_rxm") that fi_info does not list, or None.
+def missing_provider(requested: str | None, offered: frozenset[str]) -> str | None:
+    """Return the first requested libfabric provider ("psm3", "tcp;ofi_rxm") that is not offered; None if there is none,
+    or if no offered provider is known.
 
     A leading "^" excludes providers instead of requesting any, so nothing is checked.
     """
-    if requested is None or requested.startswith("^"):
+    if requested is None or requested.startswith("^") or not offered:
         return None
-    offered = offered_providers(os.get_exec_path())
-    return next((name for name in requested.replace(",", ";").split(";") if offered and name not in offered), None)
+    return next((name for name in requested.replace(",", ";").split(";") if name not in offered), None)
 
 
 def offered_providers(path: Sequence[str]) -> frozenset[str]:
     """Return the libfabric providers that the first working fi_info in these folders lists, none without one.
 
-    Intel MPI's, which may come first in an environment of Python, is a script that needs I_MPI_ROOT.
+    Intel MPI's, which may come first in an environment of Python, is a script that calls a program which PyPI's package
+    lacks: one that fails, hangs or lists nothing is passed over.
     """
     for program in filter(None, (shutil.which("fi_info", path=folder) for folder in path)):
-        run = subprocess.run([program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False)
-        if run.returncode == 0:
-            return frozenset(line.removesuffix(":") for line in run.stdout.splitlines() if line.endswith(":"))
+        try:
+            run = subprocess.run(
+                [program, "-l"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=FI_INFO_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        offered = frozenset(line.removesuffix(":") for line in run.stdout.splitlines() if line.endswith(":"))
+        if run.returncode == 0 and offered:
+            return offered
     return frozenset()
 
 

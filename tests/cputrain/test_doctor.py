@@ -161,7 +161,7 @@ def test_a_torchvision_of_another_build_is_named_with_its_cure(monkeypatch: pyte
     assert doctor.torchvision_check(nms, {"error": "ImportError"}).found == "not tried, as torch cannot be imported"
 
 
-def test_the_other_libraries() -> None:
+def test_the_other_libraries(tmp_path: Path) -> None:
     plain = [check.status for check in doctor.runtime_checks(Runtime(missing=("libjemalloc.so",)))]
     assert plain == [OK, WARNING, WARNING]
     assert [check.status for check in doctor.runtime_checks(Runtime(allocator="tcmalloc"))] == [OK, OK]
@@ -176,6 +176,8 @@ def test_the_other_libraries() -> None:
     assert doctor.oneccl_check({**found, "compiled": "x.so"}, without).status == OK
     assert doctor.launcher_check({"error": "InputError: no mpirun on PATH"}).status == WARNING
     assert doctor.fabric_check("ethernet", {"FI_PROVIDER": "^psm3"}).status == OK
+    unknown = doctor.fabric_check("ethernet", {"FI_PROVIDER": "psm3", "PATH": str(tmp_path)})
+    assert unknown.status == OK and "not checked, as no fi_info here lists providers" in unknown.found
 
 
 def test_what_an_import_prints_or_dies_of_is_no_answer() -> None:

@@ -194,20 +194,41 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
     server.close()
 
 
-def test_a_fi_info_that_fails_is_passed_over(tmp_path: Path) -> None:
-    """Intel MPI's, first on the PATH of an activated environment, needs I_MPI_ROOT."""
-    for name, script in (("first", "exit 127"), ("second", "echo tcp:; echo '    version: 117.0'")):
+@pytest.mark.parametrize(
+    "first",
+    [
+        "#!/bin/sh\nexit 127",
+        "#!/bin/sh\nexit 0",  # Intel MPI's, where a wrapper hides that it fails
+        "#!/bin/sh\necho psm3:; exit 1",
+        "#!/bin/sh\necho 'usage: fi_info [OPTIONS]'",
+        "#!/nowhere/sh\n",
+        "not a program",
+        "#!/bin/sh\nexec sleep 600",
+    ],
+)
+def test_a_fi_info_that_fails_or_lists_nothing_is_passed_over(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Intel MPI's, first on the PATH of an activated environment, calls a program that PyPI's package lacks."""
+    monkeypatch.setattr(preflight, "FI_INFO_S", 0.4)
+    for name, script in (("first", first), ("second", "#!/bin/sh\necho tcp:; echo '    version: 117.0'\n")):
         program = tmp_path / name / "fi_info"
         program.parent.mkdir()
-        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.write_text(script)
         program.chmod(0o755)
     assert offered_providers((str(tmp_path / "first"), str(tmp_path / "second"))) == {"tcp"}
     assert offered_providers((str(tmp_path / "first"), str(tmp_path))) == frozenset()
 
 
+def test_a_provider_is_missing_only_if_others_are_known() -> None:
+    known = frozenset({"tcp", "shm"})
+    assert missing_provider("tcp", known) is None and missing_provider("tcp;shm", known) is None
+    assert missing_provider("tcp;mlx", known) == "mlx" and missing_provider("psm3,tcp", known) == "psm3"
+    assert missing_provider("^mlx", known) is None and missing_provider(None, known) is None
+    assert missing_provider("psm3", frozenset()) is None
+
+
 def test_a_missing_provider_is_found_by_the_real_fi_info() -> None:
-    if not offered_providers(os.get_exec_path()):
+    if not (offered := offered_providers(os.get_exec_path())):
         pytest.skip(reason="needs the system package libfabric-bin (fi_info)")
-    assert missing_provider("tcp") is None and missing_provider("tcp;shm") is None
-    assert missing_provider("tcp;mlx") == "mlx"
-    assert missing_provider("^mlx") is None and missing_provider(None) is None
+    assert missing_provider("tcp;shm", offered) is None and missing_provider("tcp;mlx", offered) == "mlx"
