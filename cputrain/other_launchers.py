@@ -20,7 +20,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.planner.request import CPUS, NUMBER, OPTIONS, SWITCH
 from cputrain.affinity.ranks.host_names import is_loopback
-from cputrain.affinity.wording import plural
+from cputrain.affinity.wording import join_or, plural
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
 
 
@@ -418,16 +418,27 @@ def read(
     candidates, program, rest = _called(tuple(words[start:]))
     if name is not None:
         candidates = [PROGRAMS[name]]
+    first = None
     if len(candidates) > 1:
         first = launcher_of(program)
         candidates = sorted(candidates, key=lambda candidate: candidate.name != first)
-    failures = []
+    found, failures = [], []
     for candidate in candidates:
         try:
-            return _options(candidate, variables, rest)
+            found.append(_options(candidate, variables, rest))
         except InputError as error:
             failures.append((candidate, error))
-    raise max(failures, key=lambda failure: _recognized(failure[0], rest))[1]
+        if found and candidate.name in (first, name):
+            break
+    if not found:
+        raise max(failures, key=lambda failure: _recognized(failure[0], rest))[1]
+    others = [
+        each.program.name for each in found[1:] if (each.given, each.without) != (found[0].given, found[0].without)
+    ]
+    if not others:
+        return found[0]
+    guess = f"read as {found[0].program.title}, as its installation is not known here; --from {join_or(others)} differs"
+    return replace(found[0], notes=(*found[0].notes, (program, guess)))
 
 
 def _recognized(program: Program, words: tuple[str, ...]) -> int:
@@ -499,14 +510,9 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
     command = words[place + 1 :] if words[place : place + 1] == ("--",) else words[place:]
     if not command:
         raise InputError(f"{program.title}: the command line contains no command: add the script or the program")
-    if not program.starts_python and (inner := _launcher_in(command)):
-        raise InputError(
-            f"{program.title} starts {inner} here: import that command line alone, as cputrain launch starts the ranks "
-            "of all hosts itself"
-        )
     if not program.starts_python and ":" in command:
         raise InputError(f"{program.title}: several programs in one job (:) are not supported: start them separately")
-    return ParsedCommand(
+    parsed = ParsedCommand(
         program=program,
         variables=variables,
         given=tuple(given),
@@ -514,20 +520,111 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
         notes=tuple(notes),
         command=command,
     )
+    inner = None if program.starts_python else launcher_in(command)
+    return parsed if inner is None else _with_inner(parsed, inner)
 
 
-def _launcher_in(command: tuple[str, ...]) -> str:
-    """Return the launcher that a command calls; "" if it calls none."""
-    start = next((i for i, word in enumerate(command) if word != "env" and not ASSIGNMENT.match(word)), len(command))
-    called, rest = command[start:], command[start + 1 :]
+NESTED = ("accelerate", "torchrun")  # launchers of scripts that mpirun or srun starts, once for each rank or host
+
+
+def _with_inner(outer: ParsedCommand, inner: Program) -> ParsedCommand:
+    """Merge a launcher with the launcher that it starts: with its ranks if that starts one process each time, else with
+    its hosts. Raises InputError if both have numbers of ranks, or if the inner launcher is not one of NESTED."""
+    if inner.name not in NESTED:
+        raise InputError(
+            f"{outer.program.title} starts {inner.title} here: import that command line alone, and give cputrain "
+            f"launch the hosts and --ppn of {outer.program.title}"
+        )
+    words = unwrapped(outer.command)
+    before = outer.command[: len(outer.command) - len(words)]
+    found = read(words)
+    theirs, own = spec_of(outer.given, outer.command), spec_of(found.given, found.command)
+    given = outer.given
+    if own.ppn is not None or (own.ranks or 1) > 1 or (own.nodes or 1) > 1:
+        each = theirs.ppn or (theirs.ranks or 1) // (theirs.nodes or theirs.ranks or 1)
+        if each > 1:
+            raise InputError(
+                f"{outer.program.title} starts {inner.title} {each} times on each host, which has a number of ranks "
+                "itself: remove one of the two numbers"
+            )
+        nodes = theirs.nodes or theirs.ranks
+        if own.nodes is not None and nodes not in (None, own.nodes):
+            raise InputError(
+                f"{outer.program.title} starts {inner.title} {nodes} times, but that has {plural(own.nodes, 'host')}: "
+                "give equal numbers"
+            )
+        given = tuple(
+            replace(each, field="nodes") if each.field == "ranks" else each
+            for each in outer.given
+            if each.field != "ppn" and (each.field != "ranks" or theirs.nodes is own.nodes is None)
+        )
+    return replace(
+        found,
+        variables=(*outer.variables, *(word for word in before if ASSIGNMENT.match(word)), *found.variables),
+        given=(*given, *(each for each in found.given if each.field != "ranks" or (own.ranks or 1) > 1)),
+        without=(*outer.without, *found.without),
+        notes=(*outer.notes, *found.notes),
+    )
+
+
+VALUE = re.compile(r"[0-9.]+[smhd]?|[A-Z0-9]+")  # of a wrapper's option: seconds, a signal, a buffering mode
+SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+BINDERS = ("taskset", "numactl", "hwloc-bind", "likwid-pin", "likwid-mpirun")
+
+
+def binder_in(command: tuple[str, ...]) -> str:
+    """Return a note if a command's ranks would not stay bound as planned, as it starts a program that binds again or a
+    launcher; "" if it does not."""
+    words = unwrapped(command)
+    name = PurePath(words[0]).name if words else ""
+    if name in BINDERS:
+        return (
+            f"{name} in the command replaces the plan's binding of each worker: remove it, or put it before cputrain "
+            "launch, whose plan uses only the allowed CPUs"
+        )
+    if inner := launcher_in(words):
+        return (
+            f"each worker starts {inner.title}, which starts and binds processes of its own: translate its command "
+            "line with cputrain import"
+        )
+    return ""
+
+
+def unwrapped(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command from the program on that env, nice, timeout and the like, or a shell's -c, start."""
+    words = command
+    while words:
+        name = PurePath(words[0]).name
+        if name in SHELLS and "-c" in words[1:-1]:
+            try:
+                words = split_words(command_and_rest(words[words.index("-c") + 1])[0])
+            except InputError:  # a quote that is not closed, of which the shell complains
+                return ()
+        elif ASSIGNMENT.match(words[0]):
+            words = words[1:]
+        elif name in ("env", *PREFIXES):
+            start = next((i for i in range(1, len(words)) if not _is_option(words[i])), len(words))
+            words = words[start:]
+        else:
+            break
+    return words
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") or VALUE.fullmatch(word) is not None
+
+
+def launcher_in(command: tuple[str, ...]) -> Program | None:
+    """Return the launcher that a command calls; None if it calls none."""
+    called = unwrapped(command)
     if not called:
-        return ""
-    name = PurePath(called[0]).name
+        return None
+    name, rest = PurePath(called[0]).name, called[1:]
     module = rest[rest.index("-m") + 1 :][:1] if PYTHON.fullmatch(name) and "-m" in rest else ()
     for program in PROGRAMS.values():
         if any((name, *rest)[: len(call)] == call for call in program.called) or set(module) & set(program.modules):
-            return program.title
-    return ""
+            return program
+    return None
 
 
 def _split(program: Program, word: str) -> tuple[str, str, str]:
@@ -603,6 +700,7 @@ def translate(parsed: ParsedCommand, *, cores: int, hosts_in: Callable[[str], in
     one_host = not options.hosts and not options.hostfile and (options.nodes or 1) == 1
     numbered = any(each.field in ("ppn", "ranks") for each in parsed.given)
     program = parsed.program
+    notes += (binder_in(options.command),)
     notes += (program.remark, program.remark_on_one_host if one_host else "")
     notes += ("" if numbered else program.remark_without_ranks,)
     words = ("cputrain", "launch", *_words_of(options), *_command(options, starts_python=parsed.program.starts_python))
@@ -665,7 +763,7 @@ def _of_the_other_mode(parsed: ParsedCommand, asked: LaunchSpec, kept: LaunchSpe
 
 def _sized(options: LaunchSpec, hosts_in: Callable[[str], int | None]) -> tuple[LaunchSpec, list[str]]:
     """Convert ranks to workers per host, and hosts to names or a number; also return notes."""
-    options = _with_slots(options)
+    options = asked = _with_slots(options)
     named = len(expand(options.hosts)) if options.hosts else None
     if options.hostfile:
         named = hosts_in(options.hostfile)
@@ -695,8 +793,13 @@ def _sized(options: LaunchSpec, hosts_in: Callable[[str], int | None]) -> tuple[
         options = replace(options, nodes=hosts)
         notes.append(ALLOCATION)
     else:
-        if options.hostfile and options.nodes is not None and named not in (None, options.nodes):
-            notes.append(f"all {named} hosts of {options.hostfile} are used: keep only {options.nodes} in it")
+        needed = options.nodes
+        if options.ranks is not None and asked.ppn is not None:
+            needed = needed or -(-options.ranks // asked.ppn)
+        if options.hostfile and needed is not None and named is None:
+            notes.append(f"{options.hostfile} cannot be read: all its hosts are used, so keep only {needed} in it")
+        elif options.hostfile and needed not in (None, named):
+            notes.append(f"all {named} hosts of {options.hostfile} are used: keep only {needed} in it")
         options = replace(options, nodes=None)
     return replace(options, ranks=None), notes
 

@@ -24,7 +24,15 @@ from cputrain.cli.options import (
     restarts_option,
 )
 from cputrain.cli.output import path_option, print_file
-from cputrain.launch.command import BindingOptions, become_rank, make_launch, program, request_of_rank, run_launch
+from cputrain.launch.command import (
+    BindingOptions,
+    become_rank,
+    is_python,
+    make_launch,
+    program,
+    request_of_rank,
+    run_launch,
+)
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 
@@ -117,7 +125,10 @@ def launch_command(
     if instance is not None and instances is None:
         raise InputError("--instance selects some of several copies: give their number with --instances")
     env, report = os.environ, partial(click.echo, err=True)
-    if (rank := rank_from_env(env)) is not None:
+    rank = rank_from_env(env)
+    if (rank is None or rank.rank == 0) and (binder := _binder(cmd)):
+        report(f"warning: {binder}")
+    if rank is not None:
         _check_options_of_rank(rank)
         request = request_of_rank(options, base, rank)
         become_rank(rank, request, cmd, env, check=not no_verify, keep_env=keep_env, report=report)
@@ -147,6 +158,15 @@ def launch_command(
     return run_launch(
         launch, job, cluster, named=output is not None, restarts=restarts, preflight=preflight, report=report
     )
+
+
+def _binder(command: tuple[str, ...]) -> str:
+    """Return a note if the command binds its processes again, or starts ranks itself; "" if it does not."""
+    if is_python(command[0]) and "-m" not in command[1:]:
+        return ""
+    from cputrain.other_launchers import binder_in  # reads a file: only if the command is no script
+
+    return binder_in(command)
 
 
 def _check_options_of_rank(rank: Rank) -> None:

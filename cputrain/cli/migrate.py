@@ -1,6 +1,7 @@
 """`cputrain import`, the only command that reads the option tables of other launchers."""
 
 import os
+import shutil
 from pathlib import Path
 
 import click
@@ -32,7 +33,7 @@ def import_command(name: str | None, words: tuple[str, ...]) -> None:
     cputrain import --from openmpi "mpirun -np 4 python train.py"
 
     Supported are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and
-    mpirun of Intel MPI, Open MPI and MPICH; if its options leave open which MPI, mpirun --version decides.
+    mpirun of Intel MPI, Open MPI, MPICH and HPE PALS; if its options leave open which, the installed one decides.
     """
     rest = ""
     try:
@@ -53,6 +54,9 @@ def import_command(name: str | None, words: tuple[str, ...]) -> None:
 
 def _launcher_of(program: str) -> str | None:
     """Return the MPI that provides a program found on PATH or by its path; None if it is not here or not an MPI's."""
+    path = shutil.which(program)
+    if path is not None and "pals" in Path(path).resolve().parts:  # /opt/cray/pals/VERSION/bin
+        return "pals"
     try:
         found = identify(program, os.environ)
     except InputError:

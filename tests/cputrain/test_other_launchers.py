@@ -22,6 +22,7 @@ from cputrain.other_launchers import (
     PROGRAMS,
     Program,
     Translation,
+    binder_in,
     join_words,
     option_named,
     read,
@@ -88,6 +89,26 @@ deepspeed -H hosts --num_nodes 2 --num_gpus 2 --module train
     --hostfile hosts --ppn 2 -m train
 python -m deepspeed.launcher.runner --num_gpus 2 --no_local_rank x.py
     --ppn 2 x.py
+mpirun -n 16 -ppn 8 -f hostfile accelerate launch x.py --lr 1
+    --hostfile hostfile --ppn 8 x.py --lr 1
+mpirun -f hosts -n 4 -ppn 2 -genv CCL_ZE 0 accelerate launch --cpu --num_processes 1 x.py
+    --hostfile hosts --ppn 2 -- env CCL_ZE=0 ACCELERATE_USE_CPU=true python x.py
+mpirun -n 4 accelerate launch x.py
+    --ppn 4 x.py
+srun -N 4 --ntasks-per-node=1 accelerate launch --num_machines 4 --num_processes 16 x.py
+    --nodes 4 --ppn 4 x.py
+srun --ntasks-per-node=1 -N 2 torchrun --nnodes 2 --nproc-per-node 4 x.py
+    --nodes 2 --ppn 4 x.py
+srun torchrun --nnodes 2 x.py
+    --nodes 2 x.py
+mpirun -n 2 -ppn 1 -f hosts env A=b torchrun --nproc-per-node 4 -m train
+    --hostfile hosts --ppn 4 -- env A=b python -m train
+mpirun -np 2 -H n1,n2 bash -c 'torchrun --nproc-per-node 2 x.py'
+    --hosts n1,n2 --ppn 2 x.py
+mpiexec -n 16 --ppn 8 --depth 4 --cpu-bind depth --no-transfer ./a
+    --nodes 2 --ppn 8 --threads 4 -- ./a
+mpiexec -d4 -np 8 -ppn 4 --hostlist n1,n2 --env A b -l ./a
+    --hosts n1,n2 --ppn 4 --threads 4 -- env A=b ./a
 mpirun -np 4 -map-by ppr:2:node:PE=4 ./a
     --nodes 2 --ppn 2 --threads 4 -- ./a
 mpirun --map-by ppr:3:NODE -H n1,n2 ./a
@@ -266,6 +287,94 @@ def test_values_that_mean_something_else_here_are_noted() -> None:
     assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: the plan decides",)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ipexrun --nnodes 4 --nprocs-per-node 2 --hostfile hosts x.py",
+        "ipexrun --nnodes 4 --nprocs-per-node 2 x.py",
+        "deepspeed -H hosts --num_nodes 4 --num_gpus 2 x.py",
+        "accelerate launch --mpirun-hostfile hosts --num_machines 4 --num_processes 8 x.py",
+        "mpirun -n 16 -ppn 4 -f hosts ./a",
+        "mpirun -n 16 -ppn 4 -f hostfile accelerate launch x.py",
+        "mpirun -n 4 -ppn 1 -f hosts torchrun --nproc-per-node 2 x.py",
+        "srun -N 4 -w ./hosts.txt --ntasks-per-node 2 ./a",
+    ],
+)
+def test_a_number_of_hosts_is_never_dropped_in_silence(line: str) -> None:
+    """A hostfile that is not here must have as many; one that is here and has others is refused or noted."""
+    (path,) = re.search(r"--hostfile (\S+)", ours(line, hosts=None).line).groups()  # type: ignore[union-attr]
+    assert f"{path} cannot be read: all its hosts are used, so keep only 4 in it" in ours(line, hosts=None).notes
+    assert not any(path in note for note in ours(line, hosts=4).notes)
+    try:
+        assert any(f"all 8 hosts of {path} are used: keep only 4 in it" in note for note in ours(line, hosts=8).notes)
+    except InputError as error:
+        assert "on 8 hosts" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("taskset -c 0 python x.py", "taskset"),
+        ("/usr/bin/numactl --localalloc python x.py", "numactl"),
+        ("env A=b taskset 0x1 ./a", "taskset"),
+        ("nice -n 5 timeout -s KILL 10m taskset -c 0 ./a", "taskset"),
+        ("stdbuf -o L numactl -N 0 ./a", "numactl"),
+        ("bash -c 'taskset -c 0 python x.py; date'", "taskset"),
+        ("hwloc-bind core:0 ./a", "hwloc-bind"),
+        ("likwid-pin -c 0 ./a", "likwid-pin"),
+        ("mpirun -n 2 ./a", "mpirun of Intel MPI"),
+        ("sh -c 'exec srun ./a'", "srun"),
+        ("torchrun --nproc-per-node 2 x.py", "torchrun"),
+        ("accelerate launch x.py", "accelerate launch"),
+        ("python -m torch.distributed.run x.py", "torchrun"),
+    ],
+)
+def test_a_command_that_binds_again_is_warned_of(command: str, program: str, tmp_path: Path) -> None:
+    warned = here("launch", "--dry-run", "--", *shlex.split(command), cwd=tmp_path).stderr
+    assert warned.startswith(f"warning: {program} ") or f"warning: each worker starts {program}, which" in warned
+    if program in ("taskset", "numactl", "hwloc-bind", "likwid-pin"):
+        assert any(program in note for note in ours(f"torchrun --no-python --nproc-per-node 2 {command}").notes)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "x.py taskset",
+        "python x.py mpirun",
+        "python -m pkg.train",
+        "./a numactl",
+        "env A=b nice ./a",
+        "sh -c 'a \"taskset'",
+    ],
+)
+def test_a_command_that_stays_bound_is_not(command: str) -> None:
+    assert binder_in(tuple(shlex.split(command))) == ""
+
+
+def test_the_mpiexec_of_hpe_pals_is_known_by_its_place_or_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HPE's has no version of a known MPI; cray-pals lies in /opt/cray/pals."""
+    program = tmp_path / "cray/pals/1.4/bin/mpiexec"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho mpiexec 1.4\n")
+    program.chmod(0o755)
+    (program.parent / "mpirun").symlink_to("mpiexec")
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    for line in ("mpiexec -n 8 ./a", "mpirun -n 8 ./a", f"{program} -n 8 ./a"):
+        made = here("import", line)
+        assert made.stdout == "cputrain launch --ppn 8 -- ./a\n"
+        assert "PALS starts its ranks on all hosts of its job" in made.stderr and "intelmpi" not in made.stderr
+
+
+def test_a_guess_that_matters_is_said() -> None:
+    line = "mpirun -n 2 -d 4 ./a"
+    assert "read as mpirun of Open MPI, as its installation is not known here; --from pals differs" in "".join(
+        ours(line).notes
+    )
+    assert not any("read as" in note for note in ours(line, launcher="openmpi").notes + ours(line, "pals").notes)
+
+
 @pytest.mark.parametrize("line", ["torchrun x.py", "accelerate launch --ipex x.py", "deepspeed x.py"])
 def test_a_number_of_ranks_that_is_not_given_is_the_plan_s_as_a_note_says(line: str) -> None:
     (note,) = ours(line).notes
@@ -355,8 +464,11 @@ def test_the_page_of_options_has_every_remark() -> None:
         ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
         ("mpirun -np", "-np needs a value"),
         ("mpirun -np 2 --map-by node --frobnicate ./a", "mpirun of Open MPI has no option --frobnicate"),
-        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here: import that command line alone"),
-        ("mpirun -n 2 env A=b python3 -u -m torch.distributed.run x.py", "starts torchrun here"),
+        ("srun -N 2 mpirun -n 8 ./a", "srun starts mpirun of Intel MPI here: import that command line alone, and give"),
+        ("mpirun -n 2 env A=b python3 -u -m torch.backends.xeon.run_cpu x.py", "starts torch.backends.xeon.run_cpu"),
+        ("mpirun -n 8 -ppn 4 torchrun --nproc-per-node 4 x.py", "starts torchrun 4 times on each host, which has a"),
+        ("srun -N 2 -n 8 torchrun --nproc-per-node 4 x.py", "srun starts torchrun 4 times on each host"),
+        ("srun -N 4 torchrun --nnodes 2 --nproc-per-node 4 x.py", "torchrun 4 times, but that has 2 hosts: give equal"),
         ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: shell variables are not expanded here"),
         ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: shell variables are not expanded here"),
         ("torchrun --frobnicate=$A x.py", "torchrun has no option --frobnicate"),
