@@ -56,6 +56,7 @@ from .records import read_records as read_records
 from .records import record_path as record_path
 from .request import BF16 as BF16
 from .request import BYTES as BYTES
+from .request import CUDA_BYTES as CUDA_BYTES
 from .request import OPTION_OF as OPTION_OF
 from .request import OPTIONS as OPTIONS
 from .request import PROCESS_BYTES as PROCESS_BYTES

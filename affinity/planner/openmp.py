@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cputrain.affinity.errors import InputError, RequestError
-from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.planner.request import CUDA_BYTES, PROCESS_BYTES, Reason, Workload
 from cputrain.affinity.topology.machine import one_of
 
 SYSTEM_LIBRARIES = (
@@ -28,6 +28,7 @@ ALLOCATORS = (
 )
 # LLVM's and Intel's runtimes share their code: both read KMP_ variables.
 IOMP = ("libiomp5.so", "libomp.so")
+CUDA_LIBRARY = "libtorch_cuda.so"  # in the lib folder of torch's CUDA builds only
 LOADER_CACHE = Path("/etc/ld.so.cache")
 INSTALL = "pip install intel-openmp, or export LD_PRELOAD=/path/to/libiomp5.so"
 PROBE = """
@@ -48,6 +49,7 @@ class Runtime:
     preload: files for LD_PRELOAD.
     origin: path of the OpenMP runtime, or why it was not found; empty for a machine other than this host.
     missing: OpenMP runtimes and allocators in LD_PRELOAD that the dynamic loader does not find.
+    cuda: whether its torch is a CUDA build, whose libraries take memory.
     """
 
     openmp: Annotated[str, one_of("libgomp", "libiomp5")] = "libgomp"
@@ -55,6 +57,11 @@ class Runtime:
     preload: tuple[str, ...] = ()
     origin: str = ""
     missing: tuple[str, ...] = ()
+    cuda: bool = False
+
+    def holds(self, workload: Workload) -> Workload:
+        """Return a workload with the memory that its process takes here."""
+        return replace(workload, process_bytes=PROCESS_BYTES + CUDA_BYTES) if self.cuda else workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +117,14 @@ def find_runtime(
     allocator, libraries = _allocator(preloaded, places, allocator)
     known = (*IOMP, *(f"lib{name}" for name, _ in ALLOCATORS))
     missing = tuple(path for path in named if path not in preloaded and _named([path], known))
-    return Runtime(openmp=runtime, allocator=allocator, preload=preload + libraries, origin=origin, missing=missing)
+    return Runtime(
+        openmp=runtime,
+        allocator=allocator,
+        preload=preload + libraries,
+        origin=origin,
+        missing=missing,
+        cuda=target.torch_lib is not None and (target.torch_lib / CUDA_LIBRARY).is_file(),
+    )
 
 
 def installed_allocators(target: Target, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))) -> list[str]:

@@ -255,6 +255,8 @@ def plan_machine(
     loaded, runtime_warnings = planned_runtime(
         runtime or Runtime(), full.openmp, default_why.get("openmp", SET), request.allocator
     )
+    if full.workload is not None:
+        full = replace(full, workload=loaded.holds(full.workload))
     partition = _partition(usable.machine, full, default_why.get("ppn", SET))
     full = replace(full, local_batch=_local_batch(full, len(partition.domains)))
     sizes = tuple(

@@ -116,6 +116,7 @@ PROFILES = {
 
 BYTES = 4  # float32
 PROCESS_BYTES = 750_000_000
+CUDA_BYTES = 360_000_000  # more with a CUDA build of torch
 PEAK_OVER_KEPT = 1.6  # peak / activations kept for backward; the rest: gradients of activations, reordered copies
 IMAGE_PIXELS = 204_000  # mean of ImageNet's images before cropping
 USUAL_BATCH = 32  # local batch if none is set
@@ -124,7 +125,7 @@ WORKLOAD_FIGURES = (
         what="memory of a process without a network",
         value=f"{PROCESS_BYTES / 1e9:g} GB",
         why="measured: Python with torch, oneDNN and the loader's batches 0.3-0.4 GB, Winograd's scratch 0.1 GB; "
-        "a CUDA build of torch, which pip installs on Linux, 0.36 GB more",
+        f"a CUDA build of torch, which pip installs on Linux, {CUDA_BYTES / 1e9:g} GB more if this host has one",
     ),
     Reason(
         what="peak memory / activations kept",
@@ -153,6 +154,7 @@ class Workload:
     backend: library that sums the gradients: ccl or gloo.
     compression: format in which gradients are sent: none or bf16.
     bucket_mib: size of a gradient bucket in MiB; None if the trainer chooses it.
+    process_bytes: memory of a process without the network.
     """
 
     name: str
@@ -170,6 +172,7 @@ class Workload:
     backend: str = "ccl"
     compression: str = "none"
     bucket_mib: float | None = None
+    process_bytes: Count = PROCESS_BYTES
 
     @property
     def gradient_bytes(self) -> int:
@@ -210,7 +213,7 @@ def footprint(workload: Workload, local_batch: int) -> Footprint:
     """
     weights = workload.parameters * BYTES
     return Footprint(
-        process=PROCESS_BYTES,
+        process=workload.process_bytes,
         weights=weights + (weights // 2 if workload.precision == "bf16" else 0),
         gradients=2 * weights,
         optimizer=workload.optimizer_copies * weights,

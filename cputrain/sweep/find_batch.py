@@ -101,7 +101,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
 def _known(planned: PlannedTraining) -> Workload | None:
     """Return the planner's workload of the network; None if it is only assumed."""
     workload = planned.plan.request.workload
-    return None if workload is None or workload.assumed else workload
+    return None if workload is None or workload.assumed else planned.plan.runtime.holds(workload)
 
 
 def peak_file(folder: Path, rank: int | str) -> Path:

@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import DoesNotFitError, InputError
 from cputrain.affinity.planner import (
+    CUDA_BYTES,
+    PROCESS_BYTES,
+    RESNET50,
     Request,
     Runtime,
     Target,
     find_runtime,
+    footprint,
     plan_machine,
     plan_to_json,
     target_of,
@@ -59,6 +64,29 @@ def test_what_the_user_preloads_counts(tmp_path: Path) -> None:
     assert (found.openmp, found.allocator, found.preload, found.missing) == ("libiomp5", "tcmalloc", (), ())
     by_name = {"LD_PRELOAD": "libiomp5.so", "LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
     assert find_runtime(target, by_name, ()).openmp == "libiomp5"
+
+
+def test_a_cuda_build_of_torch_takes_more_memory(tmp_path: Path) -> None:
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    target = Target(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
+    plain = find_runtime(target, {}, ())
+    (tmp_path / "torch/lib/libtorch_cuda.so").touch()
+    cuda = find_runtime(target, {}, ())
+    assert (plain.cuda, cuda.cuda) == (False, True)
+    assert not find_runtime(Target(prefix=tmp_path, torch_lib=None), {}, ()).cuda
+    machine = build_machine(1, 1, 8, 1)
+    for known in (RESNET50, replace(RESNET50, assumed=False)):
+        request = Request(ppn=2, local_batch=4, workload=known)
+        small, large = (plan_machine(machine, request, runtime) for runtime in (plain, cuda))
+        more = [b.memory_bytes - a.memory_bytes for a, b in zip(small.workers, large.workers, strict=True)]  # type: ignore[operator]
+        assert more == [CUDA_BYTES] * 2 and large.request == small.request
+        (shown,) = (reason.numbers["process"] for reason in large.reasons if reason.what == "memory per worker")
+        assert shown == PROCESS_BYTES + CUDA_BYTES
+    need = footprint(plain.holds(known), 4).total
+    tight = replace(machine, memory_limit_bytes=2 * need + CUDA_BYTES)
+    plan_machine(tight, Request(ppn=2, local_batch=4, workload=known), plain)
+    with pytest.raises(DoesNotFitError):
+        plan_machine(tight, Request(ppn=2, local_batch=4, workload=known), cuda)
 
 
 def test_preloaded_libraries_that_do_not_exist_do_not_count(tmp_path: Path) -> None:
