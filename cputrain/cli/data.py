@@ -39,6 +39,9 @@ from cputrain.runs.folder import load_training
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+LABELS = click.option(
+    "--label-column", metavar="NAME", help="read the labels from this column of Parquet or Arrow files"
+)
 
 
 @click.group("data", cls=FullSummaryGroup)
@@ -48,10 +51,11 @@ def data_command() -> None:
 
 @data_command.command("info")
 @FOLDER
+@LABELS
 @format_option
-def info(folder: Path, output_format: str) -> None:
+def info(folder: Path, label_column: str | None, output_format: str) -> None:
     """Print classes, images, sizes, unusual images, and how well the classes are shuffled."""
-    dataset = open_dataset(str(folder))
+    dataset = open_dataset(str(folder), label_column=label_column)
     found = _describe(folder, dataset)
     if output_format == "json":
         print_json(found)
@@ -151,6 +155,7 @@ def _not_prepared(folder: Path) -> str:
     metavar="RECIPE",
     help="draw images as this recipe's training sees them: cropped, scaled, mirrored, augmented; KEY=VALUE sets a key",
 )
+@LABELS
 @number_option("--epoch", default=1, help="draw the augmentation of this epoch; needs --as-trained")
 @click.option("--overwrite", is_flag=True, help="replace an existing picture")
 @format_option
@@ -161,6 +166,7 @@ def show(
     count: int,
     output: Path,
     recipe: str | None,
+    label_column: str | None,
     epoch: int,
     overwrite: bool,
     output_format: str,
@@ -169,7 +175,7 @@ def show(
     _check_picture(output, overwrite=overwrite)
     if settings and recipe is None:
         raise InputError(f"{settings[0]} sets a key of a recipe: add --as-trained RECIPE, or remove it")
-    dataset = open_dataset(str(folder))
+    dataset = open_dataset(str(folder), label_column=label_column)
     if split not in dataset.splits:
         raise InputError(f"{folder} has no {split} split: it has {', '.join(dataset.splits)}")
     images = dataset.splits[split]
@@ -249,9 +255,7 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
     metavar="SHARE",
     help="draw a test split in the same way; only for a source without validation images",
 )
-@click.option(
-    "--label-column", metavar="NAME", help="read the labels from this column of Parquet files, if there are several"
-)
+@LABELS
 @click.option(
     "--format",
     type=click.Choice(sorted(SHARD_FORMATS)),
@@ -275,6 +279,7 @@ def prepare_command(
     caltech256   256_ObjectCategories.tar or its folder
     parquet      Parquet or Arrow files of Hugging Face datasets, in SRC, SRC/data or SRC/SPLIT
     tfrecord     TFRecords: train-*-of-*, validation-*-of-*; NAME-train.tfrecord-*-of-*
+    webdataset   tar files whose samples are KEY.jpg and KEY.cls, or KEY.json with a label
     digits       scikit-learn's handwritten digits, written to SRC first
     torchvision:NAME  one of torchvision's data sets, in SRC, or downloaded to it
 

@@ -40,6 +40,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.kernel.bound_plan import bound_worker
 from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import plural
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, Points, UserSamples, causes, check_labels
 from cputrain.data.formats.open import open_dataset
@@ -270,6 +271,7 @@ class ImageLoader:
         batch_size: int,
         split: str = "train",
         val_fraction: float | None = None,
+        label_column: str | None = None,
         image_size: int = 224,
         shuffle: bool | None = None,
         drop_last: bool = True,
@@ -290,7 +292,8 @@ class ImageLoader:
 
         batch_size, image_size: images per batch of this rank, and their side in pixels. split: "train", "val", "test".
         val_fraction: fraction of the training images to use for validation, the same images for every seed.
-            None: use the folder's validation images, or 0.2 if it has none.
+            None: use the folder's validation images, or 0.2 if it has none, with a warning. 0: draw none.
+        label_column: the column of Parquet or Arrow files with the labels, if there are several.
         shuffle: use a new permutation each epoch, with the same number of batches on all ranks; otherwise use each
             image once, on one of the ranks, with a smaller last batch if need be. None: shuffle only the split "train".
         drop_last: skip the images that do not fill a last batch on all ranks; otherwise add one batch to the epoch and
@@ -311,12 +314,18 @@ class ImageLoader:
         """
         if batch_size < 1 or image_size < 1:
             raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
-        env, dataset = os.environ, open_dataset(os.fspath(path), val_fraction=val_fraction)  # called by users
+        if val_fraction is not None and not 0 <= val_fraction < 1:
+            raise InputError(f"val_fraction={val_fraction:g}: it must be at least 0 and less than 1")
+        env = os.environ  # called by users
+        dataset = open_dataset(os.fspath(path), val_fraction=val_fraction, label_column=label_column)
         check_labels(dataset)
-        if split not in dataset.splits:
-            raise InputError(f"{os.fspath(path)} has no split {split!r}: use one of {', '.join(dataset.splits)}")
+        filled = [name for name, images in dataset.splits.items() if len(images)]
+        if split not in filled:
+            raise InputError(f"{os.fspath(path)} has no split {split!r}: use one of {', '.join(filled)}")
         shuffle = split == "train" if shuffle is None else shuffle
         images, ranks = dataset.splits[split], _rank_of(rank, world_size, env)
+        for note in dataset.notes if ranks[0] == 0 else ():
+            logger.warning("%s", printable(note))
         planned_threads, planned_cpus = _planned(env)
         return cls(
             dataset,

@@ -43,6 +43,12 @@ FUNCTIONS = (
 )
 
 
+def most_pixels() -> int | None:
+    """Return the number of pixels above which an image is not decoded, by any decoder: Pillow's, which protects from
+    small files that fill the memory. None if the program has set PIL.Image.MAX_IMAGE_PIXELS to None."""
+    return None if Image.MAX_IMAGE_PIXELS is None else 2 * Image.MAX_IMAGE_PIXELS
+
+
 class Crop(NamedTuple):
     """Square crop of an image, in pixels. The fields match Crop in pixels.cpp.
 
@@ -84,7 +90,8 @@ class TurboDecoder:
     def decode(self, encoded: Sequence[bytes], crops: Crops, out: NDArray[np.uint8]) -> list[bool]:
         """Decode a crop of each JPEG into its place of `out`, shape (n, side, side, 3).
 
-        Returns False for each image that is damaged, is not a JPEG, or is of a kind that this decoder does not support.
+        Returns False for each image that is damaged, too large, not a JPEG, or of a kind that this decoder does not
+        support.
         The GIL is released during decoding.
         """
         count, side = len(encoded), out.shape[1]
@@ -93,8 +100,9 @@ class TurboDecoder:
         sizes = (c_int * (2 * count))()
         self._sizes(count, data, lengths, sizes)
         table: list[int] = []
+        most = most_pixels() or math.inf
         for place, (width, height) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
-            table += crops(place, width, height) if width else NO_CROP
+            table += crops(place, width, height) if 0 < width * height <= most else NO_CROP
         done = (c_ubyte * count)()
         local = self._local.__dict__
         handle = local.get("handle") or local.setdefault("handle", _Handle(self._native, self._table))
@@ -221,6 +229,8 @@ def cause_of(data: bytes, error: Exception) -> str:
     """Return why the image in these bytes cannot be decoded; `error` is what the decoder raised."""
     if not data:
         return "the file is empty"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"the image has more than {most_pixels():,} pixels, which is not supported; scale it down"
     start = data[:MOST_START]
     form = next((name for name, pattern in NOT_READ.items() if re.match(pattern, start, re.DOTALL)), None)
     if form:
@@ -258,7 +268,7 @@ def decode_by_pillow(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> lis
 def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
     """Decode one of the images with Pillow into its place of `out`; return its error, or None."""
     try:
-        with _open(encoded[place]) as image:
+        with bytes_of_pixels(open_image(encoded[place])) as image:
             crop = crops(place, image.width, image.height)
             part = image.crop((crop.left, crop.top, crop.left + crop.width, crop.top + crop.height))
             scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
@@ -270,15 +280,20 @@ def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels)
     return None
 
 
-def _open(data: bytes) -> Image.Image:
-    """Return the decoded image as RGB or gray; gray is cheaper to scale before it is converted to RGB."""
+def open_image(data: bytes, *, load: bool = True) -> Image.Image:
+    """Open an image with Pillow, and decode it with `load`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about odd metadata, which does not affect the pixels
-        return bytes_of_pixels(Image.open(io.BytesIO(data)))
+        # Pillow warns about odd metadata, which does not affect the pixels, and about half the pixels that it refuses.
+        warnings.simplefilter("ignore")
+        image = Image.open(io.BytesIO(data))
+        if load:
+            image.load()
+        return image
 
 
 def bytes_of_pixels(image: Image.Image) -> Image.Image:
-    """Convert the image to 8-bit gray or RGB. Deeper gray keeps its upper 8 bits, as deeper color does in Pillow.
+    """Convert the image to RGB or 8-bit gray, which is cheaper to scale. Deeper gray keeps its upper 8 bits, as deeper
+    color does in Pillow.
 
     Raises ValueError for 32-bit, signed or floating-point gray, whose black and white are unknown.
     """

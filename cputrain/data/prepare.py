@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import tarfile
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,7 @@ from cputrain.data.formats.records import (
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
 from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
-from cputrain.data.pixels import DAMAGE, Decode, Pixels, Transform, bytes_of_pixels, cause_of
+from cputrain.data.pixels import DAMAGE, Decode, Pixels, Transform, bytes_of_pixels, cause_of, open_image
 from cputrain.files import write_text
 
 SHARD_BYTES = 256 << 20
@@ -102,10 +101,10 @@ def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_onl
 def inspect(data: bytes) -> Encoded:
     """Return the image unchanged. It is decoded only if it is not a JPEG or lacks its end marker. Raises ImageError."""
     try:
-        with _open(data) as image:
+        with open_image(data, load=False) as image:
             unusual = _unusual_properties(image, data)
             if "no end marker" in unusual or "no jpeg" in unusual:
-                bytes_of_pixels(image).load()
+                bytes_of_pixels(open_image(data))
             name = image.format or ""
             suffix = SUFFIXES.get(name, f".{name.lower()}") if "no jpeg" in unusual else ".jpg"
             return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, unusual=unusual)
@@ -117,7 +116,7 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
     """Return the image as a JPEG (4:2:0, or gray if it is gray), its short side at most `short_side`. Raises
     ImageError."""
     try:
-        with _open(data) as image:
+        with open_image(data) as image:
             unusual = _unusual_properties(image, data)
             pixels = bytes_of_pixels(image)
             short = min(pixels.size)
@@ -131,12 +130,6 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
     except DAMAGE as error:
         raise ImageError(cause_of(data, error)) from None
     return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, unusual=unusual)
-
-
-def _open(data: bytes) -> Image.Image:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about unusual metadata, which does not affect the pixels
-        return Image.open(io.BytesIO(data))
 
 
 def _unusual_properties(image: Image.Image, data: bytes) -> tuple[str, ...]:

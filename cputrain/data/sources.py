@@ -21,7 +21,7 @@ from cputrain.affinity.terminal import text_of
 from cputrain.affinity.wording import plural
 from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
 from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
-from cputrain.data.formats.open import RECORDS, TABLES
+from cputrain.data.formats.open import RECORDS, TABLES, TARS, read_class_folders
 from cputrain.data.formats.records import members
 from cputrain.data.formats.source import SYNSET, Source, is_image, opened
 
@@ -270,7 +270,6 @@ def write_digits(out: Path) -> None:
 
 
 TORCHVISION = "torchvision:"
-PARQUET = "parquet"
 
 
 def open_source(
@@ -297,21 +296,22 @@ def open_source(
 
 
 def _source(kind: str, source: Path, label_column: str | None) -> Source:
-    if kind == PARQUET:
+    if kind == TABLES.kind:
         return TABLES.source(source, label_column)
     if label_column is not None:
-        raise InputError(f"--label-column is for {PARQUET}, not for {kind}: remove it")
+        raise InputError(f"--label-column is for {TABLES.kind}, not for {kind}: remove it")
     if kind.startswith(TORCHVISION):
         return read_torchvision(kind.removeprefix(TORCHVISION), source)
     return KINDS[kind](source)
 
 
 KINDS: dict[str, Callable[[Path], Source]] = {
-    "imagefolder": read_folder,
+    "imagefolder": read_class_folders,
     "digits": read_folder,
     "imagenet": read_imagenet,
     "mnist": read_mnist,
-    "tfrecord": RECORDS.source,
+    RECORDS.kind: RECORDS.source,
     "caltech256": read_caltech256,
-    PARQUET: TABLES.source,
+    TABLES.kind: TABLES.source,
+    TARS.kind: TARS.source,
 }

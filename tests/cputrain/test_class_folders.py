@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,28 @@ def test_a_folder_of_classes_is_split_alike_wherever_it_is_read(classes: Path, t
     assert names(open_dataset(str(moved.parent)).val) == names(dataset.val), "train/CLASS/* alone is the same"
     loader = ImageLoader.open(classes, split="val", batch_size=12, image_size=8, decoder="pillow")
     assert [labels.tolist() for _, labels in loader] == [[0] * 4 + [1] * 4 + [2] * 4]
+
+
+def test_a_loader_says_that_it_leaves_images_out_and_reads_all_of_them_if_asked(
+    classes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def images_in(**options: Any) -> int:
+        loader = ImageLoader.open(classes, batch_size=12, image_size=8, decoder="pillow", **options)
+        return sum(len(labels) for _, labels in loader)
+
+    note = (
+        f"{classes} has no validation images: using 12 images drawn from its classes in proportion, a fraction of 0.2"
+    )
+    assert images_in() == 48 and caplog.messages == [note]
+    caplog.clear()
+    assert images_in(rank=1, world_size=2) == 24 and not caplog.messages, "rank 0 says it"
+    assert images_in(val_fraction=0) == 60 and not caplog.messages
+    with pytest.raises(InputError, match="has no split 'val': use one of train"):
+        images_in(val_fraction=0, split="val")
+    with pytest.raises(InputError, match=r"val_fraction=1\.5: it must be at least 0 and less than 1"):
+        images_in(val_fraction=1.5)
+    with_val = write_images(classes.parent / "both", train=20)
+    assert len(open_dataset(str(with_val), val_fraction=0).train) == 60, "its own validation images stay"
 
 
 def test_prepare_and_a_training_draw_the_same_images(

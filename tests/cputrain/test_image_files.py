@@ -190,6 +190,26 @@ def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
             encode(data, short_side=None, quality=quality, jpeg_only=False)
 
 
+@pytest.mark.parametrize("decode", [decode_by_pillow, choose_decoder("auto", {})[0]], ids=["pillow", "auto"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.filterwarnings("error")
+def test_too_large_an_image_is_damaged_with_every_decoder_and_in_prepare(
+    form: str, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = encoded(np.zeros((40, 51, 3), np.uint8), form)
+    allowed = encoded(np.zeros((40, 50, 3), np.uint8), form)
+    out = np.empty((2, 16, 16, 3), np.uint8)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    problem = "the image has more than 2,000 pixels, which is not supported; scale it down"
+    assert decode([large, allowed], center_crop(16, 16), out) == [problem, None]
+    for quality in (None, 90):
+        with pytest.raises(ImageError, match=problem):
+            encode(large, short_side=None, quality=quality, jpeg_only=False)
+        encode(allowed, short_side=None, quality=quality, jpeg_only=False)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert decode([large, allowed], center_crop(16, 16), out) == [None, None], "a script may lift the limit"
+
+
 @pytest.mark.parametrize("form", ["AVIF", "DDS", "WEBP", "JPEG2000", "TIFF", "GIF", "PNG"])
 def test_damage_in_any_place_of_any_format_is_damage_and_no_failure(form: str) -> None:
     """Of AVIF Pillow raises RuntimeError, which has ended a training."""

@@ -220,6 +220,7 @@ def test_damaged_images_are_left_out_with_a_warning_or_stop_the_loop(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"val_fraction": 1.0}, "val_fraction=1: it must be at least 0 and less than 1"),
         ({"split": "test"}, "has no split 'test': use one of train, val"),
         ({"batch_size": 0}, "batch_size=0, image_size=16: both must be at least 1"),
         ({"batch_size": 40}, "batch_size=40 on 1 rank.* needs 40 images, but there are 36: use a smaller batch_size"),

@@ -4,7 +4,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -144,7 +144,7 @@ def read_folder(root: Path) -> Source:
     Raises InputError if something is missing or invalid.
     """
     folders = split_folders(root)
-    classes, notes = class_names(folders), []
+    classes, notes = class_names(folders), _notes_beside(root, folders)
     if TEST in folders and not _has_any(folders[TEST], classes):  # as in competitions
         notes.append(f"ignored {folders[TEST]}, which has none of the class folders of {folders[TRAIN]}")
         del folders[TEST]
@@ -166,8 +166,7 @@ def split_folders(root: Path) -> dict[str, Path]:
         raise InputError(f"data folder {root} is a file: {advice_for(root.name) or 'give the folder that it is in'}")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
-    root = next((root / inner for inner in KAGGLE if (root / inner / TRAIN).is_dir()), root)
-    found = {split: folder for split in SPLITS if (folder := _split_folder(root, split))}
+    root, found = _folders_by_split(root)
     if VAL not in found and TEST in found and folders_in(found[TEST]):
         found[VAL] = found.pop(TEST)
     if not any(folders_in(folder) for folder in found.values()) and (with_images := _folders_with_images(root)):
@@ -187,6 +186,52 @@ def split_folders(root: Path) -> dict[str, Path]:
             _check_are_no_parts(root, folders_in(root))
         raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {advice or usual}")
     return found
+
+
+def _folders_by_split(root: Path) -> tuple[Path, dict[str, Path]]:
+    """Return the folder of the split folders, below `root` for Kaggle's ImageNet, and those that it has."""
+    root = next((root / inner for inner in KAGGLE if (root / inner / TRAIN).is_dir()), root)
+    return root, {split: folder for split in SPLITS if (folder := _split_folder(root, split))}
+
+
+def class_folders_with_images(root: Path) -> list[str]:
+    """Return the class folders in which `read_folder` would find images, by their paths in `root`.
+
+    Returns [] for fewer than two, as one may have the images of a table. Folders of splits and parts of detection data
+    sets are not classes.
+    """
+    if not root.is_dir():
+        return []
+    top, found = _folders_by_split(root)
+    if any(folders_in(folder) for folder in found.values()):
+        folder = found.get(TRAIN)
+        names = [name for name in folders_in(folder) if _has_image_below(folder / name)] if folder else []
+    else:
+        folder, names = top, _folders_with_images(top)
+        if _are_splits(names):
+            return []
+    if folder is None or _are_parts(names):
+        return []
+    return [str((folder / name).relative_to(root)) for name in names] if len(names) > 1 else []
+
+
+def _has_image_below(folder: Path) -> bool:
+    """Return whether the folder contains an image at any depth; links to folders inside it are not followed."""
+    return has_image(folder) or any(
+        _has_image_below(folder / name) for name in folders_in(folder) if not (folder / name).is_symlink()
+    )
+
+
+def _notes_beside(root: Path, folders: Mapping[str, Path]) -> list[str]:
+    """Return a line about folders beside those of the splits that contain images, also in subfolders; or no line."""
+    if folders[TRAIN] == root:
+        return []  # the class folders are not in a folder of a split
+    top = folders[TRAIN].parent
+    beside = [top / name for name in folders_in(top)[:MOST_INNER] if top / name not in folders.values()]
+    inner = {path: [path, *(path / name for name in folders_in(path)[:MOST_INNER])] for path in beside}
+    if with_images := [path.name for path, places in inner.items() if any(map(has_image, places))]:
+        return [f"{top}: ignored the images in {first_named(with_images)}, which are in no split's folder"]
+    return []
 
 
 def _advice_for_any(names: Sequence[str]) -> str | None:
@@ -257,7 +302,7 @@ def _folders_with_images(root: Path) -> list[str]:
 def _check_are_classes(root: Path, names: Sequence[str]) -> None:
     """Raise InputError if all folders of images are splits of a competition (train/, test1/; train_images/,
     test_images/), whose classes are in a table. One among others may be a class called train."""
-    if all(SPLIT_OF.keys() & WORD.findall(name.lower()) for name in names):
+    if _are_splits(names):
         places = [path for folder in (root, *(root / name for name in names)) for path in visible(folder)]
         tables = [str(path.relative_to(root)) for path in places if path.suffix.lower() in TABLES_OF_LABELS]
         listed = f", perhaps by {first_named(tables)}" if tables else ""
@@ -265,6 +310,14 @@ def _check_are_classes(root: Path, names: Sequence[str]) -> None:
             f"{root} has images in {first_named(names)}, which are splits, not classes: sort the images into class "
             f"folders, {TRAIN}/CLASS/*{listed}"
         )
+
+
+def _are_splits(names: Sequence[str]) -> bool:
+    return all(SPLIT_OF.keys() & WORD.findall(name.lower()) for name in names)
+
+
+def _are_parts(names: Sequence[str]) -> bool:
+    return bool(names) and all(name.lower() in PARTS for name in names)
 
 
 def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
@@ -278,6 +331,7 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
         advice = _advice_for_any(found) or "put images into train/CLASS/"
         raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(found) or 'nothing'}: {advice}")
     _check_are_no_parts(folders[TRAIN], names)
+    _check_are_no_shards(folders[TRAIN], names)
     for split, folder in folders.items():
         if not _has_any(folder, names) and (split == TEST or has_labels(_label_places(folder))):
             continue
@@ -288,10 +342,26 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
 
 def _check_are_no_parts(folder: Path, names: Sequence[str]) -> None:
     """Raise InputError if all subfolders are parts of a detection data set: images, annotations or masks."""
-    if names and all(name.lower() in PARTS for name in names):
+    if _are_parts(names):
         raise InputError(
             f"{folder} has {first_named(names)}, which are parts of a detection or segmentation data set, not classes: "
             f"sort its images into class folders, {TRAIN}/CLASS/*"
+        )
+
+
+def _check_are_no_shards(folder: Path, names: Sequence[str]) -> None:
+    """Raise InputError if a subfolder is a shard of img2dataset, which writes NUMBER.parquet and NUMBER_stats.json
+    beside the folder NUMBER."""
+    shards = [
+        name
+        for name in names
+        if name.isdecimal() and any((folder / f"{name}{end}").is_file() for end in (".parquet", "_stats.json"))
+    ]
+    if shards:
+        raise InputError(
+            f"{folder} has {first_named(shards)}, which are shards of img2dataset, not classes: sort the images into "
+            "class folders, or run img2dataset with --output_format webdataset and a column called label in "
+            "--save_additional_columns"
         )
 
 

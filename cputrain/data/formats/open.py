@@ -1,7 +1,8 @@
 """Formats of data folders, and their detection. A new format is a module and an entry of FORMATS."""
 
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -10,11 +11,17 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named, join_or, plural
-from cputrain.data.formats.folder import folders_in, has_image, has_train_folder, read_folder
+from cputrain.data.formats.folder import FILES as LABEL_FILES
+from cputrain.data.formats.folder import (
+    class_folders_with_images,
+    folders_in,
+    has_image,
+    has_train_folder,
+    read_folder,
+)
 from cputrain.data.formats.source import (
     MANIFEST,
     NO_SPLIT,
-    SPLIT_OF,
     TEST,
     TRAIN,
     VAL,
@@ -24,7 +31,6 @@ from cputrain.data.formats.source import (
     files_by_split,
     read_manifest,
     split_of,
-    visible,
     visible_in_splits,
 )
 
@@ -35,6 +41,7 @@ Files = dict[str, list[Path]]
 """The files of each split."""
 
 TABLE_NAME = re.compile(r"\.(parquet|arrow|feather)(-\d+-of-\d+)?$", re.IGNORECASE)  # numbered by tfds
+LISTS = (".csv", ".tsv", ".json", ".jsonl")  # may have labels of images
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
@@ -49,11 +56,14 @@ MOST_FOLDERS = 100  # to search; an image folder may have thousands of classes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A file format: its name in the plural, a function that finds the files of each split in a folder, and one that
-    reads them; the label column is only for tables."""
+    """A file format: its name in the plural, its kind for `cputrain prepare`, and functions that find the files of each
+    split in a folder, describe the first image with a label (an InputError if there is none), and read the files; the
+    label column is only for tables."""
 
     title: str
+    kind: str
     find: Callable[[Path], Files]
+    examine: Callable[[Path, Files], str]
     read: Callable[[Path, Files, str | None], Source]
 
     def source(self, root: Path, label_column: str | None = None) -> Source:
@@ -68,8 +78,7 @@ class Format:
         others = files.pop(NO_SPLIT, [])
         notes = [note for split, paths in files.items() for note in _check_shards(split, paths)]
         taken = {path for paths in files.values() for path in (*paths, *others)}
-        if unread := [path.name for path in visible_in_splits(root) if advice_for(path.name) and path not in taken]:
-            notes.append(f"{root}: ignored {first_named(unread)}, because only {self.title} are read")
+        notes += _notes_of_others(root, self.title, lambda path: _is_data(path.name) and path not in taken)
         if others:
             names = first_named([path.name for path in others])
             has = "names have" if len(others) > 1 else "name has"
@@ -79,6 +88,28 @@ class Format:
         if VAL in source.splits or TEST not in source.splits:
             return source
         return replace(source, splits={TRAIN: source.splits[TRAIN], VAL: source.splits[TEST]})
+
+
+def _is_data(name: str) -> bool:
+    """Return whether a file's name is of one of FORMATS or of a known unsupported format."""
+    is_read = TABLE_NAME.search(name) or RECORD_NAME.search(name) or name.lower().endswith(TAR_SUFFIXES)
+    return bool(is_read or advice_for(name))
+
+
+def _notes_of_others(root: Path, title: str, is_other: Callable[[Path], bool]) -> list[str]:
+    """Return a line about files in a folder, its data/ and its splits that are not read; or no line."""
+    others = [str(path.relative_to(root)) for path in visible_in_splits(root) if is_other(path) and path.is_file()]
+    return [f"{root}: ignored {first_named(others)}, because only {title} are read"] if others else []
+
+
+def read_class_folders(root: Path) -> Source:
+    """Return the images of an image folder, as `read_folder` does; notes name files of other formats beside them."""
+    source = read_folder(root)
+
+    def is_other(path: Path) -> bool:
+        return _is_data(path.name) or (path.suffix.lower() in LISTS and path.name not in LABEL_FILES)
+
+    return replace(source, notes=(*source.notes, *_notes_of_others(root, "class folders", is_other)))
 
 
 def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
@@ -143,10 +174,26 @@ def record_files(root: Path) -> Files:
 
 
 def tar_files(root: Path) -> Files:
-    """Return the tar files of each split; none if the split folders have class folders."""
-    files = files_by_split(root, lambda name: name.lower().endswith(TAR_SUFFIXES))
-    has_classes = any(path.is_dir() for name in SPLIT_OF for path in visible(root / name))
-    return {} if has_classes else files
+    """Return the tar files of each split."""
+    return files_by_split(root, lambda name: name.lower().endswith(TAR_SUFFIXES))
+
+
+def _examine_tables(root: Path, files: Files) -> str:
+    from cputrain.data.formats.tables import examine_tables
+
+    return examine_tables(root, files)
+
+
+def _examine_records(root: Path, files: Files) -> str:
+    from cputrain.data.formats.records import examine_tfrecords
+
+    return examine_tfrecords(root, files)
+
+
+def _examine_tars(root: Path, files: Files) -> str:
+    from cputrain.data.formats.records import examine_tars
+
+    return examine_tars(root, files)
 
 
 def _read_tables(root: Path, files: Files, label_column: str | None) -> Source:
@@ -167,34 +214,94 @@ def _read_tars(root: Path, files: Files, _label_column: str | None) -> Source:
     return read_tars(root, files)
 
 
-TABLES = Format(title="Parquet or Arrow files", find=table_files, read=_read_tables)
-RECORDS = Format(title="TFRecords", find=record_files, read=_read_records)
-TARS = Format(title="tar files", find=tar_files, read=_read_tars)
+TABLES = Format(
+    title="Parquet or Arrow files", kind="parquet", find=table_files, examine=_examine_tables, read=_read_tables
+)
+RECORDS = Format(title="TFRecords", kind="tfrecord", find=record_files, examine=_examine_records, read=_read_records)
+TARS = Format(title="tar files", kind="webdataset", find=tar_files, examine=_examine_tars, read=_read_tars)
 FORMATS = (TABLES, RECORDS, TARS)
 
 
 def detect(path: str | Path | None, label_column: str | None = None) -> Source:
     """Detect a data folder's format: shards of cputrain prepare, files of one of FORMATS, or an image folder.
 
-    `label_column` is the column of tables that has the labels. Raises InputError if data is missing or invalid, if the
-    folder has archives to prepare, or if only folders below it have data.
+    All that is in the folder decides: it is read as the only format in which it has images with labels, and notes name
+    the files of other formats. `label_column` is the column of tables that has the labels, and chooses tables. Raises
+    InputError if data is missing or invalid or has several formats, if the folder has archives to prepare, or if only
+    folders below it have data.
     """
     if path is None:
         raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
     root = Path(path)
-    if (root / MANIFEST).is_file():
+    found = {each: files for each in FORMATS if (files := each.find(root))}
+    if (root / MANIFEST).is_file() and _is_prepared(root, found):
         return _prepared(root)
     for archive, kind in ARCHIVES.items():
         if (root / archive).is_file() and not (root / TRAIN).is_dir():
             raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and give OUT")
-    for each in FORMATS:
-        if each.find(root):
-            return each.source(root, label_column)
-    below = _folders_below(root)
+    if label_column is not None:
+        return TABLES.source(root, label_column)
+    if found:
+        return _only_reading(root, found)
+    below = [] if class_folders_with_images(root) else _folders_below(root)
     for each in FORMATS:
         if folders := [str(path) for path in below if each.find(path)]:
             raise InputError(f"{root} has {each.title} only in folders below it: give {join_or(folders)}")
-    return read_folder(root)
+    return read_class_folders(root)
+
+
+def _only_reading(root: Path, found: Mapping[Format, Files]) -> Source:
+    """Return the data of a folder with files of these formats and perhaps class folders.
+
+    Raises InputError if several of them have images with labels, or none.
+    """
+    folders = class_folders_with_images(root)
+    if len(found) == 1 and not folders:
+        return next(iter(found)).source(root)
+    readings: dict[Format, str] = {}
+    errors: dict[Format, InputError] = {}
+    for each, files in found.items():
+        try:
+            if TRAIN not in files:
+                raise InputError(f"{root} has no {each.title} of the training split")
+            readings[each] = each.examine(root, files)
+        except InputError as error:
+            errors[each] = error
+    if folders and TABLES in readings and _lists_the_folders(root, found[TABLES]):
+        del readings[TABLES]
+    if folders and not readings:
+        return read_class_folders(root)
+    if not readings:
+        sizes = {each: sum(path.stat().st_size for paths in found[each].values() for path in paths) for each in errors}
+        raise errors[max(sizes, key=sizes.__getitem__)]
+    if len(readings) == 1 and not folders:
+        return next(iter(readings)).source(root)
+    ways = {each.kind: f"{each.title} ({where})" for each, where in readings.items()}
+    if folders:
+        ways = {"imagefolder": f"class folders ({first_named(folders)})", **ways}
+    raise InputError(
+        f"{root} has images with labels as {' and as '.join(ways.values())}: move one of them to another folder, or "
+        f"pack the right one with cputrain prepare {join_or(tuple(ways))} {root} OUT"
+        + (", or set data.label_column to use the tables" if TABLES in readings else "")
+    )
+
+
+def _lists_the_folders(root: Path, files: Files) -> bool:
+    """Return whether tables only repeat class folders: their paths are the training images and perhaps the others, with
+    the folders' names as classes."""
+    from cputrain.data.formats.tables import rows_by_path
+
+    if len(files) > 1:
+        return False  # they may have other splits
+    rows = rows_by_path(root, files)
+    if rows is None:
+        return False
+    source = read_folder(root)
+    listed = {
+        split: {(os.path.normpath(images.name(i)), source.classes[k]) for i, k in enumerate(images.labels.tolist())}
+        for split, images in ((split, each.load()) for split, each in source.splits.items())
+    }
+    return listed[TRAIN] <= rows <= set().union(*listed.values())
 
 
 def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":
@@ -203,6 +310,12 @@ def open_dataset(path: str | None, *, val_fraction: float | None = None, label_c
     Raises InputError if data is missing or invalid.
     """
     return detect(path, label_column).open(val_fraction)
+
+
+def _is_prepared(root: Path, found: Mapping[Format, Files]) -> bool:
+    """Return whether a folder with a manifest has an index, too, or else nothing that another program's manifest could
+    be of."""
+    return any(root.glob("*.index.npy")) or not (found or class_folders_with_images(root))
 
 
 def _prepared(root: Path) -> Source:

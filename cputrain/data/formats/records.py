@@ -30,6 +30,7 @@ from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
 from cputrain.data.formats.source import (
     SYNSET,
+    TRAIN,
     UNLABELED,
     Rows,
     Source,
@@ -97,6 +98,15 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     keys = f"{b' or '.join(LABELS).decode()}, the first record has {_keys_of(files['train'])}"
     labels_are_in = f"{keys}: write the number of its class under one of these keys"
     return labeled_source(root, found, classes, labels_are_in=labels_are_in, notes=notes)
+
+
+def examine_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
+    """Name the first training file. Raises InputError if its first record is not an image with a label."""
+    path = next((path for path in files[TRAIN] if path.stat().st_size), files[TRAIN][0])
+    first = next(examples(path), None) if path.stat().st_size else None
+    if first is None or first[2] is None:
+        raise InputError(f"{path} has no image with a label")
+    return str(path.relative_to(root))
 
 
 def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
@@ -401,6 +411,14 @@ def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     classes = {label: str(label) for label in sorted(labels, key=lambda label: (isinstance(label, str), label))}
     each = {split: rows for split, (rows, _) in found.items()}
     return labeled_source(root, each, classes, labels_are_in="KEY.cls or KEY.json", notes=notes)
+
+
+def examine_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
+    """Name the first training file with a sample. Raises InputError if that is not an image with a label."""
+    for path in files[TRAIN]:
+        if next(_samples(path), None) is not None:
+            return str(path.relative_to(root))
+    raise InputError(f"{files[TRAIN][0]} has no image with a label")
 
 
 def _tar_rows(paths: Sequence[Path]) -> tuple[Rows, list[str]]:

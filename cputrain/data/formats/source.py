@@ -308,7 +308,8 @@ class Source:
         """Open the data set, with its own validation images or with images drawn from its training images.
 
         They are drawn if it has none (a fraction of VAL_FRACTION if `val_fraction` is None), or if `val_fraction` is
-        given; then its own validation images become the test split. Raises InputError if it also has a test split.
+        given and not 0; then its own validation images become the test split. Raises InputError if it also has a test
+        split.
         """
         from cputrain.data.formats.dataset import Dataset, draw
 
@@ -326,12 +327,14 @@ class Source:
     ) -> tuple[dict[str, list[int]], tuple[str, ...]]:
         """Return how many images of each class to draw for each split, {} for none; and all lines for the user."""
         notes = (*self.notes, *order_notes(self.classes))
-        if self.prepared and val_fraction is not None:
+        if self.prepared and val_fraction:
             raise InputError(
                 f"{self.place} is prepared: remove data.val_fraction, or prepare again with --val-fraction"
             )
-        if VAL in self.splits and val_fraction is None:
+        if VAL in self.splits and not val_fraction:
             return {}, notes
+        if val_fraction == 0:
+            return {VAL: [0 for _ in self.classes]}, notes
         if TEST in self.splits:
             raise InputError(f"{self.place} has its own validation and test images: remove data.val_fraction")
         share = VAL_FRACTION if val_fraction is None else val_fraction

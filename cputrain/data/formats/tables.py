@@ -6,6 +6,7 @@ read by row group; Arrow files are mapped into memory.
 """
 
 import json
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
-from cputrain.affinity.wording import first_named
+from cputrain.affinity.wording import first_named, join_or
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
-from cputrain.data.formats.source import UNLABELED, Rows, Source, labeled_source
+from cputrain.data.formats.source import TRAIN, UNLABELED, Rows, Source, labeled_source
+from cputrain.data.pixels import DAMAGE, open_image
 from cputrain.files import check_downloaded
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
@@ -44,19 +46,7 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     a text column with a usual name has the paths of image files. Raises InputError if there is none, or if there are
     several label columns.
     """
-    types = {name: _type_of(schema.field(name).type) for name in schema.names}
-    features = {name: _feature(schema, name).get("_type") for name in schema.names}
-
-    def preferred(fitting: list[str], feature: str, usual: Sequence[str]) -> list[str]:
-        of_feature = [name for name in fitting if features[name] == feature]
-        return of_feature or [name for name in fitting if name.lower() in usual] or fitting
-
-    encoded = [name for name in types if types[name] == "image"]
-    paths = [name for name in types if name.lower() in PATH_NAMES and _is_text(schema.field(name).type)]
-    images = preferred(encoded or paths, "Image", PATH_NAMES)
-    image = next(iter([name for name in images if name.lower() in PATH_NAMES] or images), None)
-    candidates = [name for name in types if types[name] == "label" and name != image]
-    labels = preferred(candidates, "ClassLabel", LABEL_NAMES)
+    image, labels, candidates = _candidates(schema)
     if image is None or not (labels or label):
         lacks = CONTENT["image" if image is None else "label"]
         only = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names) or "none"
@@ -69,6 +59,23 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     if len(labels) > 1:
         raise InputError(f"{path} has several columns of labels: set data.label_column to one of {', '.join(labels)}")
     return image, labels[0]
+
+
+def _candidates(schema: Any) -> tuple[str | None, list[str], list[str]]:
+    """Return the image column or None, the preferred columns of labels, and all that labels could be in."""
+    types = {name: _type_of(schema.field(name).type) for name in schema.names}
+    features = {name: _feature(schema, name).get("_type") for name in schema.names}
+
+    def preferred(fitting: list[str], feature: str, usual: Sequence[str]) -> list[str]:
+        of_feature = [name for name in fitting if features[name] == feature]
+        return of_feature or [name for name in fitting if name.lower() in usual] or fitting
+
+    encoded = [name for name in types if types[name] == "image"]
+    paths = [name for name in types if name.lower() in PATH_NAMES and _is_text(schema.field(name).type)]
+    images = preferred(encoded or paths, "Image", PATH_NAMES)
+    image = next(iter([name for name in images if name.lower() in PATH_NAMES] or images), None)
+    candidates = [name for name in types if types[name] == "label" and name != image]
+    return image, preferred(candidates, "ClassLabel", LABEL_NAMES), candidates
 
 
 def _type_of(kind: Any) -> str:
@@ -231,12 +238,61 @@ class TableImages(LabeledImages, PiecewiseImages):
         return bytes(data)
 
 
+EXAMINED = 10  # first rows, of which one must have an image
+
+
+def examine_tables(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
+    """Describe the images and labels of the training files. Raises InputError if they have none: a table of paths needs
+    the files that it names."""
+    tables = [_open(path) for path in files[TRAIN]]
+    table = next((table for table in tables if _has_images(table)), tables[0])
+    image, labels, _ = _candidates(table.schema)
+    if image is None or not labels or (len(labels) > 1 and _is_text(table.schema.field(image).type)):
+        image, label = choose_columns(table.path, table.schema, None)  # raises the error
+        labels = [label]
+    groups = table.groups(image)
+    rows = min(EXAMINED, sum(group.rows for group in groups))
+    images = TableImages(root, groups, np.zeros(rows, dtype=np.int64))
+    if not any(_is_image(images, row) for row in range(rows)):
+        raise InputError(f"{table.path} has no image in the first rows of column {image}")
+    return f"{table.path.relative_to(root)}, images in column {image}, labels in column {join_or(labels)}"
+
+
+def _is_image(images: TableImages, row: int) -> bool:
+    """Return whether an image can be read from a row and Pillow knows its format."""
+    try:
+        open_image(images.read(row), load=False)
+    except DAMAGE:
+        return False
+    return True
+
+
+def _has_images(table: "_Table") -> bool:
+    return _candidates(table.schema)[0] is not None
+
+
+def rows_by_path(root: Path, files: Mapping[str, Sequence[Path]]) -> set[tuple[str, str]] | None:
+    """Return the path and the class name of each image of all tables; None if a table has no paths and classes."""
+    rows = set()
+    for table in (_open(path) for paths in files.values() for path in paths):
+        image, labels, _ = _candidates(table.schema)
+        if image is None or len(labels) != 1 or not _is_text(table.schema.field(image).type):
+            return None
+        columns = [_column(table, labels[0])]
+        classes = classes_of(table.schema, labels[0], columns)
+        for path, label in zip(_column(table, image).to_pylist(), labels_of(columns, classes), strict=True):
+            places = (place for place in (table.path.parent, root) if path and (place / path).is_file())
+            rows.add((os.path.normpath(next(places, root) / (path or "")), classes.get(label, "")))
+    return rows
+
+
 def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | None = None) -> Source:
     """Open the Parquet or Arrow files of a folder; rows and splits without labels are left out.
 
     `label` is the column with the labels; None: the only one. Raises InputError if something is missing or invalid.
     """
-    tables = {split: [_open(path) for path in paths] for split, paths in files.items()}
+    opened = {split: [_open(path) for path in paths] for split, paths in files.items()}
+    tables = {split: [*filter(_has_images, each)] or each for split, each in opened.items()}
     first = tables["train"][0]
     image, label = choose_columns(first.path, first.schema, label)
     for table in (table for each in tables.values() for table in each):
@@ -258,6 +314,8 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
         return Rows(labels=labels, file=tables[split][0].path, images=images)
 
     notes: list[str] = []
+    if without := [table.path.name for split, each in opened.items() for table in each if table not in tables[split]]:
+        notes.append(f"{root}: ignored tables without a column of images, {first_named(without)}")
     alike = [name for name in first.schema.names if _type_of(first.schema.field(name).type) == "image"]
     if len(alike) > 1:
         notes.append(f"{root}: using the images in column {image}, one of {first_named(alike)}")

@@ -1,0 +1,200 @@
+"""Folders with several things in them: tables, tar files and archives beside class folders, img2dataset's shards."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cputrain.affinity.errors import InputError
+from cputrain.cli import main
+from cputrain.data import ImageLoader
+from cputrain.data.formats import detect, open_dataset
+from tests.support.commands import optional
+from tests.support.images import jpeg, png, write_files
+
+pyarrow = optional("pyarrow", "parquet")
+parquet = optional("pyarrow.parquet", "parquet")
+feather = optional("pyarrow.feather", "parquet")
+PATHS = [f"train/{name}/{i}.png" for name in ("cat", "dog") for i in range(6)]
+NAMES = [Path(path).parent.name for path in PATHS]
+BYTES = [png(10 * i) for i in range(12)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train/CLASS/* and val/CLASS/* of two classes."""
+    others = [path.replace("train", "val") for path in PATHS]
+    return write_files(tmp_path / "photos", dict(zip(PATHS + others, BYTES * 2, strict=True)))
+
+
+def table(path: Path, /, **columns: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write = feather.write_feather if path.suffix == ".feather" else parquet.write_table
+    write(pyarrow.table(columns), path)
+
+
+def tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as out:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+
+
+def samples(label: Callable[[int], tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    pairs = ((("jpg", jpeg(i)), label(i)) for i in range(8))
+    return [(f"{i:09}.{suffix}", data) for i, pair in enumerate(pairs) for suffix, data in pair]
+
+
+def of_class(i: int) -> tuple[str, bytes]:
+    return "cls", str(i % 2).encode()
+
+
+STRAY: dict[str, dict[str, Any]] = {
+    "stats.parquet": {"n": [1], "mean": [0.5]},
+    "embeddings.parquet": {"path": PATHS, "values": [[0.1]] * 12},
+    "packed.parquet": {"key": PATHS, "values": [b"\0\1\2\3"] * 12},
+    "sizes.parquet": {"filename": PATHS, "width": [1] * 12, "height": [2] * 12},
+    "elsewhere.parquet": {"path": [f"old/{i}.png" for i in range(12)], "label": NAMES},
+    "thumbnails.parquet": {"image": BYTES},
+    "test.parquet": {"image": BYTES, "label": NAMES},
+    "history.feather": {"epoch": [1, 2]},
+    "train/history.parquet": {"epoch": [1, 2]},
+    "data/history.parquet": {"epoch": [1, 2]},
+    "index.parquet": {"path": PATHS, "label": NAMES},
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_a_table_that_is_no_other_data_set_is_ignored_and_named(folder: Path, name: str) -> None:
+    table(folder / name, **STRAY[name])
+    dataset = open_dataset(str(folder))
+    assert (dataset.classes, len(dataset.train), len(dataset.val)) == (("cat", "dog"), 12, 12)
+    assert dataset.notes == (f"{folder}: ignored {name}, because only class folders are read",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x.parquet", "train.tfrecord", "manifest.json", "labels.csv", "photos.zip", "train/metadata.jsonl", "backup.tar"],
+)
+def test_other_files_beside_class_folders_are_ignored_and_named(
+    folder: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).write_bytes(b'{"name": "photos"}')
+    note = f"{folder}: ignored {name}, because only class folders are read"
+    assert open_dataset(str(folder)).notes == (note,)
+    assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "out")]) == 0
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["train.tar", "photos.tgz"])
+def test_the_archive_of_the_class_folders_is_ignored_and_named(folder: Path, name: str) -> None:
+    for root, sizes in ((folder, (12, 12)), (folder / "train", (10, 2))):
+        tar(root / name, zip(PATHS, BYTES, strict=True))
+        dataset = open_dataset(str(root))
+        assert (len(dataset.train), len(dataset.val)) == sizes
+        assert dataset.notes[0] == f"{root}: ignored {name}, because only class folders are read"
+        (root / name).unlink()
+
+
+OTHER_LABELS = list(reversed(NAMES))
+TWO_TABLES = {
+    "paths": {"path": PATHS, "label": OTHER_LABELS},
+    "numbers": {"file_name": PATHS, "label": [0, 1] * 6},
+    "bytes": {"image": BYTES, "label": OTHER_LABELS},
+    "several": {"image": BYTES, "coarse": NAMES, "fine": OTHER_LABELS},
+    "part": {"path": PATHS[:4], "label": NAMES[:4]},
+}
+
+
+@pytest.mark.parametrize("kind", TWO_TABLES)
+def test_class_folders_and_another_table_are_refused_with_both(folder: Path, kind: str, tmp_path: Path) -> None:
+    table(folder / "labels.parquet", **TWO_TABLES[kind])
+    told = (
+        r"photos has images with labels as class folders \(train/cat, train/dog\) and as Parquet or Arrow files "
+        r"\(labels.parquet, images in column .*\): move one .* cputrain prepare imagefolder or parquet .*photos OUT"
+    )
+    with pytest.raises(InputError, match=told):
+        detect(folder)
+    assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "folders")]) == 0
+    assert open_dataset(str(tmp_path / "folders")).classes == ("cat", "dog")
+    column = "fine" if kind == "several" else "label"
+    assert main(["prepare", "parquet", str(folder), str(tmp_path / "table"), "--label-column", column]) == 0
+    chosen = ImageLoader.open(folder, label_column=column, batch_size=2, image_size=8)
+    assert chosen.classes == open_dataset(str(tmp_path / "table")).classes
+
+
+def test_class_folders_and_samples_of_classes_in_tar_files_are_refused(folder: Path) -> None:
+    for root, named in ((folder, "train/cat, train/dog"), (folder / "train", "cat, dog")):
+        tar(root / "train-0000.tar", samples(of_class))
+        with pytest.raises(InputError, match=rf"class folders \({named}\) and as tar files \(train-0000.tar\)"):
+            detect(root)
+        (root / "train-0000.tar").unlink()
+
+
+def test_two_formats_of_files_are_refused_or_the_only_complete_one_is_read(tmp_path: Path) -> None:
+    tar(tmp_path / "train-0000.tar", samples(of_class))
+    table(tmp_path / "train-0000.parquet", key=["0"], path=["x.jpg"], label=["a"])
+    assert detect(tmp_path).notes == (f"{tmp_path}: ignored train-0000.parquet, because only tar files are read",)
+    table(tmp_path / "train-0000.parquet", image=BYTES, label=NAMES)
+    with pytest.raises(InputError, match=r"as Parquet or Arrow files .* and as tar files \(train-0000.tar\): move one"):
+        detect(tmp_path)
+
+
+def test_a_table_without_images_beside_tables_of_images_is_ignored_and_named(tmp_path: Path) -> None:
+    table(tmp_path / "photos.parquet", image=BYTES, label=NAMES)
+    table(tmp_path / "a.parquet", n=[1])
+    dataset = open_dataset(str(tmp_path))
+    assert (
+        len(dataset.train) == 10
+        and f"{tmp_path}: ignored tables without a column of images, a.parquet" in dataset.notes
+    )
+
+
+def test_images_in_no_split_s_folder_are_named(folder: Path) -> None:
+    write_files(folder, {"extra/cat/0.png": png(0), "more/0.png": png(0), "docs/readme.txt": b""})
+    (note,) = detect(folder).notes
+    assert note == f"{folder}: ignored the images in extra, more, which are in no split's folder"
+
+
+def img2dataset(root: Path, **extra: list[Any]) -> None:
+    """What img2dataset writes as tar files, here two shards of 8 images."""
+
+    def metadata(i: int) -> tuple[str, bytes]:
+        return "json", json.dumps(
+            {"caption": f"photo {i}", "key": str(i), **{k: v[i] for k, v in extra.items()}}
+        ).encode()
+
+    for shard in ("00000", "00001"):
+        tar(root / f"{shard}.tar", samples(metadata))
+        keys = [f"{i:09}" for i in range(8)]
+        table(root / f"{shard}.parquet", url=["u"] * 8, key=keys, status=["success"] * 8, sha256=[b"\0"] * 8, **extra)
+        (root / f"{shard}_stats.json").write_text("{}")
+
+
+def test_img2dataset_s_tar_files_are_read_and_packed(tmp_path: Path) -> None:
+    root = tmp_path / "laion"
+    root.mkdir()
+    img2dataset(root, label=["cat", "dog"] * 4)
+    dataset = open_dataset(str(root))
+    assert dataset.classes == ("cat", "dog") and (len(dataset.train), len(dataset.val)) == (13, 3)
+    assert dataset.notes[0] == f"{root}: ignored 00000.parquet, 00001.parquet, because only tar files are read"
+    assert main(["prepare", "webdataset", str(root), str(tmp_path / "out")]) == 0
+    assert open_dataset(str(tmp_path / "out")).classes == ("cat", "dog")
+
+
+def test_img2dataset_s_tar_files_without_classes_and_its_folders_are_refused(tmp_path: Path) -> None:
+    for name in ("tars", "files"):
+        (tmp_path / name).mkdir()
+    img2dataset(tmp_path / "tars")
+    with pytest.raises(InputError, match=r"000000000.json in .*/00000.tar has no label: it has caption, key"):
+        detect(tmp_path / "tars")
+    for shard in ("00000", "00001"):
+        write_files(tmp_path / "files", {f"{shard}/{i}.jpg": jpeg(i) for i in range(4)})
+        table(tmp_path / f"files/{shard}.parquet", key=["0"], url=["u"])
+    with pytest.raises(InputError, match=r"files has 00000, 00001, which are shards of img2dataset, not classes"):
+        detect(tmp_path / "files")
