@@ -97,7 +97,7 @@ def train_here(
     command = (*isolated_command("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
-            make_folder(recipe, overwrite=overwrite)
+            make_folder(recipe, overwrite=overwrite, resume=resume)
             job = local_job(planned.plan, command, folder, verify=verify, plain_rank=0)
             return run_local(job, env, save_first=True)
     except JobFailedError as error:

@@ -233,7 +233,7 @@ class Log:
 
 def read_log(folder: Path) -> Log:
     """Read a run's log once; empty if the folder has none."""
-    lines = list(_lines(folder))
+    lines = list(lines_of_events(folder))
     written = tuple(event for event in lines if event is not None)
     return Log(written=written, damaged=len(lines) - len(written))
 
@@ -308,10 +308,10 @@ def elapsed(events: Sequence[dict[str, Any]]) -> list[float]:
 
 def written_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Iterate over all events in the order written, without damaged lines."""
-    return (event for event in _lines(folder) if event is not None)
+    return (event for event in lines_of_events(folder) if event is not None)
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
+def lines_of_events(folder: Path) -> Iterator[dict[str, Any] | None]:
     """Yield each line's event, None for a damaged line."""
     path = folder / FILE
     if not path.is_file():

@@ -37,7 +37,7 @@ from cputrain.recipe.loading import (
 )
 from cputrain.recipe.schema import USER_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.events import read_events
+from cputrain.runs.events import lines_of_events, read_events
 from cputrain.variables import is_restarted, job_in
 
 MARK = ".cputrain-run"
@@ -70,13 +70,15 @@ def check_removable(folder: Path, names: tuple[str, ...]) -> None:
         target = path.resolve()
         if not path.exists():
             raise InputError(
-                f"--overwrite: {path} is a link to {target}, which does not exist: mount it, or remove the link"
+                f"the run cannot be replaced, as {path} is a link to {target}, which does not exist: mount it, or "
+                "remove the link"
             )
         if path.is_dir() and path.name not in LINKED:
-            raise InputError(f"--overwrite: {path} is a link to the folder {target}: remove the link")
+            raise InputError(f"the run cannot be replaced, as {path} is a link to the folder {target}: remove the link")
         if path.is_dir() and not os.access(target, os.W_OK | os.X_OK):
             raise InputError(
-                f"--overwrite: {path} is a link to {target}, which is not writable: change its permissions first"
+                f"the run cannot be replaced, as {path} is a link to {target}, which is not writable: change its "
+                "permissions first"
             )
 
 
@@ -122,14 +124,16 @@ def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[
         yield
 
 
-def check_unlocked(folder: Path, *, restarted: bool = False, job: str = "") -> None:
-    """Raise InputError if `locked` would; changes nothing."""
-    if (folder / LOCK).is_file():
-        with (folder / LOCK).open("ab") as file:
-            _take(file, folder, restarted=restarted, job=job)
+def check_unlocked(folder: Path, *, restarted: bool = False, job: str = "") -> bool:
+    """Raise InputError if `locked` would; changes nothing. Return whether it is certain that nothing trains there."""
+    if not (folder / LOCK).is_file():
+        return True
+    with (folder / LOCK).open("ab") as file:
+        return _take(file, folder, restarted=restarted, job=job)
 
 
-def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
+def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> bool:
+    """Lock the file; return whether it is locked now, which it is not with a restart or without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -141,8 +145,10 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
                 f"output {folder} is in use: {who} is training there; wait for it to finish, set output to another "
                 f"folder, or remove {folder / LOCK} if that host has crashed"
             ) from None
+        return False
     except OSError:
-        return  # the file system has no locks
+        return False  # the file system has no locks
+    return True
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -335,23 +341,27 @@ def check_folder(
     """Raise InputError if the recipe's folder must not be written to; changes nothing. See `locked` for `restarted` and
     `job`.
 
-    Returns a line about where a resumed run continues and what changes; "" if nothing is resumed.
+    A run that has not trained a step may be replaced by any other. Returns a line about that, or about where a resumed
+    run continues and what changes; "" for a new run.
     """
     folder = recipe.folder
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together: remove one")
     check_writable(folder, "output")
-    check_unlocked(folder, restarted=restarted, job=job)
+    is_free = check_unlocked(folder, restarted=restarted, job=job)
     if resume and not has_run(folder):
         raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
     if not is_marked(folder):
         if not is_empty(folder):
             raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
         return ""
-    if overwrite:
+    starts_over = not resume and is_free and not has_trained(folder)
+    if overwrite or starts_over:
         check_removable(folder, RUN_FILES)
     if overwrite or not has_run(folder):  # without a recipe: its removal was interrupted
         return ""
+    if starts_over:
+        return _starts_over(folder)
     for path in (folder / name for name in RUN_FILES):  # fail now, not when the report is written at the end
         if os.path.lexists(path) and path.is_dir() != (path.name in FOLDERS):
             found = "a broken link" if not path.exists() else "a folder" if path.is_dir() else "a file"
@@ -374,6 +384,16 @@ def job_of(folder: Path) -> str:
     return str(_read_object(folder / ENVIRONMENT).get("job", ""))
 
 
+def has_trained(folder: Path) -> bool:
+    """Whether the run in a folder may have trained a step: it has a checkpoint, or other events than of a start."""
+    events = (event["event"] if event else "" for event in lines_of_events(folder))
+    return any((folder / CHECKPOINTS).glob("*")) or any(event not in ("start", "warning") for event in events)
+
+
+def _starts_over(folder: Path) -> str:
+    return f"{folder} starts over, as the run in it had not trained a step"
+
+
 def has_run(folder: Path) -> bool:
     """Whether a folder contains a run, even one that has not started to train."""
     return is_marked(folder) and (folder / RECIPE).is_file()
@@ -391,9 +411,9 @@ def with_same_global_batch(recipe: Recipe, workers: int) -> Recipe:
 
 def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
     folder = recipe.folder
+    if not has_trained(folder):
+        return _starts_over(folder)
     saved = list_checkpoints(folder / CHECKPOINTS)
-    if not saved and all(event["event"] != "step" for event in read_events(folder)):
-        return f"{folder} starts over, as the run in it had not trained a step"
     before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
@@ -441,10 +461,12 @@ def finished(folder: Path, last_step: int) -> str | None:
     return f"{folder} is finished: {result}; nothing to do"
 
 
-def make_folder(recipe: Recipe, *, overwrite: bool) -> None:
-    """Create the run folder; with `overwrite` first remove the files of an earlier run, and no others."""
+def make_folder(recipe: Recipe, *, overwrite: bool, resume: bool = False) -> None:
+    """Create the run folder. With `overwrite`, or if an earlier run has not trained a step and is not resumed, first
+    remove the files of that run, and no others."""
     folder = recipe.folder
-    if overwrite or not (folder / RECIPE).is_file():  # also clean up after an interrupted removal
+    is_new = not (folder / RECIPE).is_file()  # or an interrupted removal, which left files of a run
+    if overwrite or is_new or not (resume or has_trained(folder)):
         remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)

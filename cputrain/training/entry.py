@@ -275,7 +275,7 @@ def _make_run(session: Session, stack: ExitStack, options: StartOptions, *, ends
     if resumption:
         print(resumption, flush=True)
     stack.enter_context(locked(recipe.folder, restarted=restarted, job=job))
-    make_folder(recipe, overwrite=options.overwrite)
+    make_folder(recipe, **replaces)
     write_bytes(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
     return None
 

@@ -1,5 +1,6 @@
 """What --overwrite removes: a run's own files, in a folder that is marked as a run's, and nothing else."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.checkpoints import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import check_folder, make_folder
+from cputrain.runs import check_folder, locked, make_folder
 
 SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 
@@ -98,6 +99,52 @@ def test_a_file_in_place_of_a_folder_and_the_other_way_round_are_refused_before_
         path.symlink_to("/gone")
         with pytest.raises(InputError, match=rf"{path} is a broken link: move it away"):
             check_folder(recipe, SCALE, resume=True, overwrite=False)
+
+
+BEGUN = '{"event": "start", "time": 1.0, "data": "images", "backend": "gloo", "bindings": []}\n'
+
+
+def test_a_run_without_a_step_is_no_obstacle_to_another(recipe: Recipe) -> None:
+    """Damaged weights or images end a run after its folder was made."""
+    make_folder(recipe, overwrite=False)
+    run = recipe.folder
+    (run / "notes.txt").write_text("mine")
+    (run / "logs").mkdir()
+    (run / "logs/rank-0.log").write_text("not a file of weights")
+    (run / "events.jsonl").write_text(BEGUN)
+    other = recipe.model_copy(update={"seed": 7})
+    for resume in (True, False):
+        found = check_folder(other, SCALE, resume=resume, overwrite=False)
+        assert found == f"{run} starts over, as the run in it had not trained a step"
+    make_folder(other, overwrite=False, resume=True)
+    assert (run / "logs/rank-0.log").is_file(), "a restart keeps its earlier attempts' logs"
+    make_folder(other, overwrite=False)
+    assert files(run) == {".cputrain-run", "recipe.yaml", "notes.txt"}
+
+
+STEP = '{"event": "step", "time": 1.0, "step": 1, "epoch": 1, "loss": 1, "rate": 1, "images_per_s": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "line", [STEP, '{"event": "step"}\n', "\0\0\n", '{"event": "of a later version", "time": 1}\n']
+)
+def test_a_run_that_may_have_trained_a_step_is_kept(recipe: Recipe, line: str) -> None:
+    make_folder(recipe, overwrite=False)
+    (recipe.folder / "events.jsonl").write_text(BEGUN + line)
+    for other in (recipe, recipe.model_copy(update={"seed": 7})):
+        with pytest.raises(InputError, match=r"contains a run of (this recipe: add|another recipe \(seed: 1 -> 7\))"):
+            check_folder(other, SCALE, resume=False, overwrite=False)
+        make_folder(other, overwrite=False)
+        assert (recipe.folder / "events.jsonl").read_text() == BEGUN + line
+
+
+def test_a_checkpoint_or_a_training_of_another_process_is_kept(recipe: Recipe, run: Path) -> None:
+    with pytest.raises(InputError, match="contains a run of this recipe: add --resume or --overwrite"):
+        check_folder(recipe, SCALE, resume=False, overwrite=False)
+    shutil.rmtree(run / "checkpoints")
+    with locked(run), pytest.raises(InputError, match="is in use: process"):
+        check_folder(recipe, SCALE, resume=False, overwrite=False)
+    assert "starts over" in check_folder(recipe, SCALE, resume=False, overwrite=False)
 
 
 def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe, run: Path) -> None:
