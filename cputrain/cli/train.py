@@ -87,10 +87,10 @@ def train_command(
     one rank. With --restarts N it continues from the last checkpoint after a failure.
     """
     training = load_training(recipe, settings)
-    check_log_formats(training.log)
     if training.engine == "ipex":
         check_ipex()
     env = os.environ
+    check_log_formats(training.log, env)
     rank = rank_from_env(env)
     if rank is not None:
         options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,7 +338,11 @@ def open_events(recipe: Recipe) -> Iterator[Events]:
 PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
 
 
-def check_log_formats(formats: Iterable[str]) -> None:
+DATABASE = re.compile(r"(sqlite|mysql|mssql|postgresql)\b")  # schemes of MLflow's stores that need SQLAlchemy
+DATABASE_PACKAGES = ("sqlalchemy", "alembic")  # of mlflow, but not of mlflow-skinny
+
+
+def check_log_formats(formats: Iterable[str], env: Mapping[str, str]) -> None:
     """Raise InputError if a log format needs a package that is not installed."""
     for name in [each for each in formats if each in PACKAGES]:
         spec = find_spec(name)
@@ -346,6 +351,16 @@ def check_log_formats(formats: Iterable[str]) -> None:
                 f"log={name} needs the package {name}, which is not installed: pip install "
                 f'"cputrain[{name}]", or remove it from log'
             )
+        if name == "mlflow" and (missing := [each for each in DATABASE_PACKAGES if find_spec(each) is None]):
+            if not (store := env.get("MLFLOW_TRACKING_URI")):
+                from mlflow import get_tracking_uri  # its version and the working directory decide
+
+                store = get_tracking_uri()
+            if database := DATABASE.match(store):
+                raise InputError(
+                    f"log=mlflow needs {' and '.join(missing)} for its {database[0]} store, which mlflow-skinny does "
+                    'not install: pip install "cputrain[mlflow]", or set MLFLOW_TRACKING_URI to a server'
+                )
 
 
 class TensorBoardEvents(Events):

@@ -431,7 +431,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         ended.set()
     try:
-        check_log_formats((name,))
+        check_log_formats((name,), os.environ)
         (Path(folder) / METRICS).mkdir(exist_ok=True)
         record = follow(name, Path(folder), ended, os.environ)
     except KeyboardInterrupt:

@@ -364,14 +364,14 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
     training = _own_recipe(recipe, settings)
-    check_log_formats(training.log)
+    env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
+    check_log_formats(training.log, env)
     own = UserTask(
         network=network,
         loss=loss,
         dataset=_own_dataset(train_data, val_data, test_data, classes, collate),
         classifies=classes is not None,
     )
-    env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
     with handlers_restored(), environment_restored(env):
         return _train_own(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
 

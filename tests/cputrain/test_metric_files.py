@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -150,12 +151,43 @@ def test_tensorboard_has_an_epoch_that_was_evaluated_again_once_and_its_last_ste
 def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cputrain.runs.events.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):
-        check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]).log)
-    check_log_formats(load_recipe("demo-digits", ["log=[csv]"]).log)
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]).log, {})
+    check_log_formats(load_recipe("demo-digits", ["log=[csv]"]).log, {})
     with pytest.raises(InputError, match=r'log=mlflow needs .*: pip install "cputrain\[mlflow\]"'):
-        check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]).log)
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,mlflow]"]).log, {})
     with pytest.raises(InputError, match="log"):
         load_recipe("demo-digits", ["log=[xml]"])
+
+
+@pytest.mark.parametrize(
+    ("uri", "store"),
+    [
+        ("", "sqlite"),
+        ("sqlite:///x.db", "sqlite"),
+        ("postgresql+psycopg2://me:secret@host/db", "postgresql"),
+        ("mysql://host/db", "mysql"),
+        ("http://localhost:5000", None),
+        ("file:///runs", None),
+        ("databricks", None),
+    ],
+)
+@pytest.mark.parametrize("missing", [("sqlalchemy",), ("alembic",), ("sqlalchemy", "alembic")])
+def test_mlflow_s_client_without_a_database_s_packages_is_refused_unless_it_needs_none(
+    uri: str, store: str | None, missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cputrain.runs.events.find_spec", lambda name: None if name in missing else find_spec(name))
+    env = {"MLFLOW_TRACKING_URI": uri} if uri else {}
+    if store is None:
+        check_log_formats(("mlflow",), env)
+        return
+    with pytest.raises(InputError) as refused:
+        check_log_formats(("csv", "mlflow"), env)
+    assert str(refused.value) == (
+        f"log=mlflow needs {' and '.join(missing)} for its {store} store, which mlflow-skinny does not install: "
+        'pip install "cputrain[mlflow]", or set MLFLOW_TRACKING_URI to a server'
+    )
 
 
 def test_a_folder_of_a_package_s_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +196,4 @@ def test_a_folder_of_a_package_s_name_is_not_the_package(tmp_path: Path, monkeyp
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(InputError, match=r'pip install "cputrain\[wandb\]"'):
-        check_log_formats(("wandb",))
+        check_log_formats(("wandb",), {})
