@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
-from torch.nn import functional
 
 from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, file_sum, name_of
 from cputrain.comm import SignedKeys
@@ -34,12 +34,14 @@ from cputrain.recipe import CommSection, Recipe
 from cputrain.training import (
     CheckpointWriter,
     CoreUsage,
+    Learner,
     Position,
     TrainState,
     choose_engine,
     load,
     make_train_state,
     prepare_model,
+    sample_losses,
     take_snapshot,
 )
 
@@ -66,7 +68,7 @@ class Trial:
             if every_s is not None and at >= saved * every_s:
                 saved += 1
                 self._save()
-            functional.cross_entropy(self.state.ddp(self.images), self.labels).backward()
+            self.state.ddp(self.images, self.labels, 0.0)[1].mean().backward()
             self.state.optimizer.step()
             self.state.optimizer.zero_grad()
             self.step += 1
@@ -135,7 +137,7 @@ def made_trial(folder: Path, store: Store, batch: int) -> Trial:
     )
     images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
     return Trial(
-        state=make_train_state(recipe, network, optimizer),
+        state=make_train_state(recipe, Learner(network, partial(sample_losses, "cross_entropy")), optimizer),
         writer=writer,
         images=images,
         labels=torch.randint(CLASSES, (batch,)),

@@ -70,12 +70,12 @@ def measure(rounds: int, batch: int) -> None:
     torch.set_num_threads(1)
     for _ in range(rounds):
         begun = time.thread_time()
-        bit_sum(replica_tensors(network, optimizer))
+        bit_sum(replica_tensors(network, optimizer).values())
         cpu.append(time.thread_time() - begun)
     if dist.get_rank() == 0:
         step, one, every = statistics.median(steps), statistics.median(comparisons), recipe.compare_weights_every_steps
         assert every is not None
-        megabytes = sum(tensor.nbytes for tensor in replica_tensors(network, optimizer)) / 1e6
+        megabytes = sum(tensor.nbytes for tensor in replica_tensors(network, optimizer).values()) / 1e6
         print(f"{world} x {threads} threads, {megabytes:.0f} MB of weights and momentum, {batch} images a step")
         print(
             f"a step {step:.3f} s, a comparison {one * 1e3:.1f} ms ({min(cpu) * 1e3:.1f} ms of CPU time on one thread)"

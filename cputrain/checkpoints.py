@@ -151,13 +151,14 @@ def _sync(folder: Path) -> None:
 
 MANIFEST = "checkpoint.json"
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+LOSS = "loss.safetensors"  # of a loss that has parameters or buffers
 MAX_BYTES = 64 << 20
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Pixels = Annotated[int, Field(ge=0, le=4096)]  # the side of an image
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-FileName = Annotated[str, Field(pattern=r"^(model|ema|optimizer|rank-\d+)\.safetensors$")]
+FileName = Annotated[str, Field(pattern=r"^(model|ema|loss|optimizer|rank-\d+)\.safetensors$")]
 
 
 class DamagedError(InputError):

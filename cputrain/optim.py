@@ -468,15 +468,18 @@ class AdagradDA(GroupOptimizer):
 ParamGroups = list[dict[str, Any]]
 
 
-def build_optimizer(model: nn.Module, optim: "OptimSection") -> Optimizer:
-    """Build the optimizer of all parameters that require gradients, with lr=0: the rate is set before each step.
+def build_optimizer(model: nn.Module, optim: "OptimSection", loss: nn.Module | None = None) -> Optimizer:
+    """Build the optimizer of all parameters that require gradients, those of a loss included, with lr=0: the rate is
+    set before each step.
 
     Biases and batch-norm parameters form a separate group, with those that the network's no_weight_decay() names: in
     timm's networks position embeddings and class tokens.
     """
     exempt: Callable[[], Iterable[str]] | None = getattr(model, "no_weight_decay", None)
     apart = set(exempt()) if callable(exempt) else set()
-    trained = {p: p.ndim <= 1 or name in apart for name, p in model.named_parameters() if p.requires_grad}
+    named = [*model.named_parameters(), *(() if loss is None else loss.named_parameters())]
+    trained = {p: p.ndim <= 1 or name in apart for name, p in reversed(named) if p.requires_grad}
+    trained = dict(reversed(trained.items()))
     layers = {"params": [p for p, is_apart in trained.items() if not is_apart], "decays": True}
     channels = {
         "params": [p for p, is_apart in trained.items() if is_apart],

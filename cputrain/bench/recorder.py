@@ -28,7 +28,8 @@ from cputrain.recipe.derivation import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.entry import build_state
 from cputrain.training.session import Session, endless_batches, start_session, with_measured_engine
-from cputrain.training.step import StepResult, StepSettings, TrainState, train_step
+from cputrain.training.state import TrainState
+from cputrain.training.step import StepResult, StepSettings, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
@@ -89,7 +90,8 @@ class ObservedAllReduce(AllReduceHook):
         """All-reduce a bucket of gradients."""
         size = bucket.buffer().nbytes
         summed = self.inner.hook(group, bucket)
-        self.last_ready_s = ready = self.inner.last_ready_s
+        self.last_ready_s, self.finished = self.inner.last_ready_s, self.inner.finished
+        ready = self.last_ready_s
         summed.add_done_callback(lambda _: self.buckets.append((size, ready, time.perf_counter())))
         return summed
 
@@ -126,8 +128,8 @@ class StepRecorder:
     def parts(self, result: StepResult, start: float, end: float, *, alone: bool) -> list[Span]:
         """Return the parts of the step from `start` to `end`, in order; the time between them is "other".
 
-        The backward pass includes the loss, and with gradient accumulation the preparation of the next pass. `alone`
-        means that there is one rank, which never waits for another.
+        The forward pass includes the loss, the backward pass with gradient accumulation the preparation of the next
+        pass. `alone` means that there is one rank, which never waits for another.
         """
         waits = 0.0 if alone else result.comm_wait_s
         # the last forward pass ends before the last backward pass begins, which ends once the sums are ready

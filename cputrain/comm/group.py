@@ -292,16 +292,18 @@ def measure_alpha_beta() -> tuple[float, float]:
 
 @dataclass(slots=True)
 class AllReduceHook:
-    """All-reduce hook that also records when a step's last bucket became ready.
+    """All-reduce hook that also records when a step's last bucket became ready, and that it did.
 
-    From then on, the backward pass only waits for communication.
+    From then on, the backward pass only waits for communication. Without it (`finished` is False), a parameter had no
+    gradient, and its bucket is not summed.
     """
 
     last_ready_s: float = 0.0
+    finished: bool = False
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """All-reduce a bucket of gradients."""
-        self.last_ready_s = time.perf_counter()
+        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
         return _all_reduce(bucket.buffer(), bucket, group, _itself)
 
     def reset(self) -> None:
@@ -335,7 +337,7 @@ class Bf16AllReduceHook(AllReduceHook):
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """All-reduce a bucket of float32 gradients."""
-        self.last_ready_s = time.perf_counter()
+        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
         gradients, kept = bucket.buffer(), self._kept(bucket)
         gradients.add_(kept.errors)
         kept.compressed.copy_(gradients)

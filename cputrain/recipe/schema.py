@@ -462,6 +462,9 @@ class CommSection(Section):
     compression: Literal["none", "bf16"] = "none"
     """Number format of the gradients in transit. bf16 halves the traffic: it sends bfloat16 and adds the rounding error
     to the next step's gradients; none sends them as they are."""
+    find_unused_parameters: bool = False
+    """Search in every pass for parameters that the loss does not depend on, as DDP's option of this name. The search
+    starts by itself if the first batch has such parameters: set it to true if only later batches do."""
 
 
 def _cpus(value: str) -> str:

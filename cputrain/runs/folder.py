@@ -182,6 +182,7 @@ MAY_CHANGE = (
     "comm.backend",
     "comm.timeout_s",
     "comm.bucket_mib",
+    "comm.find_unused_parameters",
     "engine",
     "model.winograd",
     "plan",

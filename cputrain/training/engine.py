@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
@@ -107,14 +108,19 @@ def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
 
 
 def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """Convert weights to channels-last, which oneDNN's convolutions need, and fuse layers or set up compilation.
+    """Convert the weights of convolutions to channels-last, which oneDNN needs, and fuse layers or set up compilation.
 
     Raises InputError for complex tensors: converting them to a real dtype would drop the imaginary parts.
     """
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if value.is_complex():
             raise InputError(f"{name} of the network is {value.dtype}: convert it with torch.view_as_real")
-    model.to(dtype=DTYPES[precision], memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.to(dtype=DTYPES[precision])
+    for layer in model.modules():
+        if isinstance(layer, _ConvNd):
+            for weight in layer.parameters():  # also below a parametrization
+                if weight.ndim == 4:  # as channels_last requires; other parameters may be viewed in another shape
+                    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)
         if precision == "bf16" and has_amx():

@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from cputrain.affinity.errors import InputError
@@ -30,7 +32,7 @@ from cputrain.affinity.kernel.bound_plan import (
 )
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES, redraws
-from cputrain.affinity.wording import plural
+from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import AllReduceHook, all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
@@ -52,7 +54,7 @@ from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, check_log_formats, open_events, time_spent
 from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
 from cputrain.runs.trackers import Trackers
-from cputrain.training.engine import autocast, bf16_speedups, has_bf16, optimize_training, prepare_model
+from cputrain.training.engine import DTYPES, bf16_speedups, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
     Progress,
@@ -63,10 +65,19 @@ from cputrain.training.log import (
     summary_lines,
 )
 from cputrain.training.loop import TrainingLoop
-from cputrain.training.saving import Loaded, Position, check_savable, load_newest, rename_damaged, restore
+from cputrain.training.saving import (
+    Loaded,
+    Position,
+    check_savable,
+    lacks_buffers,
+    load_newest,
+    rename_damaged,
+    restore,
+)
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
-from cputrain.training.step import Loss, TrainResult, TrainState, UserTask, make_train_state, sum_of
+from cputrain.training.state import Learner, TrainState, make_dense, make_train_state
+from cputrain.training.step import Loss, Task, TrainResult, UserTask
 from cputrain.training.watchers import TrackerCheck
 from cputrain.variables import is_restarted, lock_name_in
 
@@ -81,7 +92,6 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
         remove_partial(folder)
     found = load_newest(folder, rank) if options.resume else None
     state, notes = build_state(session, found)
-    check_savable(state.network)
     position = found.position if found else Position()
     progress = Progress(
         sizes.images_until(position.step),
@@ -123,8 +133,10 @@ def build_state(
 ) -> tuple[TrainState, list[str]]:
     """Build network and optimizer, or restore them from a checkpoint; also return lines about the initial weights and
     Winograd layers. `all_reduce` replaces the recipe's communication hook."""
-    recipe, notes = session.recipe, []
-    network = session.task.build()
+    recipe, task, notes = session.recipe, session.task, []
+    network = task.build()
+    if not task.traceable:
+        notes += prepare_own_network(network, task, recipe.precision)
     if recipe.model.weights is not None and loaded is None:
         path = Path(recipe.model.weights)
         # DDP sends rank 0's weights to all ranks
@@ -135,31 +147,58 @@ def build_state(
     if loaded is None and (note := inputs_note(network, recipe.model.name, recipe.data)):
         notes.append(note)
     prepare_model(network, session.engine, recipe.precision)
+    learner = Learner(network, task.losses, recipe.precision, task.loss_module)
+    check_savable(learner)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
     if winograd is not None:
         notes.append(f"convolutions by Winograd's algorithm: {plural(len(winograd), 'layer')}")
-    optimizer = build_optimizer(network, recipe.optim)
-    network, optimizer = optimize_training(network, optimizer, session.engine)
+    optimizer = build_optimizer(network, recipe.optim, task.loss_module)
+    learner.network, optimizer = optimize_training(network, optimizer, session.engine)
     measured = None
     if loaded is not None and loaded.same_ranks and recipe.comm.bucket_mib == "auto":
         measured = loaded.manifest.training.bucket_mib
-    state = make_train_state(recipe, network, optimizer, measured, all_reduce)
+    state = make_train_state(recipe, learner, optimizer, measured, all_reduce)
     state.winograd = winograd
     if loaded is None:
         return state, notes
-    if session.rank.world_size > 2:
+    if session.rank.world_size > 2 or lacks_buffers(state.network, loaded):
         _rebuild_buckets(state, session)
-    restore(loaded, state, recipe.optim.name)
+    notes += restore(loaded, state, recipe.optim.name)
     return state, notes
+
+
+def prepare_own_network(network: nn.Module, task: Task, precision: str) -> list[str]:
+    """Convert a user's network and loss to the precision of weights, initialize lazy modules by a forward pass of an
+    example, and make sparse gradients dense; return lines about changes. Raises InputError if a layer stays lazy."""
+    parts = [network] if task.loss_module is None else [network, task.loss_module]
+    for part in parts:
+        part.to(DTYPES[precision])
+    learner = Learner(network, task.losses, precision, task.loss_module)
+    if _lazy_names(learner):
+        learner.eval()  # without a change of statistics, and for layers that need more than one sample
+        with torch.no_grad():
+            learner(*task.example(2), 0.0)
+        learner.train()
+    if names := _lazy_names(learner):
+        raise InputError(f"the network's forward pass does not initialize {first_named(names)}: remove these layers")
+    dense = make_dense(learner)
+    note = f"gradients of {first_named(dense)} are dense: sparse ones cannot be summed over ranks by every backend"
+    return [note] if dense else []
+
+
+def _lazy_names(learner: Learner) -> list[str]:
+    return [name for name, value in (learner.weights() | learner.all_buffers()).items() if is_lazy(value)]
 
 
 def _rebuild_buckets(state: TrainState, session: Session) -> None:
     """Make DDP assign gradients to the buckets it uses from its second step on, so that sums over more than two ranks
-    round as in an uninterrupted run. This takes one backward pass; restore the state afterwards."""
-    with autocast(session.recipe.precision):
-        outputs = state.ddp(session.task.example(session.mean_local_batch))
-    sum_of(outputs).backward()  # type: ignore[no-untyped-call]
+    round as in an uninterrupted run; buffers that only a forward pass registers appear. This takes one pass; restore
+    the state afterwards."""
+    inputs, targets = session.task.example(session.mean_local_batch)
+    with ExitStack() as stack:
+        _, losses = state.forward(inputs, targets, session.recipe.label_smoothing, stack, reduces=True)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
     state.optimizer.zero_grad()
     state.all_reduce.reset()
 

@@ -85,8 +85,11 @@ def evaluate(
     recipe, task = session.recipe, session.task
     loss_sum, correct1, correct5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
-    model.eval()
-    with torch.inference_mode():
+    parts = [model] if task.loss_module is None else [model, task.loss_module]
+    for part in parts:
+        part.eval()
+    # Not in inference mode: a network may keep tensors of an evaluation that its training then uses, such as caches.
+    with torch.no_grad():
         network = evaluation_network(model, session.engine, recipe.precision) if task.traceable else model
         shares = evaluation_shares(session, split)
         for share, batch in zip(shares, evaluation_batches(session, split), strict=True):
@@ -103,7 +106,8 @@ def evaluate(
             if predictions is not None and task.classifies:
                 predictions.add(outputs, losses, batch, share)
             on_batch()
-    model.train()
+    for part in parts:
+        part.train()
     loss_sum, correct1, correct5, count = all_reduce_sum(loss_sum, correct1, correct5, count)
     classified = count > 0 and task.classifies
     return Accuracy(

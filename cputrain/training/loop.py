@@ -9,7 +9,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from cputrain.affinity.wording import plural
+from cputrain.affinity.wording import first_named, plural
 from cputrain.comm.group import all_gather, all_reduce_sum
 from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
@@ -21,13 +21,12 @@ from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, Saver
 from cputrain.training.session import Session, training_batches
 from cputrain.training.signals import Preemption
+from cputrain.training.state import TrainState, average_batchnorm
 from cputrain.training.step import (
     Accuracy,
     StepSettings,
     TrainResult,
-    TrainState,
     Watcher,
-    average_batchnorm,
     train_step,
 )
 from cputrain.training.watchers import (
@@ -61,7 +60,7 @@ class TrainingLoop:
         wait, splits = self.saver.wait, session.data.dataset.splits
         self.damage = DamageCheck(splits=splits, share=recipe.data.max_damaged, wait=wait)
         replicas = ReplicaCheck(
-            network=state.network,
+            network=state.learner,
             optimizer=state.optimizer,
             every=recipe.compare_weights_every_steps,
             warn=warn,
@@ -158,7 +157,7 @@ class TrainingLoop:
         saves = evaluates or is_due(epoch, recipe.checkpoint.every_epochs) or self._saves_after_step()
         if saves:
             self._save()
-        average_batchnorm(self.state.network)
+        average_batchnorm(self.state.learner)
         accuracy = self._evaluate() if evaluates else None
         self._log_epoch(epoch, sums, accuracy)
         best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= position.best_score
@@ -201,7 +200,11 @@ class TrainingLoop:
             measure_layers=session.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
             key=(self.step, session.rank.rank),
         )
+        checked = self.state.checked
         result = train_step(self.state, batches, settings, session.recipe, session.task)
+        if self.state.unused and not checked:
+            count, names = plural(len(self.state.unused), "parameter"), first_named(list(self.state.unused))
+            self.log.warn(self.step, f"{count} without a gradient, on which the loss does not depend: {names}")
         position.epoch.add(result.metrics)
         position.step += 1
         position.epoch_done = False
@@ -244,7 +247,8 @@ class TrainingLoop:
         )
 
     def _evaluate(self, split: str = "val") -> Accuracy:
-        accuracy = evaluate(self.state.eval_model(), self.session, split)
+        with self.state.averaged() as network:
+            accuracy = evaluate(network, self.session, split)
         self.damage.evaluation(split, accuracy)
         return accuracy
 

@@ -25,10 +25,11 @@ from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import write_bytes
 from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.wording import plural
+from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import (
     DTYPES,
     EMA,
+    LOSS,
     MODEL,
     OPTIMIZER,
     DamagedError,
@@ -61,7 +62,8 @@ from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import USER_SAMPLES
 from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
-from cputrain.training.step import EpochMetrics, TrainState, mean_statistics
+from cputrain.training.state import Learner, TrainState, mean_statistics, plain_name
+from cputrain.training.step import EpochMetrics
 
 METRICS = "epoch"  # key in the header of a rank's file
 
@@ -125,48 +127,60 @@ class Snapshot:
 def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot:
     """Copy the state. All ranks must call this: the weights' file gets the batch-norm statistics averaged over ranks,
     each rank's file its own statistics."""
-    means = {id(own): mean for own, mean in mean_statistics(state.network)}
+    means = {id(own): mean for own, mean in mean_statistics(state.learner)}
     files = {rank_file(rank): _rank_state(state)}
     if rank > 0:
         return Snapshot(files=files, optimizer=None)
     files[MODEL] = _weights(state.network, means)
-    if state.ema_model is not None:
-        averaged = dict(state.ema_model.named_parameters(remove_duplicate=False))  # tied weights have two names
-        files[EMA] = {
-            name: averaged[name].detach().clone() if name in averaged else value.clone()
-            for name, value in files[MODEL].items()
-        }
-    names = {id(weight): name for name, weight in state.network.named_parameters()}
+    if state.learner.loss_module is not None:
+        files[LOSS] = _weights(state.learner.loss_module, means)
+    if state.averages is not None:
+        averaged = _averages_by_name(state.network, state.averages)
+        files[EMA] = {name: averaged.get(name, value).clone() for name, value in files[MODEL].items()}
+    names = _names_of(state.learner)
     files[OPTIMIZER] = {
         f"{names[id(weight)]}/{key}": value.detach().clone()
         for weight, entries in state.optimizer.state.items()
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
-    return Snapshot(files=files, optimizer=optimizer_record(state.optimizer, state.network, optimizer_name))
+    return Snapshot(files=files, optimizer=optimizer_record(state.optimizer, state.learner, optimizer_name))
 
 
 def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
+    """Copy a module's state dict, with batch-norm's statistics averaged and names as without torch.compile."""
     named = network.named_buffers(remove_duplicate=False)
     buffers = {name: means.get(id(buffer), buffer) for name, buffer in named}
-    return {name: buffers.get(name, value).detach().clone() for name, value in network.state_dict().items()}
+    state = network.state_dict()
+    return {plain_name(name): buffers.get(name, value).detach().clone() for name, value in state.items()}
+
+
+def _averages_by_name(network: nn.Module, averages: Tensors) -> Tensors:
+    """Return the averages under all names of their parameters: tied weights have two."""
+    named = [(plain_name(name), weight) for name, weight in network.named_parameters(remove_duplicate=False)]
+    first = {id(weight): averages[name] for name, weight in named if name in averages}
+    return {name: first[id(weight)] for name, weight in named if id(weight) in first}
+
+
+def _names_of(learner: Learner) -> dict[int, str]:
+    return {id(weight): name for name, weight in learner.weights().items()}
 
 
 def _rank_state(state: TrainState) -> Tensors:
     """Copy the state that differs between ranks: random number generator, buffers, and rounding errors of compressed
     gradients (in the memory order of the weights)."""
     own = {RANDOM: torch.get_rng_state()}
-    own |= {f"{BUFFER}{name}": buffer.clone() for name, buffer in state.network.named_buffers()}
+    own |= {f"{BUFFER}{name}": buffer.clone() for name, buffer in state.learner.all_buffers().items()}
     if isinstance(state.all_reduce, Bf16AllReduceHook):
         kept = state.all_reduce.residuals
-        names = ((name, weight) for name, weight in state.network.named_parameters() if weight in kept)
-        own |= {f"{RESIDUAL}{name}": kept[weight].clone() for name, weight in names}
+        weights = state.learner.weights().items()
+        own |= {f"{RESIDUAL}{name}": kept[weight].clone() for name, weight in weights if weight in kept}
     return own
 
 
-def optimizer_record(optimizer: Optimizer, network: nn.Module, kind: str) -> OptimizerRecord:
+def optimizer_record(optimizer: Optimizer, learner: Learner, kind: str) -> OptimizerRecord:
     """Return an optimizer's options and non-tensor state; its tensors are in its file as "PARAMETER/KEY"."""
-    names = {id(weight): name for name, weight in network.named_parameters()}
+    names = _names_of(learner)
     values = {
         names[id(weight)]: plain
         for weight, entries in optimizer.state.items()
@@ -180,11 +194,18 @@ def optimizer_record(optimizer: Optimizer, network: nn.Module, kind: str) -> Opt
 
 def load_weights(where: str, saved: Tensors, network: nn.Module) -> None:
     """Load weights and buffers from checkpoint `where`. Raises InputError if they belong to another network."""
-    model, found = shapes(network.state_dict()), shapes(saved)
+    state = network.state_dict()
+    names = {plain_name(name): name for name in state}
+    model, found = shapes({plain: state[name] for plain, name in names.items()}), shapes(saved)
     differing = sorted(key for key in model.keys() | found.keys() if model.get(key) != found.get(key))
     if differing:
         raise InputError(f"checkpoint {where} has {describe_difference(differing, found, model)}")
-    network.load_state_dict(saved)
+    network.load_state_dict({names[plain]: value for plain, value in saved.items()})
+
+
+def lacks_buffers(network: nn.Module, loaded: "Loaded") -> bool:
+    """Return whether a checkpoint has tensors that the network lacks before its first forward pass."""
+    return bool(loaded.files[MODEL].keys() - set(map(plain_name, network.state_dict())))
 
 
 def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: TrainState, kind: str) -> None:
@@ -193,8 +214,8 @@ def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: T
         raise InputError(
             f"checkpoint {where} was saved with optim.name={record.name}, not {kind}: set optim.name={record.name}"
         )
-    optimizer, weights = state.optimizer, dict(state.network.named_parameters())
-    names = {id(weight): name for name, weight in weights.items()}
+    optimizer, weights = state.optimizer, state.learner.weights()
+    names = _names_of(state.learner)
     order = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     if order != [group.get("params") for group in record.groups]:
         raise InputError(
@@ -226,20 +247,20 @@ def load_rank_state(where: str, saved: Tensors, state: TrainState, *, same_ranks
         raise InputError(f"checkpoint {where} has no random state that this torch can load: restore it from a copy")
     torch.set_rng_state(random.clone())
     if same_ranks and own_statistics:
-        _load_buffers(where, saved, state.network)
+        _load_buffers(where, saved, state.learner)
     state.all_reduce.reset()
     if same_ranks and isinstance(state.all_reduce, Bf16AllReduceHook):
-        weights = dict(state.network.named_parameters())
+        weights = state.learner.weights()
         for place, value in saved.items():
             if place.startswith(RESIDUAL):
                 state.all_reduce.residuals[weights[place.removeprefix(RESIDUAL)]] = value.clone()
 
 
-def _load_buffers(where: str, saved: Tensors, network: nn.Module) -> None:
+def _load_buffers(where: str, saved: Tensors, learner: Learner) -> None:
     """Load this rank's buffers. A non-persistent buffer whose shape has changed is skipped: the network rebuilds it,
     such as a cache that grows."""
-    persistent = network.state_dict().keys()
-    for name, buffer in network.named_buffers():
+    persistent = {f"{prefix}{plain_name(name)}" for prefix, part in learner.parts for name in part.state_dict()}
+    for name, buffer in learner.all_buffers().items():
         found = saved.get(f"{BUFFER}{name}")
         if found is not None and found.shape == buffer.shape:
             buffer.copy_(found)
@@ -248,13 +269,17 @@ def _load_buffers(where: str, saved: Tensors, network: nn.Module) -> None:
             raise InputError(f"checkpoint {where} has no {name} of shape {shape}: restore it from a copy")
 
 
-def check_savable(network: nn.Module) -> None:
-    """Raise InputError if checkpoints cannot store the network's state, before training time is spent on it."""
-    for name, value in {**network.state_dict(), **dict(network.named_buffers())}.items():
+def check_savable(learner: Learner) -> None:
+    """Raise InputError if checkpoints cannot store the state of network and loss, before training time is spent on
+    it."""
+    states = {f"{prefix}{name}": value for prefix, part in learner.parts for name, value in part.state_dict().items()}
+    for name, value in {**states, **learner.all_buffers()}.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{name} of the network is not a tensor, so checkpoints cannot store it: remove it")
         if str(value.dtype).removeprefix("torch.") not in DTYPES:
             raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot store: convert it")
+        if value.layout != torch.strided:
+            raise InputError(f"{name} of the network is a sparse tensor, which checkpoints cannot store: convert it")
 
 
 def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
@@ -327,7 +352,8 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
     """Read and verify a checkpoint for one of `world_size` ranks. Raises DamagedError, or InputError if it is not a
     checkpoint."""
     manifest = read_manifest(path)
-    files = {name: read_file(path, manifest, name)[0] for name in (MODEL, EMA, OPTIMIZER) if name in manifest.files}
+    shared = (MODEL, EMA, LOSS, OPTIMIZER)
+    files = {name: read_file(path, manifest, name)[0] for name in shared if name in manifest.files}
     writers = manifest.scale.workers
     own, _ = read_file(path, manifest, rank_file(rank % writers))
     mine = (read_file(path, manifest, rank_file(each))[1] for each in range(rank, writers, world_size))
@@ -339,17 +365,40 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
     return Loaded(path=path, manifest=manifest, files=files, own=own, position=position, same_ranks=same_ranks)
 
 
-def restore(loaded: Loaded, state: TrainState, optimizer_name: str) -> None:
-    """Restore weights, moving average, optimizer, random state and statistics. Raises InputError if the checkpoint is
-    of another network or optimizer."""
+def restore(loaded: Loaded, state: TrainState, optimizer_name: str) -> list[str]:
+    """Restore weights, moving average, loss, optimizer, random state and statistics; return lines about a loss's
+    buffers that the checkpoint changes. Raises InputError if the checkpoint is of another network, loss or optimizer.
+    """
     training, where = loaded.manifest.training, str(loaded.path)
-    load_weights(where, loaded.files[MODEL], state.network)
-    if state.ema_model is not None:
+    if state.averages is not None:
         if EMA not in loaded.files:
             raise InputError(f"checkpoint {where} has no moving average of the weights: set ema_decay=null")
-        load_weights(where, loaded.files[EMA], state.ema_model)
+        load_weights(where, loaded.files[EMA], state.network)
+        weights = state.learner.weights()
+        with torch.no_grad():
+            for name, average in state.averages.items():
+                average.copy_(weights[name])
+    load_weights(where, loaded.files[MODEL], state.network)
+    notes = _load_loss(where, loaded.files.get(LOSS), state.learner.loss_module)
     load_optimizer(where, training.optimizer, loaded.files[OPTIMIZER], state, optimizer_name)
     load_rank_state(where, loaded.own, state, same_ranks=loaded.same_ranks, own_statistics=training.own_statistics)
+    return notes
+
+
+def _load_loss(where: str, saved: Tensors | None, loss: nn.Module | None) -> list[str]:
+    """Load the loss's parameters and buffers; return a line about buffers that had other values, such as weights of
+    classes that the script has changed."""
+    if (saved is None) != (loss is None):
+        have, has = ("no ", "a") if saved is None else ("", "none")
+        raise InputError(
+            f"checkpoint {where} has {have}parameters or buffers of a loss, and this training {has}: use the same loss"
+        )
+    if saved is None or loss is None:
+        return []
+    buffers = {plain_name(name): value for name, value in loss.named_buffers()}
+    changed = [name for name, value in buffers.items() if name in saved and not torch.equal(saved[name], value)]
+    load_weights(where, saved, loss)
+    return [f"buffers of the loss have the checkpoint's values: {first_named(changed)}"] if changed else []
 
 
 def load_eval_model(path: Path, network: nn.Module) -> int:
@@ -586,15 +635,15 @@ class Saver:
         """Check before training that checkpoints can be saved: build checkpoint.json in memory and test the folder.
         All ranks must call this. Raises InputError on every rank."""
         run_on_main_rank(lambda: self._try_manifest(position))
-        averages = 1 if self.state.ema_model is None else 2
+        averages = 1 if self.state.averages is None else 2
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
-        trained = sum(value.nbytes for value in self.state.network.parameters() if value.requires_grad)
+        trained = sum(value.nbytes for value in self.state.learner.trained().values())
         needed = averages * weights + state_copies(self.session.recipe.optim) * trained
         self.writer.try_out(needed, first_on_host=self.session.rank.local_rank == 0)
 
     def _try_manifest(self, position: Position) -> None:
         try:
-            record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
+            record = optimizer_record(self.state.optimizer, self.state.learner, self.session.recipe.optim.name)
             manifest_text(self._manifest(position, record))
         except ValidationError as error:
             place, first = first_error(error)

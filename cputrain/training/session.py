@@ -340,7 +340,7 @@ def choose_winograd(
         logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
     if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
-    shapes = covered_shapes(network, session.task.example(1))
+    shapes = covered_shapes(network, session.task.example(1)[0])
     chosen: dict[str, float | None]
     if stored is None:
         of_shapes = _winograd_gains(session, set(shapes.values()), images, kernels)

@@ -1,34 +1,33 @@
-"""Training step: the task (network, inputs and loss of a recipe or of a user's code), the state (weights, optimizer,
-moving average), forward, backward and update, and the results."""
+"""Training step: the task (network, inputs and loss of a recipe or of a user's code), forward, backward and update, and
+the results."""
 
 import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, field
-from inspect import signature
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.step_time import bucket_bytes
-from cputrain.affinity.wording import MIB
-from cputrain.comm.group import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import layer_ratios, set_lr_and_decay
-from cputrain.recipe.schema import CommSection, Recipe
+from cputrain.recipe.schema import Recipe
 from cputrain.training.engine import DTYPES, autocast, network_input
+from cputrain.training.state import (
+    TrainState,
+    copies_of_buffers,
+    loss_module_of,
+    restore_buffers,
+    share_buffers,
+)
 
 
 def sample_losses(loss: str, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -97,18 +96,19 @@ class Task:
 
     `build` returns the network, which takes `inputs(batch)`; `losses(outputs, targets, smoothing)` returns each
     sample's loss, shape (N,). `mix(inputs, targets, key)` returns mixed inputs and soft targets for a training step;
-    `key` differs for every batch. `example(n)` returns inputs of n samples. `classifies`: targets are class indices, so
-    top-1 and top-5 are computed. `traceable`: the network has no data-dependent control flow, so a traced copy may be
-    evaluated instead.
+    `key` differs for every batch. `example(n)` returns inputs and targets of n samples. `classifies`: targets are class
+    indices, so top-1 and top-5 are computed. `traceable`: the network has no data-dependent control flow, so a traced
+    copy may be evaluated instead. `loss_module` is the module behind `losses` if it has parameters or buffers.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[Batch], Any]
     losses: Callable[[Any, Any, float], Tensor]
-    example: Callable[[int], Any]
+    example: Callable[[int], tuple[Any, Any]]
     classifies: bool
     traceable: bool
     mix: Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
+    loss_module: nn.Module | None = None
 
 
 def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:
@@ -118,11 +118,14 @@ def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: C
     def losses(outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         return sample_losses(recipe.loss, outputs, targets, smoothing)
 
+    def example(count: int) -> tuple[Tensor, Tensor]:
+        return network_input(torch.zeros(count, *shape), recipe.precision), torch.zeros(count, dtype=torch.int64)
+
     return Task(
         build=lambda: build_model(recipe.model, classes, recipe.data.crop, features),
         inputs=lambda batch: network_input(normalize(batch.images), recipe.precision),
         losses=losses,
-        example=lambda count: network_input(torch.zeros(count, *shape), recipe.precision),
+        example=example,
         classifies=features is None,
         traceable=True,
         mix=mix_of(recipe, classes),
@@ -146,13 +149,18 @@ class UserTask:
         def inputs(batch: Batch) -> Any:
             return _in_double(batch.images) if DTYPES[recipe.precision] == torch.float64 else batch.images
 
+        def example(count: int) -> tuple[Any, Any]:
+            batch = own_batch(samples, [i % len(samples) for i in range(count)])
+            return inputs(batch), batch.labels
+
         return Task(
-            build=lambda: self.network,
+            build=self.network.train,  # also for a network that comes from an evaluation
             inputs=inputs,
             losses=self._losses,
-            example=lambda count: inputs(own_batch(samples, [i % len(samples) for i in range(count)])),
+            example=example,
             classifies=self.classifies,
             traceable=False,
+            loss_module=loss_module_of(self.loss, self.network),
         )
 
     def _losses(self, outputs: Any, targets: Any, _smoothing: float) -> Tensor:
@@ -160,36 +168,28 @@ class UserTask:
         if not isinstance(found, Tensor) or found.ndim > 1:
             shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise InputError(f"the loss function returns {shape}: return one value per sample, or their mean")
+        if self.classifies and not (isinstance(outputs, Tensor) and outputs.ndim == 2):
+            shape = (
+                f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            )
+            raise InputError(
+                f"with classes, the network must return logits (N, {len(self.dataset.classes)}), and it returns "
+                f"{shape}: leave classes out to train without top-1"
+            )
         return found if found.dtype == torch.float64 else found.float()
 
 
-def sum_of(outputs: Any) -> Tensor:
-    """Return the sum of all values of a network's output, which may be nested tuples, lists and dicts.
-
-    torch's pytrees are not used because they treat subclasses of dict as leaves.
-    """
-    if isinstance(outputs, Tensor):
-        return outputs.float().sum()
-    values = outputs.values() if isinstance(outputs, dict) else outputs
-    return torch.stack([sum_of(each) for each in values]).sum()
-
-
 def _in_double(value: Any) -> Any:
-    """Convert floating-point tensors to float64, also in nested tuples, lists and dicts."""
+    """Convert floating-point tensors to float64, also in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: _in_double(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: _in_double(getattr(value, each.name)) for each in fields(value)})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_in_double, value))
     return type(value)(map(_in_double, value)) if isinstance(value, tuple | list) else value
-
-
-# DDP's option to broadcast rank 0's buffers before every forward pass was renamed in torch 2.13; 2.8 to 2.13 are
-# supported.
-SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
 
 
 @dataclass(slots=True)
@@ -283,74 +283,6 @@ def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     return (best == labels[:, None]).any(dim=1).float()
 
 
-@dataclass(slots=True, kw_only=True)
-class TrainState:
-    """Network, its DDP wrapper, optimizer, and the exponential moving average (EMA) of the weights or None.
-
-    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
-    that use Winograd's algorithm with their speedups, as returned by choose_winograd.
-    """
-
-    network: nn.Module
-    ddp: DistributedDataParallel
-    optimizer: Optimizer
-    all_reduce: AllReduceHook
-    bucket_mib: float
-    ema_model: nn.Module | None
-    winograd: dict[str, float | None] | None = None
-
-    def eval_model(self) -> nn.Module:
-        """Return the model to evaluate: the EMA model, with the network's current batch-norm statistics, or the network
-        if there is none."""
-        if self.ema_model is None:
-            return self.network
-        for averaged, current in zip(self.ema_model.buffers(), self.network.buffers(), strict=True):
-            averaged.copy_(current)
-        return self.ema_model
-
-    @torch.no_grad()
-    def update_ema(self, decay: float | None) -> None:
-        """Update the EMA model, if there is one: w_ema = decay w_ema + (1 - decay) w."""
-        if self.ema_model is not None and decay is not None:
-            torch._foreach_lerp_(list(self.ema_model.parameters()), list(self.network.parameters()), 1 - decay)
-
-
-def make_train_state(
-    recipe: Recipe,
-    network: nn.Module,
-    optimizer: Optimizer,
-    bucket_mib: float | None = None,
-    all_reduce: AllReduceHook | None = None,
-) -> TrainState:
-    """Wrap a network in DDP, which broadcasts rank 0's weights. `bucket_mib` and `all_reduce` replace the recipe's
-    bucket size and communication hook.
-
-    Each rank keeps its own batch-norm statistics until `average_batchnorm`.
-    """
-    bucket_mib = bucket_mib or _bucket_mib(recipe.comm, network)
-    keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
-    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, **keep_buffers)
-    all_reduce = all_reduce or HOOKS[recipe.comm.compression]()
-    ddp.register_comm_hook(None, all_reduce.hook)
-    ema_model = deepcopy(network).requires_grad_(False) if recipe.ema_decay is not None else None
-    return TrainState(
-        network=network,
-        ddp=ddp,
-        optimizer=optimizer,
-        all_reduce=all_reduce,
-        bucket_mib=bucket_mib,
-        ema_model=ema_model,
-    )
-
-
-def _bucket_mib(comm: CommSection, network: nn.Module) -> float:
-    """Return the size of a gradient bucket in MiB: the recipe's, or the best one for measured all-reduce times."""
-    if comm.bucket_mib != "auto":
-        return comm.bucket_mib
-    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
-    return bucket_bytes(gradients, *measure_alpha_beta()) / MIB
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """Settings of one step: images of all ranks, backward passes of each rank, learning rate and weight decay.
@@ -407,7 +339,7 @@ def train_step(
 ) -> StepResult:
     """Update the weights once with the next `settings.passes` batches, unless the gradients contain NaN or Inf."""
     network, optimizer = state.network, state.optimizer
-    buffers = [buffer.clone() for buffer in network.buffers()] if recipe.on_nan == "skip" else []
+    buffers = copies_of_buffers(state.learner) if recipe.on_nan == "skip" else None
     accumulated = _accumulate_gradients(state, batches, settings, recipe, task)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in trained if p.grad is not None]
@@ -426,10 +358,12 @@ def train_step(
         with autocast(recipe.precision):
             non_finite = _find_non_finite(network, accumulated.inputs, accumulated.loss)
         state.all_reduce.reset()
-        for saved, current in zip(buffers, network.buffers(), strict=False):  # saved with on_nan=skip only
-            current.copy_(saved)
+        if buffers is not None:
+            restore_buffers(state.learner, buffers)
     for p in trained:  # as optimizer.zero_grad() does, without its profiling and its loops over groups
         p.grad = None
+    if state.shares_buffers:
+        share_buffers(state.learner)
     return StepResult(
         loss=accumulated.loss,
         data_wait_s=accumulated.data_wait_s,
@@ -457,16 +391,18 @@ def _accumulate_gradients(
         total.inputs, targets = task.inputs(batch), batch.labels
         if task.mix is not None:
             total.inputs, targets = task.mix(total.inputs, targets, (*settings.key, number))
-        with nullcontext() if number == settings.passes - 1 else state.ddp.no_sync():
-            with autocast(recipe.precision):
-                outputs = state.ddp(total.inputs)
-            losses = task.losses(outputs, targets, recipe.label_smoothing) * batch.weights
+        last = number == settings.passes - 1
+        with ExitStack() as stack:
+            outputs, found = state.forward(total.inputs, targets, recipe.label_smoothing, stack, reduces=last)
+            losses = found * batch.weights
             summed = losses.sum()
             loss = float(summed.detach())
             # Dividing by the images of all ranks gives every image the same weight in the sum over ranks, also with
             # unequal local batches; a damaged image adds 0.
             share = summed / settings.images
             (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
+        if last:
+            state.check_reduced(summed)
         total.comm_wait_s = time.perf_counter() - state.all_reduce.last_ready_s
         total.images += len(batch.weights)
         correct = count_correct(outputs.detach(), targets, batch.weights, 1) if task.classifies else 0.0
@@ -496,22 +432,3 @@ def _find_non_finite(network: nn.Module, inputs: Any, loss: float) -> str:
     if layers:
         return f"first NaN or Inf in the output of {layers[0]}"
     return "" if math.isfinite(loss) else "the outputs of all layers are finite"
-
-
-def average_batchnorm(model: nn.Module) -> None:
-    """Set every rank's running statistics to the mean over all ranks, so that all evaluate the same network."""
-    for own, mean in mean_statistics(model):
-        own.copy_(mean)
-
-
-def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return batch-norm's running statistics on this rank, each with its mean over all ranks."""
-    layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-    statistics = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
-    present = [buffer for buffer in statistics if buffer is not None]
-    if not present:
-        return []
-    flat = torch.cat(present)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    return list(zip(present, torch.split(flat, [b.numel() for b in present]), strict=True))

@@ -33,7 +33,8 @@ from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.trackers import Trackers
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, load_newest, rename_damaged, restore
-from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
+from cputrain.training.state import TrainState, own_buffers
+from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, Watcher
 
 MODULUS = 1 << 64
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that the order of the tensors matters
@@ -56,9 +57,10 @@ class TrackerCheck(Watcher):
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaCheck(Watcher):
-    """Detects silent divergence: compares a checksum of weights and optimizer state across ranks every `every` steps
-    and before every checkpoint. All ranks apply the same gradients to the same weights, so replicas stay bitwise equal;
-    batch-norm's running statistics differ between ranks and are not compared.
+    """Detects silent divergence: compares a checksum of weights, optimizer state and buffers across ranks every `every`
+    steps and before every checkpoint. All ranks apply the same gradients to the same weights, and take rank 0's buffers
+    after each step, so replicas stay bitwise equal; batch-norm's running statistics differ between ranks and are not
+    compared.
 
     Ranks with different processors or numbers of threads may round norms differently (LARS, LAMB, clipping). If the
     difference is no more than rounding, all ranks take rank 0's values, with a warning. `same_after` is the last step
@@ -99,26 +101,31 @@ class ReplicaCheck(Watcher):
             return
         tensors = replica_tensors(self.network, self.optimizer)
         begun = time.perf_counter()
-        own = bit_sum(tensors)
-        if sum(tensor.nbytes for tensor in tensors) >= BEYOND_CACHES:
+        own = bit_sum(tensors.values())
+        if sum(tensor.nbytes for tensor in tensors.values()) >= BEYOND_CACHES:
             self._reads_s.append(time.perf_counter() - begun)
         extremes = torch.tensor([own, ~own])  # one MAX all-reduce gives maximum and minimum, as ~x reverses the order
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if int(extremes[0]) != ~int(extremes[1]):
             differing = odd_ranks(all_gather(own))
-            if self._alike or not self._rounded(tensors):
-                self._end(differing, step)
-            self._take_from_first(tensors, differing, step)
+            if self._alike or not self._rounded(tensors.values()):
+                self._end(differing, step, tensors)
+            self._take_from_first(tensors.values(), differing, step)
         self.same_after = step
 
-    def _end(self, differing: Sequence[int], step: int) -> None:
+    def _end(self, differing: Sequence[int], step: int, tensors: Mapping[str, Tensor]) -> None:
         self.wait()
-        dist.barrier()  # rank 0 has completed the last checkpoint
+        of_ranks = all_gather(
+            {name: bit_sum([tensor]) for name, tensor in tensors.items()}
+        )  # after the last checkpoint
         if dist.get_rank() == differing[0]:
-            raise RunError(describe_difference(differing, self.hosts, step, self.same_after))
+            names = [name for name in of_ranks[0] if len({sums.get(name) for sums in of_ranks}) > 1]
+            trained = {name for name, weight in self.network.named_parameters() if weight.requires_grad}
+            untrained = [name for name in names if name not in trained] if trained.isdisjoint(names) else []
+            raise RunError(describe_difference(differing, self.hosts, step, self.same_after, untrained))
         dist.barrier()  # the rank that raises exits, which ends this wait
 
-    def _rounded(self, tensors: Sequence[Tensor]) -> bool:
+    def _rounded(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether all ranks differ from rank 0 by no more than rounding."""
         furthest = torch.zeros(1, dtype=torch.float64)
         for tensor in tensors:
@@ -129,9 +136,12 @@ class ReplicaCheck(Watcher):
         dist.all_reduce(furthest, op=dist.ReduceOp.MAX)
         return float(furthest) <= ROUNDING
 
-    def _take_from_first(self, tensors: Sequence[Tensor], differing: Sequence[int], step: int) -> None:
+    def _take_from_first(self, tensors: Iterable[Tensor], differing: Sequence[int], step: int) -> None:
         for tensor in tensors:
-            dist.broadcast(in_memory_order(tensor), src=0)
+            first = in_memory_order(tensor)
+            dist.broadcast(first, src=0)
+            if first.data_ptr() != tensor.data_ptr():  # a copy, because the tensor's memory has gaps
+                tensor.copy_(first.view(tensor.shape))
         if not self._warned:
             self._warned = True
             named = first_named([f"{rank} on {self.hosts[rank]}" for rank in differing])
@@ -142,17 +152,22 @@ class ReplicaCheck(Watcher):
             )
 
 
-def replica_tensors(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that must be equal on all ranks: weights and optimizer state."""
-    tensors: list[Tensor] = []
-    for weight in network.parameters():
+def replica_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors that must be equal on all ranks, by name: weights, optimizer state, and the buffers of the
+    state dict except batch-norm's statistics."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in network.named_parameters():
+        tensors[name] = weight.detach()
         entries = optimizer.state.get(weight, {})
-        tensors += [weight.detach(), *(entry for entry in entries.values() if isinstance(entry, Tensor))]
-    return tensors
+        tensors |= {f"{name}/{key}": entry for key, entry in entries.items() if isinstance(entry, Tensor)}
+    return tensors | own_buffers(network, persistent=True)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a 1-D view of a dense tensor in memory order, for any memory format."""
+    """Return a 1-D view of a tensor in memory order, for any memory format; a copy if its memory has gaps or overlaps,
+    as in a slice or an expanded view."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.reshape(-1).clone()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -180,10 +195,19 @@ def odd_ranks(sums: Sequence[int]) -> list[int]:
     return [rank for rank, own in enumerate(sums) if own != common]
 
 
-def describe_difference(differing: Sequence[int], hosts: Sequence[str], step: int, same_after: int) -> str:
-    """Return the error message about ranks whose replicas differ."""
+def describe_difference(
+    differing: Sequence[int], hosts: Sequence[str], step: int, same_after: int, untrained: Sequence[str] = ()
+) -> str:
+    """Return the error message about ranks whose replicas differ; `untrained` names the tensors that differ if all of
+    them are buffers and parameters without gradients, which only the network's own code changes."""
     named = first_named([f"{rank} on {hosts[rank]}" for rank in differing])
     since = f"after step {step:,} (equal after step {same_after:,})"
+    if untrained:
+        plain = first_named([name.removeprefix("network.") for name in untrained])
+        return (
+            f"ranks {named} differ in {plain} {since}, which no optimizer changes: if the network's code does, use a "
+            "buffer and change it in training steps only, as all ranks take rank 0's; else test the hosts' memory"
+        )
     others = plural(len(hosts) - len(differing), "other rank")
     if len(differing) == len(hosts):
         test = "test memory and processors of their hosts, then continue with --resume"

@@ -5,7 +5,6 @@ import math
 import os
 import random
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from cputrain.optim import OPTIMIZERS
 from cputrain.recipe import load_recipe
 from cputrain.training import (
     EpochMetrics,
+    Learner,
     NonFiniteHandler,
     Position,
     StepResult,
@@ -252,20 +252,18 @@ class Tied(nn.Module):
 
 
 def test_the_moving_average_of_tied_weights_is_saved_under_both_names(tmp_path: Path) -> None:
-    made = state_of(Tied())
-    made.ema_model = deepcopy(made.network).requires_grad_(False)
-    with torch.no_grad():
-        made.ema_model.first.weight.fill_(5.0)
+    made = state_of(Tied(), ema=True)
+    made.averages["first.weight"].fill_(5.0)
     path = written(tmp_path, made, Position(step=1))
     files = content(path)["files"]
     assert torch.equal(files[EMA]["last.weight"], torch.full((4, 4), 5.0))
     evaluated = Tied()
     load_eval_model(path, evaluated)
     assert torch.equal(evaluated.first.weight, torch.full((4, 4), 5.0))
-    again = state_of(Tied())
-    again.ema_model = deepcopy(again.network).requires_grad_(False)
+    again = state_of(Tied(), ema=True)
     restore(load(path, 0, 1), again, "momentum")
-    assert torch.equal(again.ema_model.last.weight, torch.full((4, 4), 5.0))
+    with again.averaged() as averaged:
+        assert torch.equal(averaged.last.weight, torch.full((4, 4), 5.0))
     assert torch.equal(again.network.first.weight, made.network.first.weight)
 
 
@@ -285,10 +283,14 @@ class More(Buffered):
         return {"a": 1}
 
 
+def learner_of(module: nn.Module) -> Learner:
+    return state_of(module).learner
+
+
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.tensor([0, 1, 1]).to(dtype)
-    check_savable(Buffered(value))
+    check_savable(learner_of(Buffered(value)))
     fresh = state_of(Buffered(torch.zeros_like(value)))
     restore(load(written(tmp_path, state_of(Buffered(value)), Position(step=1)), 0, 1), fresh, "momentum")
     assert torch.equal(fresh.network.kept, value) and fresh.network.kept.dtype == dtype
@@ -296,9 +298,11 @@ def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> 
 
 def test_a_network_that_checkpoints_cannot_hold_is_refused_before_it_trains() -> None:
     with pytest.raises(InputError, match=r"kept of the network is torch\.complex128, which checkpoints cannot store"):
-        check_savable(Buffered(torch.zeros(3, dtype=torch.complex128)))
+        check_savable(learner_of(Buffered(torch.zeros(3, dtype=torch.complex128))))
     with pytest.raises(InputError, match="_extra_state of the network is not a tensor"):
-        check_savable(More(torch.zeros(3)))
+        check_savable(learner_of(More(torch.zeros(3))))
+    with pytest.raises(InputError, match="kept of the network is a sparse tensor"):
+        check_savable(learner_of(Buffered(torch.eye(3).to_sparse())))
 
 
 def test_a_buffer_that_is_no_part_of_the_state_may_have_another_size(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_inputs_may_be_nested_and_losses_one_value_or_many() -> None:
     task, batch = own_task(nn.MSELoss(reduction="none"), rows)
     inputs = task.inputs(batch)
     assert inputs["a"].dtype == torch.float64 and inputs["n"].tolist() == [0, 2] and batch.labels.tolist() == [[0], [2]]
-    assert task.example(4)["a"].shape == (4, 2)
+    assert task.example(4)[0]["a"].shape == (4, 2)
     with pytest.raises(InputError, match=r"shape \(2, 1\): return one value per sample, or their mean"):
         task.losses(batch.labels, batch.labels + 1, 0.0)
     assert float(own_task(nn.MSELoss(), rows)[0].losses(batch.labels, batch.labels + 1, 0.0)) == 1

@@ -39,7 +39,7 @@ def trained() -> State:
 
 
 def tensors_of(state: State) -> list[torch.Tensor]:
-    return replica_tensors(state.network, state.optimizer)
+    return [*replica_tensors(state.network, state.optimizer).values()]
 
 
 def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
@@ -126,7 +126,7 @@ def after_step(step):
 
 def sums():
     both = [None, None]
-    dist.all_gather_object(both, bit_sum(replica_tensors(network, optimizer)))
+    dist.all_gather_object(both, bit_sum(replica_tensors(network, optimizer).values()))
     return both
 
 for step in (5, 10):

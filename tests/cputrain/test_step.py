@@ -22,17 +22,21 @@ from cputrain.recipe import (
 )
 from cputrain.training import (
     EpochMetrics,
+    Learner,
     StepResult,
     StepSettings,
+    Task,
     TrainState,
     autocast,
     bf16_speedups,
     choose_engine,
+    make_train_state,
     prepare_model,
     recipe_task,
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("group")
 EAGER = choose_engine("eager", "float32", {})
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = TrainingSizes(
@@ -60,17 +64,14 @@ class Plain(nn.Module):
 
 
 def state_of(recipe: Recipe, all_reduce: AllReduceHook | None = None) -> TrainState:
-    """The state of one rank, without DDP: the gradients are their own average."""
+    """The state of the only rank."""
     network = prepare_model(Plain(), EAGER, recipe.precision)
-    ema_model = prepare_model(Plain(), EAGER, recipe.precision).requires_grad_(False) if recipe.ema_decay else None
-    return TrainState(
-        network=network,
-        ddp=network,
-        optimizer=build_optimizer(network, recipe.optim),
-        all_reduce=all_reduce or AllReduceHook(),
-        bucket_mib=25.0,
-        ema_model=ema_model,
-    )
+    learner = Learner(network, task_of(recipe).losses, recipe.precision)
+    return make_train_state(recipe, learner, build_optimizer(network, recipe.optim), 25.0, all_reduce)
+
+
+def task_of(recipe: Recipe) -> Task:
+    return recipe_task(recipe, CLASSES, None, normalized)
 
 
 def batch() -> Batch:
@@ -89,7 +90,7 @@ def normalized(images: Tensor) -> Tensor:
 
 def step(state: TrainState, recipe: Recipe) -> StepResult:
     settings = StepSettings(images=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
-    return train_step(state, iter([batch()]), settings, recipe, recipe_task(recipe, CLASSES, None, normalized))
+    return train_step(state, iter([batch()]), settings, recipe, task_of(recipe))
 
 
 def plain(smoothing: float = 0.0) -> tuple[Plain, Tensor]:
@@ -150,10 +151,11 @@ def test_the_ema_model_follows_the_weights_and_is_evaluated_with_the_network_s_s
     for _ in range(3):
         step(state, recipe)
         expected = [0.75 * e + 0.25 * p.detach() for e, p in zip(expected, state.network.parameters(), strict=True)]
-    model = state.eval_model()
-    assert model is state.ema_model
-    assert all(torch.allclose(e, p, atol=1e-6) for e, p in zip(expected, model.parameters(), strict=True))
-    assert torch.equal(model.norm.running_mean, state.network.norm.running_mean) and model.norm.running_mean.any()
+    trained = [p.detach().clone() for p in state.network.parameters()]
+    with state.averaged() as model:
+        assert all(torch.allclose(e, p, atol=1e-6) for e, p in zip(expected, model.parameters(), strict=True))
+        assert model.norm.running_mean.any()
+    assert all(torch.equal(e, p) for e, p in zip(trained, state.network.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("on_nan", ["skip", "stop"])

@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingR
 from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import OptimSection
-from cputrain.training import CheckpointWriter, Position, TrainState, take_snapshot
+from cputrain.training import CheckpointWriter, Learner, Position, TrainState, sample_losses, take_snapshot
 
 
 def network(outputs: int = 2) -> nn.Module:
@@ -23,12 +24,12 @@ def network(outputs: int = 2) -> nn.Module:
 
 def state_of(model: nn.Module, optimizer: str = "momentum", *, bf16: bool = False, ema: bool = False) -> TrainState:
     return TrainState(
-        network=model,
+        learner=Learner(model, partial(sample_losses, "cross_entropy")),
         ddp=model,
         optimizer=build_optimizer(model, OptimSection(name=optimizer)),
         all_reduce=Bf16AllReduceHook() if bf16 else AllReduceHook(),
         bucket_mib=25.0,
-        ema_model=network() if ema else None,
+        averages={name: weight.detach().clone() for name, weight in model.named_parameters()} if ema else None,
     )
 
 
