@@ -95,7 +95,8 @@ def evaluate(
         for share, batch in zip(shares, evaluation_batches(session, split), strict=True):
             with autocast(recipe.precision):
                 outputs = network(task.inputs(batch))
-            outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
+            if isinstance(outputs, Tensor) and outputs.dtype == torch.bfloat16:
+                outputs = outputs.float()
             losses = task.losses(outputs, batch.labels, 0.0).expand(len(batch.weights))
             loss_sum += float((losses * batch.weights).sum())
             if task.classifies:
