@@ -47,7 +47,10 @@ def serve(client: socket.socket, listener: socket.socket) -> dict[str, Any] | No
             if one is listener:
                 children[listener.accept()[0]] = set()
                 continue
-            message, files, _, _ = socket.recv_fds(one, MOST_BYTES, MOST_FILES)
+            try:
+                message, files, _, _ = socket.recv_fds(one, MOST_BYTES, MOST_FILES)
+            except ConnectionResetError:  # its process ended before it read an answer
+                message, files = b"", []
             if not message:
                 if one is client:
                     return None
@@ -71,7 +74,8 @@ def serve(client: socket.socket, listener: socket.socket) -> dict[str, Any] | No
                 children[one].add(answered)
                 for file in files:
                     os.close(file)
-            one.send(str(answered).encode())
+            with suppress(BrokenPipeError):  # its process has ended, as the next reading shows
+                one.send(str(answered).encode())
 
 
 def take(files: Sequence[int], numbers: Sequence[int]) -> None:
