@@ -21,6 +21,17 @@ def as_option(name: str, value: str | None) -> str:
     return f"--{option}" if value in (None, "true") else f"--{option} {value}"
 
 
+KEYS = {"local_batch": "batch.local"}  # of settings that are not in the recipe section plan
+
+
+def as_recipe_key(name: str, value: str | None) -> str:
+    """Spell a setting as a recipe key: plan.ppn, plan.oversubscribe=true; --no-verify stays an option."""
+    if name == "verify":
+        return as_option(name, value)
+    key = KEYS.get(name, f"plan.{name}")
+    return key if value is None else f"{key}={value}"
+
+
 def render(text: str, wording: Wording) -> str:
     """Replace each setting in braces, `{ppn}` or `{oversubscribe=true}`, by `wording(name, value)`."""
     return SETTING.sub(lambda match: wording(match[1], match[2]), text)

@@ -25,7 +25,7 @@ from cputrain.affinity.kernel.binding import (
     verify,
 )
 from cputrain.affinity.planner.openmp import reconciled, with_libiomp5
-from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
 from cputrain.affinity.planner.plan_file import (
     PLAN_FILE,
     plan_from_dict,
@@ -433,11 +433,18 @@ def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
 
 
 def contention_warnings(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
-    """Return a warning that lists the neighbors on the plan's cores, with the setting that avoids them; () if none."""
+    """Return a warning that lists the neighbors on the plan's cores, with the setting that avoids them if other cores
+    are enough; () if none."""
     used = {pu for worker in plan.workers for pu in worker.pus}
     cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
     if not found:
         return ()
     named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
-    return (f"cores of this plan are in use by processes {named} of another plan: {{share=true}} avoids them",)
+    occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
+    try:
+        plan_machine(plan.machine, replace(plan.request, occupied=occupied), plan.runtime, plan.measured)
+        remedy = "{share=true} avoids them"
+    except InputError:
+        remedy = "wait until they end, as too few cores are free of them"
+    return (f"cores of this plan are in use by processes {named} of another plan: {remedy}",)

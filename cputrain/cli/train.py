@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import click
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, as_recipe_key
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_text
@@ -28,7 +28,7 @@ from cputrain.cli.output import (
     shows_bars,
 )
 from cputrain.cli.recipes import aligned
-from cputrain.cli.words import as_recipe_key, complete_recipe
+from cputrain.cli.words import complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts

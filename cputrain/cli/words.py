@@ -20,21 +20,12 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from cputrain.affinity.errors import Wording, as_option
+from cputrain.affinity.errors import KEYS, Wording, as_option, as_recipe_key
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import join_or
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # others set values by options
-KEYS = {"local_batch": "batch.local"}
-
-
-def as_recipe_key(name: str, value: str | None) -> str:
-    """Name a setting as a recipe key: plan.ppn, plan.oversubscribe=true; --no-verify stays an option."""
-    if name == "verify":
-        return as_option(name, value)
-    key = KEYS.get(name, f"plan.{name}")
-    return key if value is None else f"{key}={value}"
 
 
 def as_option_or_key(name: str, value: str | None) -> str:

@@ -24,10 +24,12 @@ from .run import INTERRUPTED as INTERRUPTED
 from .run import NOT_STARTED as NOT_STARTED
 from .run import RUNNING as RUNNING
 from .run import STOPPED as STOPPED
+from .run import Run as Run
 from .run import duration as duration
 from .run import faults_of as faults_of
 from .run import figures as figures
 from .run import mean_of as mean_of
+from .run import notes_of as notes_of
 from .run import particulars as particulars
 from .run import read_run as read_run
 from .run import read_usage as read_usage

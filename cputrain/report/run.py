@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, as_option, as_recipe_key
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
 from cputrain.affinity.wording import GIB, first_named, plural
@@ -440,6 +440,44 @@ def _data(run: Run) -> str:
 
 def _because(value: Any, why: Any) -> str:
     return f"{value} ({why})" if value and why else str(value or "")
+
+
+LEAST_BUSY = 0.8  # share of their CPUs' time that workers of a training compute at least, unless something slows them
+LEAST_S = 60.0  # of resource use, of which starting is a small part
+OTHERS = 0.05  # share of a host's planned CPUs that other programs use
+
+
+def notes_of(run: Run) -> tuple[str, ...]:
+    """Return the plans' warnings and, if a training's workers computed for less of the time than they could, what the
+    samples say about it: lines for the top of the page."""
+    wording = as_recipe_key if run.trained else as_option
+    several = len(run.plans) > 1
+    planned = [
+        f"{hosts}: {warning}" if several else warning
+        for hosts, plan in run.plans
+        for warning in plan.render(wording).warnings
+    ]
+    slow = _idle_note(run.usage) if run.usage is not None and run.events else ""
+    return (*dict.fromkeys(planned), *filter(None, (slow,)))
+
+
+def _idle_note(usage: Usage) -> str:
+    """Describe how much of their CPUs' time the workers had, and who had the rest; "" if they had LEAST_BUSY of it."""
+    used = {rank: mean_of(usage.workers[rank], busy) for rank in usage.planned}
+    cpus = {rank: len(plan.compute_pus) for rank, plan in usage.planned.items()}
+    if not used or min(sum(r.seconds for r in usage.workers[rank]) for rank in used) < LEAST_S:
+        return ""
+    share = sum(used.values()) / sum(cpus.values())
+    if share >= LEAST_BUSY:
+        return ""
+    others = []
+    for host, records in usage.hosts.items():
+        ranks = [rank for rank in used if usage.workers[rank][-1].host == host]
+        taken = mean_of(records, busy) - sum(used[rank] for rank in ranks)
+        if ranks and taken > OTHERS * sum(cpus[rank] for rank in ranks):
+            others.append(f"{taken:.1f} CPUs on {host}")
+    why = f"other programs used {first_named(others)}" if others else "see the waits below"
+    return f"the workers used {100 * share:.0f} % of the time of the CPUs on which they compute: {why}"
 
 
 MOST_WARNINGS, MOST_IMAGES = 200, 20

@@ -12,11 +12,12 @@ from cputrain.affinity.errors import (
     RequestError,
     RunError,
     as_option,
+    as_recipe_key,
     describe,
 )
 from cputrain.affinity.planner import Request, plan_machine
 from cputrain.affinity.terminal import exit_status, one_line
-from cputrain.cli.words import as_recipe_key, wording_of
+from cputrain.cli.words import wording_of
 from tests.support.machines import build_machine
 
 

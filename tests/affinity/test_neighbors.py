@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.errors import as_option, render
+from cputrain.affinity.errors import as_option, as_recipe_key, render
 from cputrain.affinity.kernel import Neighbor, contention_warnings, find_neighbors, planned_worker_of, variables_of
-from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_to_json, request_to_json
+from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine, plan_to_json, request_to_json
 from cputrain.affinity.topology import this_machine
-from cputrain.cli.words import as_recipe_key
 from tests.support.commands import here, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine
@@ -128,6 +127,30 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     assert render(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
     named = ", ".join(f"{pid} (CPUs 8-9)" for pid in range(10, 15))
     assert f"{named} and 5 more of another plan" in warning
+
+
+@pytest.mark.parametrize(
+    ("request_", "taken", "helps"),
+    [
+        (Request(ppn=1), (0, 1), True),
+        (Request(), (0, 1), True),
+        (Request(), (0, 1, 2, 3), False),
+        (Request(ppn=4), (0,), False),
+        (Request(ppn=3), (0,), True),
+        (Request(cores=(0, 1)), (0, 1), False),
+        (Request(cores=(0, 1)), (0,), True),
+        (Request(ppn=1, threads=3), (0, 1), False),
+        (Request(ppn=1, local_batch=4, workload=RESNET50), (3,), True),
+        (Request(ppn=4, oversubscribe=True), (2, 3), True),
+    ],
+)
+def test_sharing_is_advised_only_where_the_other_cores_are_enough(
+    request_: Request, taken: tuple[int, ...], helps: bool
+) -> None:
+    plan = plan_machine(build_machine(1, 1, 4, 1), request_, Runtime())
+    (warning,) = contention_warnings(plan, (Neighbor(pid=7, pus=taken),))
+    assert ("{share=true} avoids them" in warning) == helps
+    assert warning.endswith("wait until they end, as too few cores are free of them") != helps
 
 
 def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cputrain.cli import main
 from cputrain.report import (
@@ -24,10 +25,12 @@ from cputrain.report import (
     STOPPED,
     Chart,
     Line,
+    Run,
     charts_data,
     duration,
     faults_of,
     figures,
+    notes_of,
     packed,
     particulars,
     rank_times,
@@ -178,6 +181,53 @@ def test_what_is_damaged_or_of_another_version_is_left_out_and_named(tmp_path: P
     assert "1 damaged line of events.jsonl omitted" in html and "retired_key" in html
     assert "plan.json is damaged or of another version" in html and "environment.json is damaged" in html
     assert '"chart-loss"' in html and "of another version and shown unchanged" in html
+
+
+def busy(run: Path, cpus: float, *, whole: float) -> Run:
+    """The run with workers that were busy on so many of their 12 CPUs, on a host with `whole` busy CPUs."""
+    found = read_run(run)
+    assert found.usage is not None
+    workers = {
+        rank: [structs.replace(each, cpu_s=cpus * each.seconds) for each in records]
+        for rank, records in found.usage.workers.items()
+    }
+    hosts = {
+        host: [structs.replace(each, cpu_s=whole * each.seconds) for each in records]
+        for host, records in found.usage.hosts.items()
+    }
+    return replace(found, usage=replace(found.usage, workers=workers, hosts=hosts))
+
+
+def test_workers_that_had_little_of_their_cpus_are_named_at_the_top(run: Path) -> None:
+    """Four workers of 11 or 12 compute CPUs each."""
+    cpus = len(read_run(run).plans[0][1].workers[0].compute_pus)
+    assert notes_of(busy(run, 0.9 * cpus, whole=4 * cpus)) == ()
+    (alone,) = notes_of(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus))
+    used = "the workers used 65 % of the time of the CPUs on which they compute"
+    assert alone == f"{used}: see the waits below"
+    (crowded,) = notes_of(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus + 10))
+    assert crowded == f"{used}: other programs used 10.0 CPUs on n00"
+    short = busy(run, 0.5 * cpus, whole=30.0)
+    assert short.usage is not None
+    seconds = {
+        rank: [structs.replace(each, seconds=0.1, cpu_s=0.1) for each in records]
+        for rank, records in short.usage.workers.items()
+    }
+    assert notes_of(replace(short, usage=replace(short.usage, workers=seconds))) == ()
+    assert notes_of(replace(short, usage=None)) == ()
+
+
+def test_the_plans_warnings_are_at_the_top(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", usage=False)
+    plan = json.loads((run / "plan.json").read_text())
+    plan["warnings"] = ["a quota <b>", "cores are in use: {share=true} avoids them", "a quota <b>"]
+    (run / "plan.json").write_text(json.dumps(plan))
+    html = write_report(run).read_text()
+    top, _, _ = html.partition("<dl class=")
+    assert top.count("a quota &lt;b&gt;") == 1 and "in use: plan.share=true avoids them" in top
+    groups = [{"hosts": [name], "plan": plan} for name in ("n1", "n2")]
+    (run / "plan.json").write_text(json.dumps({"host_groups": groups}))
+    assert [note.partition(":")[0] for note in notes_of(read_run(run))] == ["n1", "n1", "n2", "n2"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
