@@ -255,8 +255,9 @@ WORKER_COUNT_FIGURES = (
     Reason(
         what="hosts with a worker per core",
         value=f"at most {SMALL_HOST_CORES} cores",
-        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; not measured on larger "
-        "hosts, where each additional worker costs memory and a rank in every all-reduce",
+        why="measured on 2 cores of AMD Zen 3: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; on 2 of a "
+        "Xeon with AMX 0.9-0.95 times. Not measured on larger hosts, where each additional worker costs memory and a "
+        "rank in every all-reduce; `cputrain tune` measures a host, and its plan replaces the rule's",
     ),
     Reason(
         what="near-equal workers",
@@ -339,7 +340,8 @@ def _explain_layout(cores: Cores, layout: Layout) -> str:
         which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
         why = (
             f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, one thread per worker trains fastest "
-            "(measured on two cores: 1.2-1.35x over one worker of two threads)"
+            "(measured on two cores of AMD Zen 3: 1.2-1.35x over one worker of two threads; of a Xeon with AMX "
+            "0.9-0.95x: cputrain tune measures this host)"
         )
     elif count == len(groups) == 1:
         some = "" if len(layout.used) == len(cores) else "{used} of "

@@ -59,6 +59,8 @@ LOSES = 0.03  # a rule's number stays if it is predicted to lose no more, which 
 # that takes more was found under other conditions or with more memory bandwidth, a measured one with small batches.
 MOST_OVER_CITED, MOST_OVER_MEASURED = 2.0, 4.0
 PUBLISHED = "not taken: published trainings reserve at least one comm core"
+# A Xeon Phi's core moves messages so slowly that one for them pays for certain; of others the model is not sure.
+ONE_HOST = "not taken: the model was not measured with comm cores on one host"
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 COMPUTING = "computing cores per host"
 NOUNS = {WORKERS_PER_HOST: "worker", COMM_CORES: "comm core", LOADER_CORES: "loader core", COMPUTING: "computing core"}
@@ -383,13 +385,16 @@ class Comparison:
             (setup.comm_cores, MOST_COMM_CORES) if what == COMM_CORES else (setup.loader_cores, setup.loader_cores + 1)
         )
         rates = {own: self.images_per_s}
-        for count in range(max(own, most) + 1) if setup.hosts > 1 or what == LOADER_CORES else ():
+        for count in range(max(own, most) + 1) if setup.ranks > 1 or what == LOADER_CORES else ():
             numbers: dict[str, Any] = {"ppn": len(self.plan.workers), FIELDS[what]: count}
             other = self._planned(**numbers) if count != own else None
             planned = None if other is None else self.model.of(other)
             if planned is not None and count == (planned.comm_cores if what == COMM_CORES else planned.loader_cores):
                 rates[count] = self.model.images_per_s(planned)
-        return Choice(what=what, value=own, rates=rates, refused={0: PUBLISHED} if what == COMM_CORES and own else {})
+        refused = {0: PUBLISHED} if what == COMM_CORES and own else {}
+        if what == COMM_CORES and setup.hosts == 1 and not setup.phi:
+            refused = dict.fromkeys((count for count in rates if count > own), ONE_HOST)
+        return Choice(what=what, value=own, rates=rates, refused=refused)
 
     def _computing(self) -> Choice | None:
         """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""
@@ -414,7 +419,8 @@ def checked_plan(
     has the predicted cost of the next best numbers.
 
     A number stays if the request, a profile, a measurement or `chosen` sets it, if the network is assumed, and the
-    number of workers also without a global batch. Raises InputError if the request does not fit the host.
+    number of workers also without a global batch. On one host only a Xeon Phi gets comm cores. Raises InputError if the
+    request does not fit the host.
     """
     plan, choices = compared_plan(machine, request, runtime, measured, chosen)
     return replace(plan, next_best=tuple(each.next_best for each in choices if each.next_best is not None))

@@ -317,3 +317,36 @@ def test_whatever_the_rules_plan_is_compared() -> None:
             except InputError as error:
                 raise AssertionError(f"{machine.name} {request}") from error
     assert planned > 8
+
+
+@pytest.mark.parametrize("name", ["knl-7250-quad-cache", "knl-7250-snc4-flat", "knl-7210-quad-flat"])
+def test_a_xeon_phi_host_has_the_comm_core_that_the_model_says_it_needs(name: str) -> None:
+    machine = named_machine(name)
+    plan = checked_plan(machine, asked(workload=KNOWN))
+    assert {len(worker.comm_pus) for worker in plan.workers} == {len(machine.allowed_cores[0].pus)}
+    assert images_per_s(plan, plan) > (1 + LOSES) * images_per_s(plan_machine(machine, asked(workload=KNOWN)), plan)
+    assumed = checked_plan(machine, asked())
+    (shown,) = (reason.value for reason in assumed.reasons if reason.what == "next best")
+    assert "1 comm core" in shown and "% faster (not taken: the network is assumed)" in shown
+
+
+@pytest.mark.parametrize("name", ["skx-8160-2s", "genoa-9654-2s-nps4", "spr-8480plus-2s"])
+def test_a_comm_core_on_one_host_is_shown_but_not_taken_elsewhere(name: str) -> None:
+    plan = checked_plan(named_machine(name), asked(workload=KNOWN))
+    assert not any(worker.comm_pus for worker in plan.workers)
+    (comm,) = (each for each in plan.next_best if each.what == "comm cores per worker")
+    assert comm.other == 1 and comm.slower_percent < 0
+    (shown,) = (reason.value for reason in plan.reasons if reason.what == "next best")
+    doubt = "not taken: the model was not measured with comm cores on one host"
+    assert (doubt in shown) == (comm.slower_percent < -100 * LOSES)
+
+
+def test_one_worker_alone_communicates_with_nobody() -> None:
+    plan = checked_plan(named_machine("skx-8160-1s"), asked(workload=KNOWN))
+    assert len(plan.workers) == 1 and "comm cores per worker" not in [each.what for each in plan.next_best]
+
+
+def test_the_rule_for_small_hosts_names_the_processors_that_were_measured() -> None:
+    plan = plan_machine(find_machine("pack:1 core:2 pu:1"), Request())
+    (why,) = (reason.why for reason in plan.reasons if reason.what == "workers per host")
+    assert "AMD Zen 3: 1.2-1.35x" in why and "Xeon with AMX 0.9-0.95x: cputrain tune measures this host" in why
