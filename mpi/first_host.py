@@ -34,8 +34,8 @@ NEW_TOKEN = f"export {TOKEN_VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d 
 
 
 def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
-    """Plan this host for a request in JSON; the fabric's link speed is used if the request has none."""
-    request = request_from_json(text)
+    """Plan this host for a request in JSON and a fabric, whose link speed is used if the request has none."""
+    request = replace(request_from_json(text), fabric=fabric.name)
     if "link_gbit" not in json.loads(text):
         request = replace(request, link_gbit=fabric.link_gbit)
     return plan_this_machine(request, env, command)

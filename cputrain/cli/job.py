@@ -40,6 +40,7 @@ from cputrain.jobs.script import (
     command_work,
     in_job,
     job_script,
+    missing_data,
     parse_array,
     planning_words,
     preparation_work,
@@ -280,6 +281,8 @@ def print_script(
     if output_format == "text":
         print_file(script)
     _note_missing_folders((given["output"], given["error"]), scheduler)
+    if sized.note:
+        click.echo(f"note: {sized.note}", err=True)
     submitted = []
     for job_id in submit_job(script, scheduler, chain) if submit else ():
         click.echo(f"submitted {job_id}", err=True)
@@ -470,6 +473,8 @@ def kubernetes_command(
         **given,
     )
     click.echo(yaml.dump_all(manifests(job), Dumper=ManifestDumper, sort_keys=False, width=120), nl=False)
+    if training is not None and training.data.path is None:  # a path in a volume cannot be looked for here
+        click.echo(f"note: {missing_data(training)}", err=True)
 
 
 def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -> None:

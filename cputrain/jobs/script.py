@@ -336,12 +336,14 @@ def _after(job_id: str, scheduler: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedWork:
-    """What a job runs, its default name, and the tasks and CPUs per host; None: known only when the job runs."""
+    """What a job runs, its default name, and the tasks and CPUs per host; None: known only when the job runs. `note` is
+    for the user, "" if there is none."""
 
     work: Training | Preparation | Command
     name: str
     ppn: int | None
     cpus: int | None
+    note: str = ""
 
 
 def recipe_work(
@@ -354,6 +356,7 @@ def recipe_work(
         raise InputError(
             "plan.share and plan.oversubscribe are for hosts shared with other programs: remove them for a job"
         )
+    listed = None if array is None else parse_array(array)
     if stage is not None and (recipe.data.path is None or recipe.data.generated):
         raise InputError(
             "--stage copies the recipe's data.path, which is not a folder: set it to a folder, or remove --stage"
@@ -371,10 +374,28 @@ def recipe_work(
         ),
         data=None if recipe.data.generated else recipe.data.path,
         stage=stage,
-        array=None if array is None else parse_array(array),
+        array=listed,
         paths=tuple(path for path in (recipe.data.stage_dir, recipe.model.weights) if path is not None),
     )
-    return SizedWork(work=work, name=recipe.name, ppn=ppn, cpus=cpus)
+    return SizedWork(
+        work=work, name=recipe.name, ppn=ppn, cpus=cpus, note=missing_data(recipe, "" if listed is None else listed[0])
+    )
+
+
+def missing_data(recipe: Recipe, listed: str = "") -> str:
+    """Return a note if the recipe has no data, or has it in a folder that is not here, with what to do; "" if neither,
+    or if the job array lists this key."""
+    path = recipe.data.path
+    if listed == "data.path" or recipe.data.generated:
+        return ""
+    if path is None:
+        return f"recipe {recipe.name} has no data.path: add data.path=DIR, a folder that the job's hosts have"
+    if Path(path).exists():
+        return ""
+    prepare = recipe.data.prepare and f"prepare it with `{recipe.data.prepare.format(path=path)}`, or "
+    return (
+        f"data.path={path} does not exist here: {prepare or ''}set data.path=DIR to a folder that the job's hosts have"
+    )
 
 
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
@@ -406,8 +427,9 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
     ppn, cpus = _tasks_and_cpus(options, base, env)
     default = asdict(Request())
     requested = {**asdict(request_of_options(options, base)), "ppn": ppn}
-    fields = {name: value for name, value in requested.items() if value != default[name] and name != "link_gbit"}
-    if options.given["link_gbit"] is not None:  # otherwise the first host's network determines it
+    of_network = ("fabric", "link_gbit")  # as on the job's first host, which may have another network than this one
+    fields = {name: value for name, value in requested.items() if value != default[name] and name not in of_network}
+    if options.given["link_gbit"] is not None:
         fields["link_gbit"] = options.given["link_gbit"]
     scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # skips sh -c's text
     name = Path(next(scripts, argv[0])).stem

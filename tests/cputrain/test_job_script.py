@@ -1,5 +1,6 @@
 """Job scripts: as they read, clean to shellcheck, safe from any value, and run by a real Slurm."""
 
+import json
 import os
 import re
 import subprocess
@@ -349,3 +350,55 @@ def test_a_command_s_job_has_a_short_name_and_a_missing_output_folder_is_noted(
     for file, there in ((f"n1:{tmp_path}/x.out", True), (f"n1:{tmp_path}/logs/x.out", False)):
         assert main(["job", "pbs", "--ncpus", "4", "--time", "1:00:00", "--output", file, "--", "date"]) == 0
         assert (f"mkdir -p {tmp_path}/logs " in capsys.readouterr().err) != there
+
+
+@pytest.mark.parametrize("words", [(), ("--machine", "skx-8160-2s"), ("--ppn", "2"), ("--fabric", "ib")])
+def test_a_command_s_job_takes_the_network_of_its_first_host(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the login node, on which the script is made."""
+    scripts = []
+    for fabric in ("ethernet", "slingshot"):
+        monkeypatch.setattr("cputrain.mpi.fabric.fabric_here", lambda fabric=fabric: fabric)
+        made = here("job", "slurm", "--nodes", "2", "--time", "1:00:00", *words, "--", "python", "train.py")
+        scripts.append(made.stdout)
+        (request,) = re.findall("--request='(.*?)'", made.stdout)
+        assert "fabric" not in json.loads(request) and "link_gbit" not in json.loads(request)
+        network = first_host.plan_here(request, FABRICS["efa"], (), {}).request
+        assert (network.fabric, network.link_gbit) == ("efa", FABRICS["efa"].link_gbit)
+    assert scripts[0] == scripts[1] and f"--fabric {words[1] if '--fabric' in words else 'auto'} " in scripts[0]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_job_says_that_its_data_is_not_here(scheduler: str, tmp_path: Path) -> None:
+    job = ("job", scheduler, *(("--ncpus", "8") if scheduler == "pbs" else ()), "--nodes", "256", "--time", "1:00:00")
+    made = here(*job, "resnet50-skx-256node", cwd=tmp_path)
+    assert (
+        made.returncode == 0
+        and (
+            "note: data.path=data/imagenet does not exist here: prepare it with `cputrain prepare imagenet SRC "
+            "data/imagenet`, or set data.path=DIR to a folder that the job's hosts have\n"
+        )
+        in made.stderr
+    )
+    (tmp_path / "data/imagenet").mkdir(parents=True)
+    assert "data.path" not in here(*job, "resnet50-skx-256node", cwd=tmp_path).stderr
+    assert "data.path" not in here(*job, "linear-regression", cwd=tmp_path).stderr
+    assert "data.path=/x does not exist here: set" in here(*job, "imagefolder", "data.path=/x", cwd=tmp_path).stderr
+    assert "data.path" not in here(*job, "imagefolder", "--array", "data.path=a,b", cwd=tmp_path).stderr
+    none = "note: recipe imagefolder has no data.path: add data.path=DIR, a folder that the job's hosts have\n"
+    assert none in here(*job, "imagefolder", cwd=tmp_path).stderr
+    pods = (
+        "job",
+        "kubernetes",
+        "imagefolder",
+        "--image",
+        "i",
+        "--cpus",
+        "4",
+        "--memory",
+        "8Gi",
+        "--volume",
+        "runs:/runs",
+    )
+    assert here(*pods, cwd=tmp_path).stderr == none and here(*pods, "data.path=/x", cwd=tmp_path).stderr == ""
