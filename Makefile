@@ -28,9 +28,10 @@ RUN := $(BIN)/python -m
 install: .venv/installed
 
 .venv/installed: pyproject.toml
+	@echo "installing into .venv, once, for some minutes: torch (gigabytes if it is a CUDA build), then cputrain and what it needs"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,mlflow,onnx,parquet,tensorboard,timm,turbo,wandb]"
+	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip install $(VISION) --editable ".[ccl,demo,dev,docs,mlflow,onnx,parquet,tensorboard,timm,turbo,wandb]"
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.

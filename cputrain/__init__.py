@@ -1,6 +1,12 @@
-"""The `cputrain` command: recipes, training, evaluation, batch jobs and sweeps, on top of `affinity` and `mpi`.
+"""Plan, launch and train on CPUs. A script may use:
 
-`from cputrain import train` trains a network of your own: see cputrain/training/entry.py.
+train                  train a network of its own, or a recipe's: train(network, loss, data, settings=[...])
+cputrain.affinity      plan a machine and bind processes: find_machine, Request, plan_machine, bind_process
+cputrain.comm          oneCCL as a backend of torch.distributed: import cputrain.comm.ccl
+cputrain.data          read images for a loop of its own: ImageLoader, Transform, Augmentation
+cputrain.optim         optimizers for large batches: Lars, Lamb, AdagradDA
+
+Everything else is internal and may change. The command `cputrain --help` lists what needs no script.
 """
 
 # No imports here: only __main__.py protects the command from a user's typing.py or enum.py.
@@ -10,12 +16,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "train"]
+PACKAGES = ("affinity", "comm", "data", "optim")
 
 
 def __getattr__(name: str) -> "Any":
-    """Import `train` at its first use; untyped, as the packages below import the version from here."""
-    if name != "train":
+    """Import `train` or a package for scripts at its first use; untyped, as the packages below import the version from
+    here."""
+    if name != "train" and name not in PACKAGES:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module("cputrain.training.entry").train
+    return import_module(f"cputrain.{name}") if name in PACKAGES else import_module("cputrain.training.entry").train
+
+
+def __dir__() -> list[str]:
+    """List what a script may use."""
+    return [*__all__, *PACKAGES]

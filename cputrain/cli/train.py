@@ -17,7 +17,7 @@ from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, plural, spread
 from cputrain.checkpoints import is_checkpoint
-from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
+from cputrain.cli.options import SectionedCommand, no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import (
     amount_option,
     format_option,
@@ -59,8 +59,13 @@ from cputrain.runs.folder import (
 from cputrain.training.ipex import check_ipex
 from cputrain.variables import is_restarted, lock_name_in, restart_variables
 
+EXAMPLES = (
+    "cputrain train imagefolder data.path=DIR batch.local=32 epochs=5",
+    "cputrain train runs/imagefolder --resume",
+)
 
-@click.command("train")
+
+@click.command("train", cls=SectionedCommand, sections={}, examples=EXAMPLES)
 @click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @click.option("--resume", is_flag=True, help="continue from the last checkpoint in the output folder")
@@ -82,6 +87,7 @@ def train_command(
     prepared: bool,
 ) -> int:
     """Train RECIPE: a file, a shipped recipe's name or, with --resume, a run folder. KEY=VALUE sets a recipe key.
+    `cputrain recipes` lists the shipped recipes, `cputrain keys` the keys.
 
     Started directly, train plans this machine and starts its workers; started by mpirun, srun or torchrun, it acts as
     one rank. With --restarts N it continues from the last checkpoint after a failure.

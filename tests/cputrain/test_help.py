@@ -1,5 +1,6 @@
 """--help of commands with many options, and the manual pages."""
 
+import pydoc
 import re
 import shutil
 import subprocess
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import click
 import pytest
+from site_pages.python_api import SECTIONS
 
+import cputrain
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.cli import group
@@ -155,3 +158,29 @@ def test_a_page_names_the_others_as_their_files_are_named() -> None:
     pages = man_pages()
     named = re.findall(r"^\.BR (\S.*) \(1\)", "".join(pages.values()), re.MULTILINE)
     assert {f"{name.replace(chr(92), '')}.1" for name in named} == set(pages)
+
+
+def test_train_s_help_has_examples_and_names_where_recipes_and_keys_are_listed() -> None:
+    found, context = command("train")
+    text = found.get_help(context)
+    assert "`cputrain recipes` lists the shipped recipes, `cputrain keys` the keys" in " ".join(text.split())
+    assert "Examples:\n  cputrain train imagefolder data.path=DIR" in text
+    for line in found.examples:
+        found.make_context("train", line.split()[2:])
+
+
+@pytest.mark.slow
+def test_a_script_sees_what_it_may_use() -> None:
+    """In dir() and help(); the names in help() exist, and have the packages of the page of the Python API."""
+    assert dir(cputrain) == ["__version__", "affinity", "comm", "data", "optim", "train"]
+    assert cputrain.train.__name__ == "train"
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = cputrain.trian
+    text = pydoc.plain(pydoc.render_doc(cputrain))
+    assert "A script may use:" in text and "train(" in text and "__getattr__" not in text
+    listed = dict(re.findall(r"^cputrain\.(\w+) .*: (.*)$", cputrain.__doc__ or "", re.MULTILINE))
+    public = {module.split(".")[1] for names in SECTIONS.values() for module in names if "." in module}
+    assert set(listed) == public - {"training"}
+    for package, names in listed.items():
+        for name in names.split(", "):
+            assert name == "import cputrain.comm.ccl" or hasattr(getattr(cputrain, package), name)
