@@ -21,14 +21,11 @@ def as_option(name: str, value: str | None) -> str:
     return f"--{option}" if value in (None, "true") else f"--{option} {value}"
 
 
-KEYS = {"local_batch": "batch.local"}  # of settings that are not in the recipe section plan
-
-
 def as_recipe_key(name: str, value: str | None) -> str:
-    """Spell a setting as a recipe key: plan.ppn, plan.oversubscribe=true; --no-verify stays an option."""
+    """Spell a setting as a recipe key: plan.ppn, batch.local, plan.oversubscribe=true; --no-verify stays an option."""
     if name == "verify":
         return as_option(name, value)
-    key = KEYS.get(name, f"plan.{name}")
+    key = "batch.local" if name == "local_batch" else f"plan.{name}"
     return key if value is None else f"{key}={value}"
 
 

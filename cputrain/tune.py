@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import fmean, median, median_low
 
-from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError, as_recipe_key, describe
 from cputrain.affinity.planner.domains import SMALL_HOST_CORES, plausible_workers
 from cputrain.affinity.planner.openmp import installed_allocators, target_of
 from cputrain.affinity.planner.records import ENGINE, TUNED, Record
@@ -171,7 +171,7 @@ def plan_candidates(current: PlannedTraining, values: Sequence[Values], env: Map
         try:
             planned = _planned(current, dict(each), env)
         except InputError as error:
-            refused.append((each, str(error)))
+            refused.append((each, describe(error, as_recipe_key)))
             continue
         if (same := _what_runs(planned)) not in seen:
             seen.add(same)

@@ -30,6 +30,7 @@ from cputrain.data.prepare import (
     SHARD_FORMATS,
     Options,
     contact_sheet,
+    is_begun,
     prepare,
     problems,
     transformed,
@@ -297,7 +298,10 @@ def prepare_command(
     dataset = open_source(kind, source, **choice)
     for note in dataset.notes:
         click.echo(printable(note))
+    was_there = is_begun(out)
     splits = _pack(dataset, out, options, jobs)
+    if was_there:
+        click.echo(f"{out} is already complete, with these options; nothing to do")
     _show(out, dataset.classes if options.format == "tfrecord" else (), splits)
 
 
@@ -315,7 +319,10 @@ def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) ->
         try:
             return prepare(dataset, out, options, threads=threads, on_image=bar.update)
         except OSError as error:
-            raise RunError(f"prepare: {error}; finished shards are kept: fix this and repeat the command") from None
+            raise RunError(
+                f"prepare: cannot write {out}: {error.strerror or error}; finished shards are kept: fix this and "
+                "repeat the command"
+            ) from None
 
 
 def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:

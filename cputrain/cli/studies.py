@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
 from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, runs_on
 from cputrain.affinity.planner.step_time import ALGORITHMS
 from cputrain.affinity.topology.sysfs import this_machine
@@ -218,9 +218,9 @@ def _plan(
     try:
         return plan_training(training.model_copy(update={"sweep": SweepSection()}), env)
     except DoesNotFitError as error:
-        return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=str(error))
+        return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=describe(error, as_recipe_key))
     except InputError as error:
-        return InvalidTraining(recipe=training, status=INVALID, why=str(error))
+        return InvalidTraining(recipe=training, status=INVALID, why=describe(error, as_recipe_key))
 
 
 def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> None:

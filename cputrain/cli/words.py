@@ -20,7 +20,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from cputrain.affinity.errors import KEYS, Wording, as_option, as_recipe_key
+from cputrain.affinity.errors import Wording, as_option, as_recipe_key
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import join_or
@@ -116,16 +116,14 @@ def _commands_with(option: str, group: click.Command) -> list[str]:
 
 def _keys(name: str) -> list[str]:
     """Return the recipe keys that an option may stand for."""
-    from cputrain.recipe.keys import all_keys, other_names  # pydantic, only needed here
+    from cputrain.recipe.keys import all_keys, keys_elsewhere, plain  # pydantic, only needed here
 
-    last = name.replace("-", "_")
-    return list(other_names().get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
+    return keys_elsewhere(name) or [key for key in all_keys() if plain(key.rpartition(".")[2]) == plain(name)]
 
 
 def _option_of(key: str) -> str:
     """Return the option that sets a recipe key for one command: --ppn for plan.ppn, --local-batch for batch.local."""
-    names = {each: name for name, each in KEYS.items()}
-    return as_option(names.get(key, key.removeprefix("plan.")), None)
+    return as_option("local_batch" if key == "batch.local" else key.removeprefix("plan."), None)
 
 
 def _is_launcher(word: str) -> bool:

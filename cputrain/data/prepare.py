@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import write_with
+from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import Dataset, Images
 from cputrain.data.formats.records import (
     HEAD,
@@ -229,12 +230,15 @@ def prepare(
     Returns the manifest's splits. Raises InputError if `out` is anything else, or the disk is too small.
     """
     requested = asdict(options)
-    if out.exists():
-        manifest = read_manifest(out) if (out / MANIFEST).is_file() else None
-        if manifest is None or {**asdict(Options(kind="", source="")), **manifest["options"]} != requested:
+    if is_begun(out):
+        manifest = _manifest_of(out)
+        made_with = {**asdict(Options(kind="", source="")), **manifest["options"]}
+        if changed := [
+            f"{key}: {made_with.get(key)} -> {value}" for key, value in requested.items() if made_with.get(key) != value
+        ]:
             raise InputError(
-                f"{out} already exists, but was made from another source or with other options: remove it, or prepare "
-                "into another folder"
+                f"{out} was prepared with other options ({', '.join(changed)}): prepare into another folder, or remove "
+                "this one first"
             )
         complete: dict[str, dict[str, Any]] = manifest["splits"]
         return complete
@@ -253,6 +257,21 @@ def prepare(
     (partial_out / OPTIONS).unlink()
     partial_out.rename(out)
     return entries
+
+
+def is_begun(out: Path) -> bool:
+    """Return whether a path is anything but missing or an empty folder."""
+    return out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None)
+
+
+def _manifest_of(out: Path) -> dict[str, Any]:
+    """Return the manifest of a prepared folder. Raises InputError for anything else that is there."""
+    if not out.is_dir():
+        raise InputError(f"{out} is a file: prepare into a new folder")
+    if not (out / MANIFEST).is_file() or not any(out.glob("*.index.npy")):
+        names = first_named(sorted(path.name for path in out.iterdir()))
+        raise InputError(f"{out} has other files, {names}: prepare into a new folder")
+    return read_manifest(out)
 
 
 def _unfinished(out: Path, requested: dict[str, Any]) -> Path:

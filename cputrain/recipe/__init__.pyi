@@ -6,6 +6,7 @@ from .derivation import lr_at as lr_at
 from .derivation import rate_warning as rate_warning
 from .derivation import scheduled_lr as scheduled_lr
 from .derivation import settings_at as settings_at
+from .keys import TRAIN_OPTIONS as TRAIN_OPTIONS
 from .keys import all_keys as all_keys
 from .keys import describe_key as describe_key
 from .keys import other_names as other_names

@@ -31,6 +31,16 @@ def other_names() -> dict[str, list[str]]:
     return cast(dict[str, list[str]], read_yaml(Path(__file__).with_name("other_names.yaml")))
 
 
+def plain(name: str) -> str:
+    """Return a name in small letters without hyphens and underscores: batch-size, batch_size and batchSize are one."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def keys_elsewhere(name: str) -> list[str]:
+    """Return the keys here that have this name, in any spelling, in other trainers."""
+    return next((list(keys) for other, keys in other_names().items() if plain(other) == plain(name)), [])
+
+
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section that a field's type is or is a list of; None for a type of values."""
     inner = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
@@ -118,9 +128,9 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
     this name in other trainers, or keys of similar spelling, first in the same section."""
     *above, last = keys
     every = all_keys()
-    found = [key for key in every if key.rpartition(".")[2] == last]
+    found = [key for key in every if plain(key.rpartition(".")[2]) == plain(last)]
     if not found and not isinstance(value, dict):
-        found = list(other_names().get(last, ()))
+        found = keys_elsewhere(last)
     if not found:
         siblings = fields_of(tuple(above))
         found = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.5)]
@@ -235,8 +245,13 @@ def _not_a_section(keys: Keys, value: Any) -> str:
     return f"{dotted} is a section, not {as_yaml(value)}: set its keys {', '.join(inside)}"
 
 
+TRAIN_OPTIONS = ("dry-run", "no-verify", "overwrite", "quiet", "restarts", "resume")  # of cputrain train, no keys
+
+
 def _suggestion(keys: Keys, value: Any) -> str:
-    """Return the keys that an unknown key may mean, or all keys of its section."""
+    """Return the keys or the option that an unknown key may mean, or all keys of its section."""
+    if option := next((each for each in TRAIN_OPTIONS if plain(each) == plain(keys[-1])), None):
+        return f"did you mean the option --{option} of cputrain train?"
     similar = similar_keys(keys, value)
     if similar:
         return f"did you mean {join_or([repr(key) for key in similar])}?"

@@ -228,10 +228,10 @@ class ModelSection(Section):
     bn_ghost_batch: Positive | None = None
     """Images in a ghost batch: the part of a worker's batch that batch-norm normalizes separately (Hoffer et al. 2017).
     For bn_stats=local; null: the worker's whole batch."""
-    zero_gamma: Literal["none", "last_of_block", "last_of_stage"] = "none"
+    zero_gamma: Literal["none", "last_of_block", "last_of_stage", "auto"] = "none"
     """Batch-norm layers of a resnet whose gamma starts at 0, so that their blocks start as identities. last_of_block:
     the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only the last layer of each stage's
-    last block; none: no layer."""
+    last block; none: no layer; auto: last_of_block for a resnet, none for any other network."""
     weights: str | None = None
     """File of the initial weights: a checkpoint, a state dict, or another program's checkpoint (timm, Lightning, ...).
     Averaged weights are used if the file has them. A last layer of another size keeps its random weights; null: all
@@ -250,13 +250,14 @@ class ModelSection(Section):
         if name in OWN_NETWORKS or LIBRARY_NETWORK.fullmatch(name):
             return name
         near = get_close_matches(name, OWN_NETWORKS, n=1, cutoff=0.5)
-        all_known = f"{', '.join(OWN_NETWORKS)}, {TORCHVISION}NAME and {TIMM}NAME"
-        known = f"did you mean {near[0]!r}?" if near else f"known are {all_known}"
+        libraries = [f"{library}{name}" for library in (TORCHVISION, TIMM)]
+        meant = [*near, *filter(LIBRARY_NETWORK.fullmatch, libraries)]
+        known = f"did you mean {join_or(meant)}?" if meant else f"known are {join_or(OWN_NETWORKS)}"
         raise ValueError(f"unknown network, {known}")
 
     @model_validator(mode="after")
     def _options_fit(self) -> "ModelSection":
-        if self.zero_gamma != "none" and self.name not in RESNETS:
+        if self.zero_gamma not in ("none", "auto") and self.name not in RESNETS:
             raise misfit(
                 f"model.zero_gamma={self.zero_gamma} is an option of {', '.join(RESNETS)}, not of {self.name}: "
                 "set model.zero_gamma=none",

@@ -49,6 +49,7 @@ class TrainingLoop:
     preemption: Preemption
     position: Position
     preempted: bool = False
+    told_damaged: set[str] = field(default_factory=set)
     saver: Saver = field(init=False)
     damage: DamageCheck = field(init=False)
     watchers: list[Watcher] = field(init=False)
@@ -253,9 +254,11 @@ class TrainingLoop:
         return accuracy
 
     def _warn_of_damaged(self, names: list[str] | tuple[str, ...]) -> None:
-        if of_all_ranks := sorted(name for of_rank in all_gather(names) for name in of_rank):
-            line = f"{plural(len(of_all_ranks), 'damaged image')} skipped: {causes(of_all_ranks)}"
-            self.log.warn(self.step, "damaged images", line=line, images=of_all_ranks)
+        """Warn of the damaged images that no earlier warning has named."""
+        if found := sorted({name for of_rank in all_gather(names) for name in of_rank} - self.told_damaged):
+            self.told_damaged.update(found)
+            line = f"{plural(len(found), 'damaged image')} skipped: {causes(found)}"
+            self.log.warn(self.step, "damaged images", line=line, images=found)
 
 
 def is_due(number: int, every: int | None) -> bool:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import write_bytes
+from cputrain.affinity.filesystem import errors_name, write_bytes
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import (
@@ -536,7 +536,8 @@ class CheckpointWriter:
         try:
             for name in names:  # free each file's copies as soon as it is written
                 text = metadata if name == rank_file(self.rank) else {}
-                sums[name] = write_tensors(partial / name, snapshot.files.pop(name), text)
+                with errors_name(self.folder / name_of(step) / name):
+                    sums[name] = write_tensors(partial / name, snapshot.files.pop(name), text)
         except OSError:
             for name in names:  # free a full disk for the log
                 (partial / name).unlink(missing_ok=True)
@@ -551,7 +552,8 @@ class CheckpointWriter:
         for rank in range(1, self.world_size):
             sums[rank_file(rank)] = found = self._await(rank, number)
             if not seen(partial / rank_file(rank), found.bytes):
-                raise RunError(f"{partial / rank_file(rank)}, written by rank {rank}, is not visible on rank 0's host")
+                file = self.folder / name_of(step) / rank_file(rank)
+                raise RunError(f"{file}, written by rank {rank}, is not visible on rank 0's host")
         self._manifest = manifest.model_copy(update={"files": sums})
         write_manifest(partial, self._manifest)
         publish_checkpoint(partial, self.folder / name_of(step))

@@ -108,7 +108,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
         pytest.skip(reason="needs two cores")
     end = train_in_tmpfs(place, "size=5m", settings)
     lines = end.err.splitlines()
-    unfinished = "out/run/checkpoints/.step-0000002.partial"
+    unfinished = "out/run/checkpoints/step-0000002"
     full = f"cputrain: {unfinished}/{{}}.safetensors: No space left on device: free some space, or name another folder"
     assert {full.format(name) for name in ("model", "optimizer")} & {*lines} and end.status == 1, end.err
     assert "Traceback" not in end.err and "cputrain: rank 0 on " in end.err

@@ -213,6 +213,18 @@ def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> N
     )
 
 
+def test_damaged_images_are_named_in_the_first_epoch_only(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=9, val=7)
+    spoiled = [*image_files([folder / "train"])[:6], *image_files([folder / "val"])[:2]]
+    spoil(spoiled)
+    result = in_fork(*TRAIN, *ONE, "epochs=3", "max_steps=null", "data.max_damaged=0.5", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    warnings = [event for event in read_events(tmp_path / "run") if event["event"] == "warning"]
+    named = [line.partition(":")[0] for event in warnings for line in event["images"]]
+    assert len(named) == len(set(named)) > 2 and set(named) <= {str(path) for path in spoiled}
+    assert len(warnings) == result.stdout.count(" skipped: ")
+
+
 def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", train=9, val=30)
     spoil(untried(folder / "val", 3))

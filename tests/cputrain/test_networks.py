@@ -58,7 +58,7 @@ def test_gammas_are_zero_where_requested(name: str, last: str) -> None:
     stages = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
     every = [f"layer{s + 1}.{b}.{last}" for s, blocks in enumerate(stages) for b in range(blocks)]
     ends = [f"layer{s + 1}.{blocks - 1}.{last}" for s, blocks in enumerate(stages)]
-    assert quiet(made(name=name, zero_gamma="last_of_block")) == every
+    assert quiet(made(name=name, zero_gamma="last_of_block")) == quiet(made(name=name, zero_gamma="auto")) == every
     assert quiet(made(name=name, zero_gamma="last_of_stage")) == ends
 
 

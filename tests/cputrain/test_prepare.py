@@ -180,8 +180,25 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
     again = here(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
+    assert "out is already complete, with these options; nothing to do" in again.stdout
     other = here(*command, "--seed", "2", cwd=tmp_path)
-    assert other.returncode == 2 and "already exists, but was made from another source" in other.stderr
+    assert other.returncode == 2 and "out was prepared with other options (seed: 1 -> 2): " in other.stderr
+
+
+def test_a_folder_of_other_files_is_not_taken_and_an_empty_one_is(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    out, dataset = tmp_path / "out", open_dataset(str(folder))
+    out.write_text("mine")
+    with pytest.raises(InputError, match=r"out is a file: prepare into a new folder$"):
+        prepare(dataset, out, options(folder))
+    out.unlink()
+    write_files(out, {"thesis.tex": b"years of work", "manifest.json": b"{}"})
+    with pytest.raises(InputError, match=r"out has other files, manifest.json, thesis.tex: prepare into a new folder$"):
+        prepare(dataset, out, options(folder))
+    assert (out / "thesis.tex").read_bytes() == b"years of work"
+    shutil.rmtree(out)
+    out.mkdir()
+    assert prepare(dataset, out, options(folder))["train"]["images"] == len(dataset.train)
 
 
 def shards_done(beside: Path) -> list[Path]:
@@ -245,6 +262,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = here("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "prepare: cannot write second: " in result.stderr and ".partial" not in result.stderr
     assert "finished shards are kept: fix this and repeat the command" in result.stderr
     (tmp_path / ".second.partial").unlink()
     assert here("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0

@@ -260,7 +260,7 @@ def test_contradicting_values_are_reported_at_the_setting_that_contradicts() -> 
     for settings, expected in (
         (("data.path=x", "epochs=4"), "setting 'epochs=4': schedule.warmup_epochs=5 is longer than epochs=4"),
         (
-            ("data.path=x", "model.name=torchvision:mobilenet_v2"),
+            ("data.path=x", "model.zero_gamma=last_of_block", "model.name=torchvision:mobilenet_v2"),
             "setting 'model.name=torchvision:mobilenet_v2': model.zero_gamma=last_of_block is an option of resnet18, ",
         ),
         (("data.path=x", "optim.rho=0.5"), "setting 'optim.rho=0.5': optim.rho is an option of adadelta"),
@@ -268,6 +268,11 @@ def test_contradicting_values_are_reported_at_the_setting_that_contradicts() -> 
         with pytest.raises(InputError) as error:
             load_recipe("imagefolder", settings)
         assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:vit_b_16", "torchvision:resnet50", "alexnet", "lenet"])
+def test_imagefolder_takes_any_network(name: str) -> None:
+    assert load_recipe("imagefolder", ("data.path=x", f"model.name={name}")).model.name == name
 
 
 def test_a_setting_that_replaces_a_value_drops_the_keys_that_depend_on_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.words import missing_argument, tables
-from cputrain.recipe import all_keys, other_names
+from cputrain.recipe import TRAIN_OPTIONS, all_keys, other_names
 from tests.support.commands import here, refused
 from tests.support.forked import in_fork
 from tests.support.images import write_images
@@ -90,6 +90,19 @@ from tests.support.images import write_images
         ("train demo-digits --gpus 4", "did you mean plan.ppn=VALUE?"),
         ("train demo-digits --lr 1", "did you mean schedule.peak_rate=VALUE?"),
         ("train demo-digits lr=1", "did you mean 'schedule.peak_rate'?"),
+        ("train demo-digits batchsize=16", "did you mean 'batch.local' or 'batch.global'?"),
+        ("train demo-digits batch-size=16", "did you mean 'batch.local' or 'batch.global'?"),
+        ("train demo-digits batchSize=16", "did you mean 'batch.local' or 'batch.global'?"),
+        ("train demo-digits weightdecay=1", "did you mean 'optim.weight_decay'?"),
+        ("train demo-digits optim.weight-decay=1", "did you mean 'optim.weight_decay'?"),
+        ("train demo-digits --batchsize 4", "did you mean batch.local=VALUE or batch.global=VALUE?"),
+        ("train demo-digits resume=true", "did you mean the option --resume of cputrain train?"),
+        ("train demo-digits overwrite=1", "did you mean the option --overwrite of cputrain train?"),
+        ("train demo-digits dry_run=true", "did you mean the option --dry-run of cputrain train?"),
+        ("train demo-digits no-verify=true", "did you mean the option --no-verify of cputrain train?"),
+        ("train demo-digits model.name=vit_b_16", "did you mean torchvision:vit_b_16 or timm:vit_b_16?"),
+        ("train demo-digits model.name=convnext_tiny.fb_in22k", "did you mean timm:convnext_tiny.fb_in22k?"),
+        ("train demo-digits model.name=resnet5", "did you mean resnet50, torchvision:resnet5 or timm:resnet5?"),
         ("train demo-digits num_workers=1", "did you mean 'plan.ppn' or 'plan.loader_cores'?"),
         ("train demo-digits plan.cores=a", "bad range 'a' in CPU list 'a'"),
         ("job slurm demo-digits --time 1 --walltime 1", "did you mean --time?"),
@@ -98,6 +111,13 @@ from tests.support.images import write_images
 def test_a_word_of_other_programs_is_answered_with_ours(words: str, expected: str) -> None:
     line = refused(here(*words.split()))
     assert expected in line and "\n" not in line
+
+
+def test_options_that_are_taken_for_keys_exist() -> None:
+    train = group.get_command(click.Context(group), "train")
+    assert train is not None
+    options = {word for each in train.params for word in each.opts}
+    assert {f"--{each}" for each in TRAIN_OPTIONS} <= options and not {*TRAIN_OPTIONS} & {*all_keys()}
 
 
 def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

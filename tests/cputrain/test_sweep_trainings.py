@@ -64,6 +64,20 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
     assert not (place / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        ("plan.ppn=999", "plan.ppn=999 needs 999 cores; "),
+        ("plan.ppn=999", "set plan.ppn to "),
+        ("plan.threads=999", "plan.threads=999: "),
+        ("batch.local=100000", ": set batch.local to "),
+    ],
+)
+def test_a_training_that_cannot_start_is_told_in_keys_of_recipes(place: Path, grid: str, told: str) -> None:
+    line = refused(here("sweep", "imagefolder", "data.path=images", "--grid", grid, "--dry-run", cwd=place))
+    assert line.startswith("cputrain: none of 1 trainings can start here: ") and told in line
+
+
 # Networks whose steps take a moment; the whole epoch is one step, and nothing but the limit ends it.
 TINY = ("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=32", "schedule.warmup_epochs=0")
 

@@ -233,8 +233,9 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
     if path is None:
         raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
     root = Path(path)
+    has_manifest = (root / MANIFEST).is_file()
     found = {each: files for each in FORMATS if (files := each.find(root))}
-    if (root / MANIFEST).is_file() and _is_prepared(root, found):
+    if has_manifest and _is_prepared(root, found):
         return _prepared(root)
     for archive, kind in ARCHIVES.items():
         if (root / archive).is_file() and not (root / TRAIN).is_dir():
