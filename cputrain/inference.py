@@ -3,6 +3,7 @@
 An exported file is loaded again, and its logits are compared with those of the original network.
 """
 
+import io
 import json
 import logging
 import warnings
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import errors_name
 from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
     MANIFEST,
@@ -210,7 +212,9 @@ def _open_safetensors(path: Path, network: nn.Module) -> Forward:
 
 
 def _write_state_dict(network: nn.Module, _inputs: Tensor, _about: Mapping[str, str], path: Path) -> None:
-    torch.save(network.state_dict(), path)
+    out = io.BytesIO()  # torch.save into a file raises RuntimeError on a full disk
+    torch.save(network.state_dict(), out)
+    path.write_bytes(out.getbuffer())
 
 
 def _open_state_dict(path: Path, network: nn.Module) -> Forward:
@@ -327,7 +331,9 @@ def export(
     partial = file.with_name(f".{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        FORMATS[format_name].write(network, inputs.to(next(network.parameters()).dtype), about(record, step), partial)
+        with errors_name(file):
+            inputs_as_trained = inputs.to(next(network.parameters()).dtype)
+            FORMATS[format_name].write(network, inputs_as_trained, about(record, step), partial)
         difference = _difference(partial, format_name, checkpoint, inputs, expected)
         if not difference <= TOLERANCE[recipe.precision]:
             raise RunError(

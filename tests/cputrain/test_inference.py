@@ -224,6 +224,14 @@ def test_a_file_whose_logits_differ_is_not_written(
         export(best, tmp_path / "n.pt", "state-dict", ENV, image_files([place / "images/val/class0/000.jpg"]))
 
 
+@pytest.mark.parametrize("name", ["safetensors", "state-dict", "torchscript"])
+def test_a_full_disk_is_told_with_the_name_of_the_file(best: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / ".net.x.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/net.x'$"):
+        export(best, tmp_path / "net.x", name, ENV)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_export_needs_a_name_or_a_format(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
