@@ -431,9 +431,10 @@ def main(arguments: Sequence[str]) -> int:
     else:
         ended.set()
     try:
-        check_log_formats((name,), os.environ)
+        env = os.environ
+        check_log_formats((name,), env)
         (Path(folder) / METRICS).mkdir(exist_ok=True)
-        record = follow(name, Path(folder), ended, os.environ)
+        record = follow(name, Path(folder), ended, env)
     except KeyboardInterrupt:
         return status_of_signal(signal.SIGINT)
     except Exception as error:
