@@ -145,6 +145,9 @@ class Session:
         )
 
 
+OWN_ENGINE = Engine(name="eager", why="engine=auto keeps the layers of your own network; engine=native replaces them")
+
+
 def start_session(
     context: RankContext, recipe: Recipe, *, own: UserTask | None = None, splits: tuple[str, ...] = SPLITS
 ) -> Session:
@@ -163,7 +166,8 @@ def start_session(
     if own is None:
         check_labels(dataset)
     phase("loading native kernels")
-    engine = choose_engine("eager" if own and recipe.engine == "auto" else recipe.engine, recipe.precision, env)
+    keeps_layers = own is not None and recipe.engine == "auto"
+    engine = OWN_ENGINE if keeps_layers else choose_engine(recipe.engine, recipe.precision, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,

@@ -219,7 +219,7 @@ class TrainState:
         if not any(names for _, names, _ in found) or self._finds_unused:
             return outputs, losses
         stack.close()
-        self._search_unused(inputs, targets, smoothing, missing, before)
+        self._search_unused(inputs, targets, smoothing, before)
         return self._pass(inputs, targets, smoothing, stack, reduces=reduces)
 
     def _pass(
@@ -244,34 +244,31 @@ class TrainState:
     def _finds_unused(self) -> bool:
         return bool(getattr(self.ddp, "find_unused_parameters", False))
 
-    def _search_unused(
-        self, inputs: Any, targets: Any, smoothing: float, missing: list[str], before: "Volatile"
-    ) -> None:
+    def _search_unused(self, inputs: Any, targets: Any, smoothing: float, before: "Volatile") -> None:
         """Find the parameters without gradients by a backward pass on this rank alone, as reentrant checkpointing hides
         parameters from the graph; if there are any, let DDP search for them in every pass."""
+        self.ddp._remove_autograd_hooks()  # type: ignore[operator]
         before.restore()
-        with self.ddp.no_sync():  # type: ignore[operator]
-            _, losses = self.ddp(inputs, targets, smoothing)
-            if losses.requires_grad:
-                losses.sum().backward()
+        _, losses = self.learner(inputs, targets, smoothing)
+        reached = leaves(losses)
+        if losses.requires_grad:
+            losses.sum().backward()
         before.restore()
         trained = self.learner.trained()
         unused = [name for name, weight in trained.items() if weight.grad is None]
+        hides = any(weight.grad is not None and id(weight) not in reached for weight in trained.values())
         for weight in trained.values():
             weight.grad = None
-        of_ranks = all_gather((unused, len(unused) < len(missing)))
+        of_ranks = all_gather((unused, hides))
         self.unused = tuple(dict.fromkeys(name for names, _ in of_ranks for name in names))
-        if not self.unused:
-            return
-        if len(self.unused) == len(trained):
+        if any(len(names) == len(trained) for names, _ in of_ranks):
             raise InputError("the loss does not depend on any parameter that is trained: return it with its graph")
-        if any(hidden for _, hidden in of_ranks):
+        if self.unused and any(hides_some for _, hides_some in of_ranks):
             raise InputError(
                 f"{first_named(list(self.unused))} get no gradient, and reentrant checkpointing hides other parameters "
                 "from DDP: call torch.utils.checkpoint with use_reentrant=False"
             )
-        self.ddp._remove_autograd_hooks()  # type: ignore[operator]
-        self.ddp = wrapped(self.learner, self.bucket_mib, self.all_reduce, find_unused=True)
+        self.ddp = wrapped(self.learner, self.bucket_mib, self.all_reduce, find_unused=bool(self.unused))
 
     def check_reduced(self, losses: Tensor) -> None:
         """Raise RunError if this rank's backward pass gave no gradient to parameters that had one in the first pass, so
