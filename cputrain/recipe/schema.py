@@ -636,7 +636,7 @@ class Recipe(Section):
     kernels of cputrain, compiled once, that fuse batch-norm, residual and ReLU, and for evaluation with batch-norm
     folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8. auto:
     native, or eager without a C++ compiler, unless `cputrain tune` found another engine faster on this machine; a
-    training does not measure them itself."""
+    training does not measure them itself. auto is eager for a network of your own (`cputrain.train`)."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

@@ -380,6 +380,8 @@ def train(
     network: trained in place; called with the inputs of a batch. All ranks start from rank 0's initial weights; call
         torch.manual_seed before you build it to get the same weights in every run.
     loss: called with the outputs and targets of N samples; returns their losses, shape (N,), or the mean, shape ().
+        Parameters and buffers of a loss that is a module, or a method or functools.partial of one, are trained, summed
+        and saved like the network's.
     train_data, val_data, test_data: map-style datasets, such as torch Datasets, that return (input, target) pairs, the
         same on all ranks. A thread reads the samples in an order that is shuffled by seed and epoch. Random
         augmentation must depend on sample and epoch only (`set_epoch(epoch)` is called if it exists); otherwise a
