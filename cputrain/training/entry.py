@@ -182,6 +182,8 @@ def prepare_own_network(network: nn.Module, task: Task, precision: str) -> list[
         learner.train()
     if names := _lazy_names(learner):
         raise InputError(f"the network's forward pass does not initialize {first_named(names)}: remove these layers")
+    if not learner.trained():
+        raise InputError("no parameter of the network requires a gradient: set requires_grad of those to train")
     dense = make_dense(learner)
     note = f"gradients of {first_named(dense)} are dense: sparse ones cannot be summed over ranks by every backend"
     return [note] if dense else []

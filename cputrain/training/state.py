@@ -122,7 +122,7 @@ def make_dense(module: nn.Module) -> list[str]:
     }
     for layer in layers.values():
         layer.sparse = False
-    return [plain_name(name) for name in layers]
+    return [plain_name(name).removeprefix("network.") for name in layers]
 
 
 # DDP's option to broadcast rank 0's buffers before every forward pass was renamed in torch 2.13; 2.8 to 2.13 are
@@ -210,11 +210,11 @@ class TrainState:
         known = {id(weight) for weight in trained.values()}
         others = [leaf for place, leaf in reached.items() if place not in known]
         foreign = describe_foreign([leaf for leaf in others if isinstance(leaf, nn.Parameter)])
+        problem = foreign or describe_sparse(losses)
         self.suspects = tuple(others)  # the forward pass may have made them
-        found = all_gather((foreign, missing, bool(own_buffers(self.learner))))
-        for problem, _, _ in found:
-            if problem:
-                raise InputError(problem)
+        found = all_gather((problem, missing, bool(own_buffers(self.learner))))
+        if problems := [each for each, _, _ in found if each]:
+            raise InputError(problems[0])
         self.checked, self.shares_buffers = True, any(has_buffers for _, _, has_buffers in found)
         if not any(names for _, names, _ in found) or self._finds_unused:
             return outputs, losses
@@ -322,20 +322,30 @@ def restore_buffers(module: nn.Module, saved: Buffers) -> None:
                 part._buffers[name] = kept.clone()
 
 
-def leaves(losses: Tensor) -> dict[int, Tensor]:
-    """Return the leaves of the autograd graph of `losses`, by id."""
-    found: dict[int, Tensor] = {}
+def graph_of(losses: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of `losses`."""
     seen, queue = set(), [losses.grad_fn]
     while queue:
         node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-        queue += [following for following, _ in node.next_functions]
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            queue += [following for following, _ in node.next_functions]
+
+
+def leaves(losses: Tensor) -> dict[int, Tensor]:
+    """Return the leaves of the autograd graph of `losses`, by id."""
+    found = (getattr(node, "variable", None) for node in graph_of(losses))
+    return {id(leaf): leaf for leaf in found if isinstance(leaf, Tensor)}
+
+
+def describe_sparse(losses: Tensor) -> str:
+    """Return the error about operators with sparse gradients, which no hook of DDP sums, "" if there are none."""
+    options = ("_saved_sparse", "_saved_sparse_grad")  # of embeddings, and of gather
+    names = [node.name() for node in graph_of(losses) if any(getattr(node, option, False) for option in options)]
+    if not names:
+        return ""
+    return f"{first_named(names)} of the network has sparse gradients: pass sparse=False (sparse_grad=False) there"
 
 
 def describe_foreign(foreign: Sequence[Tensor]) -> str:

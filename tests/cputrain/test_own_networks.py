@@ -225,6 +225,8 @@ def test_parameters_that_the_loss_does_not_reach_are_named_and_kept() -> None:
 def test_a_loss_that_reaches_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="does not depend on any parameter that is trained"):
         training(nn.Linear(3, CLASSES), rows(3), lambda outputs, _: outputs.detach().sum(1)).step()
+    with pytest.raises(InputError, match="no parameter of the network requires a gradient"):
+        training(nn.Linear(3, CLASSES).requires_grad_(False), rows(3))
 
 
 class Recomputed(nn.Module):
@@ -323,6 +325,19 @@ def test_layers_of_every_kind_train_average_and_resume_bit_for_bit(name: str, tm
         assert network(inputs).isfinite().all()
         assert any(not torch.equal(value, trained[key]) for key, value in ours.learner.weights().items())
     assert all(torch.equal(value, trained[key]) for key, value in ours.learner.weights().items())
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_operators_with_sparse_gradients_are_refused(gather: bool) -> None:
+    network = nn.Linear(3, CLASSES)
+    index = torch.zeros(6, CLASSES, dtype=torch.int64)
+    network.forward = lambda words: (
+        network.weight.t().gather(0, index[:3], sparse_grad=True).sum(0) + words
+        if gather
+        else functional.embedding(words.long().clamp(0, 1)[:, 0], network.weight, sparse=True)
+    )
+    with pytest.raises(InputError, match=r"Backward0 of the network has sparse gradients: pass sparse=False"):
+        training(network, rows(CLASSES)).step()
 
 
 def test_lazy_layers_are_refused_if_the_forward_pass_does_not_use_them() -> None:
