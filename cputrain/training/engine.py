@@ -108,14 +108,9 @@ def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
 
 
 def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """Convert the weights of convolutions to channels-last, which oneDNN needs, and fuse layers or set up compilation.
-
-    Raises InputError for complex tensors: converting them to a real dtype would drop the imaginary parts.
-    """
-    for name, value in chain(model.named_parameters(), model.named_buffers()):
-        if value.is_complex():
-            raise InputError(f"{name} of the network is {value.dtype}: convert it with torch.view_as_real")
-    model.to(dtype=DTYPES[precision])
+    """Convert weights to the precision, those of convolutions to channels-last, which oneDNN needs, and fuse layers or
+    set up compilation."""
+    convert_weights(model, precision)
     for layer in model.modules():
         if isinstance(layer, _ConvNd):
             for weight in layer.parameters():  # also below a parametrization
@@ -130,6 +125,17 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
     if engine.name == "compile":
         model.compile()
     return model
+
+
+def convert_weights(model: nn.Module, precision: str) -> None:
+    """Convert parameters and buffers to the dtype of `precision`.
+
+    Raises InputError for complex tensors: converting them to a real dtype would drop the imaginary parts.
+    """
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        if value.is_complex():
+            raise InputError(f"{name} of the network is {value.dtype}: convert it with torch.view_as_real")
+    model.to(dtype=DTYPES[precision])
 
 
 WINOGRAD = "winograd"  # kind of the records with measured speedups

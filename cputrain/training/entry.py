@@ -54,7 +54,7 @@ from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, check_log_formats, open_events, time_spent
 from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
 from cputrain.runs.trackers import Trackers
-from cputrain.training.engine import DTYPES, bf16_speedups, has_bf16, optimize_training, prepare_model
+from cputrain.training.engine import bf16_speedups, convert_weights, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
     Progress,
@@ -173,7 +173,7 @@ def prepare_own_network(network: nn.Module, task: Task, precision: str) -> list[
     example, and make sparse gradients dense; return lines about changes. Raises InputError if a layer stays lazy."""
     parts = [network] if task.loss_module is None else [network, task.loss_module]
     for part in parts:
-        part.to(DTYPES[precision])
+        convert_weights(part, precision)
     learner = Learner(network, task.losses, precision, task.loss_module)
     if _lazy_names(learner):
         learner.eval()  # without a change of statistics, and for layers that need more than one sample

@@ -97,7 +97,8 @@ def evaluate(
                 outputs = network(task.inputs(batch))
             if isinstance(outputs, Tensor) and outputs.dtype == torch.bfloat16:
                 outputs = outputs.float()
-            losses = task.losses(outputs, batch.labels, 0.0).expand(len(batch.weights))
+            # A network may enable gradients, for a derivative that it returns.
+            losses = task.losses(outputs, batch.labels, 0.0).detach().expand(len(batch.weights))
             loss_sum += float((losses * batch.weights).sum())
             if task.classifies:
                 correct1 += count_correct(outputs, batch.labels, batch.weights, 1)

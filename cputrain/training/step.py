@@ -153,8 +153,12 @@ class UserTask:
             batch = own_batch(samples, [i % len(samples) for i in range(count)])
             return inputs(batch), batch.labels
 
+        def build() -> nn.Module:
+            self.network.train()  # it may come from an evaluation; its method may return nothing
+            return self.network
+
         return Task(
-            build=self.network.train,  # also for a network that comes from an evaluation
+            build=build,
             inputs=inputs,
             losses=self._losses,
             example=example,

@@ -377,10 +377,25 @@ def test_buffers_that_appear_in_a_forward_pass_are_evaluated_and_skipped_with_th
     assert torch.equal(network.mean, before)
 
 
+class Frozen(nn.Linear):
+    """A layer with a train() that returns nothing, as users override it to keep layers frozen."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+
+
 def test_a_network_from_an_evaluation_is_trained_in_training_mode() -> None:
     network = nn.Sequential(nn.Linear(3, CLASSES), nn.Dropout()).eval()
     training(network, rows(3))
     assert network.training and network[1].training
+    training(Frozen(3, CLASSES), rows(3)).step()
+
+
+def test_complex_parameters_are_refused() -> None:
+    network = nn.Linear(3, CLASSES)
+    network.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(InputError, match=r"phase of the network is torch\.complex64"):
+        training(network, rows(3))
 
 
 def test_buffers_count_among_the_replicas_and_statistics_do_not() -> None:
