@@ -24,6 +24,7 @@ from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.comm.group import HOOKS, AllReduceHook, end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
+from cputrain.models.evidence import measuring
 from cputrain.recipe.derivation import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.entry import build_state
@@ -163,8 +164,8 @@ class LayerRecorder:
             if not list(module.children()) and not isinstance(module, nn.Identity):
                 self.kinds[name] = type(module).__name__
                 self.weights[name] = sum(weight.numel() for weight in module.parameters())
-                handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
-                handles.append(module.register_forward_hook(partial(self._end, name)))
+                handles.append(module.register_forward_pre_hook(measuring(partial(self._begin, name))))
+                handles.append(module.register_forward_hook(measuring(partial(self._end, name))))
         try:
             yield
         finally:

@@ -18,11 +18,13 @@ from .convolution import speedup as speedup
 from .convolution import use_direct_gradients as use_direct_gradients
 from .convolution import use_products as use_products
 from .convolution import use_winograd as use_winograd
-from .fusion import CacheBlocked as CacheBlocked
-from .fusion import FoldedConv2d as FoldedConv2d
-from .fusion import FoldedWinogradConv2d as FoldedWinogradConv2d
-from .fusion import fold_batchnorms as fold_batchnorms
+from .evidence import restore as restore
+from .folding import CacheBlocked as CacheBlocked
+from .folding import FoldedConv2d as FoldedConv2d
+from .folding import FoldedWinogradConv2d as FoldedWinogradConv2d
+from .folding import fold_batchnorms as fold_batchnorms
 from .fusion import fuse_batchnorms as fuse_batchnorms
+from .fusion import left_to_torch as left_to_torch
 from .networks import GhostBatchNorm2d as GhostBatchNorm2d
 from .networks import RunningBatchNorm2d as RunningBatchNorm2d
 from .networks import batchnorms as batchnorms

@@ -1,7 +1,7 @@
 """Batch-norm fused with residual addition and ReLU by native kernels, and the check of the kernels.
 
-State dicts are the same as BatchNorm2d's. Inputs that the kernels do not support (float64, other devices) use torch's
-operators.
+State dicts are the same as BatchNorm2d's. Each call that the kernels do not support (float64, other devices, options
+such as momentum=None, second derivatives, tracing) uses torch's operators.
 """
 
 import ctypes
@@ -10,16 +10,26 @@ from ctypes import POINTER, byref, c_double, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
+from cputrain.models.evidence import (
+    DTYPES,
+    Native,
+    are_maps,
+    gradients_by_torch,
+    is_as_written,
+    is_gradient_of,
+    is_vector,
+    runs_eagerly,
+)
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
+from cputrain.models.vision import activate
 from cputrain.native_build import (
     KERNELS,
     NativeKernels,
@@ -33,8 +43,6 @@ from cputrain.native_build import (
 SOURCES = tuple(
     KERNELS / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
 )
-DTYPES = (torch.float32, torch.bfloat16)
-"""Data types of images that the kernels support; parameters are float32."""
 
 
 class _Images(ctypes.Structure):
@@ -171,9 +179,13 @@ def second_use(images: Tensor) -> Tensor:
     return cast(Tensor, second)
 
 
-class FusedBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d, followed by the addition of a residual, if given, and ReLU, if `relu`."""
+class FusedBatchNorm2d(Native, nn.BatchNorm2d):
+    """BatchNorm2d, followed by the addition of a residual, if given, and ReLU, if `relu`.
 
+    `relu` is whether the layer itself ends in ReLU; a caller that computes the ReLU after it passes relu=True.
+    """
+
+    plain: ClassVar[type[nn.Module]] = nn.BatchNorm2d
     kernels: Kernels
     relu = False
     all_ranks = False
@@ -181,52 +193,70 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
     constant = False
     """Whether to normalize by the running statistics also in training."""
 
-    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(N, C, H, W) -> (N, C, H, W), channels-last in memory; a residual has the same shape."""
-        if not self._supports(images):
-            return self._by_torch(super().forward(images), residual)
-        images = images.contiguous(memory_format=torch.channels_last)
-        if residual is not None:
-            residual = residual.to(images.dtype).contiguous(memory_format=torch.channels_last)
+    def forward(self, images: Tensor, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
+        """(N, C, H, W) -> (N, C, H, W); a residual has the same shape."""
+        relu = relu or self.relu
+        if not self._supports(images, residual):
+            return _continued(super().forward(images), residual, relu=relu)
         batch = self.training and not self.constant
+        if batch and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        assert self.running_mean is not None and self.running_var is not None
         options = NormOptions(
             kernels=self.kernels,
             eps=self.eps,
-            relu=self.relu,
+            relu=relu,
             ghosts=self.ghosts(len(images)),
             all_ranks=self.all_ranks,
+            running=(self.running_mean, self.running_var),
+            momentum=self.momentum if batch else None,
         )
         apply: Any = _FusedBatchNorm.apply
-        fixed = None if batch else (self.running_mean, self.running_var)
-        outputs, second, statistics, counts = apply(images, residual, self.weight, self.bias, fixed, options)
-        if batch:
-            self._update_running(statistics, counts)
+        outputs, second = apply(images, residual, self.weight, self.bias, options)
         if second is not None and second.requires_grad:
             setattr(outputs, SECOND_USE, (second, outputs._version))
         return cast(Tensor, outputs)
+
+    def undo(self) -> None:
+        """Undo what was done to the layer when its class was replaced."""
+        super().undo()
+        if vars(self).pop("relu", False) and "act" in self._modules:
+            self.register_forward_hook(activate)
 
     def ghosts(self, images: int) -> int:
         """Return the number of ghost batches, each normalized by its own statistics."""
         return 1
 
-    def _supports(self, images: Tensor) -> bool:
-        """Return whether the kernels support the images; for a single value per channel, torch raises an error."""
-        return images.dtype in DTYPES and self.weight.dtype == torch.float32 and images.numel() > images.shape[1]
+    def _supports(self, images: Tensor, residual: Tensor | None) -> bool:
+        """Return whether the kernels compute what torch would, which raises an error for one value per channel."""
+        weight = self.weight
+        if not (runs_eagerly() and is_as_written(self.plain, "forward")) or weight is None or weight.dim() != 1:
+            return False
+        channels = len(weight)
+        options = isinstance(self.eps, float) and self.eps > 0 and isinstance(self.momentum, int | float)
+        return (
+            options
+            and self.track_running_stats is True
+            and all(is_vector(each, channels) for each in (weight, self.bias, self.running_mean, self.running_var))
+            and are_maps(images, channels)
+            and len(images) // self.ghosts(len(images)) * images.shape[2:].numel() > 1
+            and (
+                residual is None
+                or (are_maps(residual, channels) and (residual.shape, residual.dtype) == (images.shape, images.dtype))
+            )
+        )
 
-    def _by_torch(self, normalized: Tensor, residual: Tensor | None) -> Tensor:
-        total = normalized if residual is None else normalized + residual
-        return functional.relu(total) if self.relu else total
 
-    def _update_running(self, statistics: Tensor, counts: list[float]) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-        running = self.running_mean, self.running_var
-        self.kernels.update_running(statistics, counts, self.momentum, *running)
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+def _continued(normalized: Tensor, residual: Tensor | None, *, relu: bool) -> Tensor:
+    """Add the residual and apply ReLU, by torch's operators. The addition is in place, which keeps the dtype."""
+    total = normalized if residual is None else normalized.add_(residual)
+    return functional.relu(total) if relu else total
 
 
 class FusedGhostBatchNorm2d(FusedBatchNorm2d, GhostBatchNorm2d):
     """FusedBatchNorm2d with the statistics of ghost batches."""
+
+    plain = GhostBatchNorm2d
 
     def ghosts(self, images: int) -> int:
         """Return the number of ghost batches."""
@@ -236,12 +266,14 @@ class FusedGhostBatchNorm2d(FusedBatchNorm2d, GhostBatchNorm2d):
 class FusedSyncBatchNorm2d(FusedBatchNorm2d, SyncBatchNorm2d):
     """FusedBatchNorm2d with the statistics over all ranks."""
 
+    plain = SyncBatchNorm2d
     all_ranks = True
 
 
 class FusedRunningBatchNorm2d(FusedBatchNorm2d, RunningBatchNorm2d):
     """FusedBatchNorm2d with the running statistics, which are not updated."""
 
+    plain = RunningBatchNorm2d
     constant = True
 
 
@@ -255,13 +287,19 @@ FUSED: dict[type[nn.BatchNorm2d], type[FusedBatchNorm2d]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormOptions:
-    """Options of a fused layer: epsilon, ReLU, number of ghost batches, statistics over all ranks or this rank."""
+    """Options of a fused layer: epsilon, ReLU, number of ghost batches, statistics over all ranks or this rank.
+
+    `running` are the running mean and variance, updated with `momentum`; if that is None, images are normalized by
+    them.
+    """
 
     kernels: Kernels
     eps: float
     relu: bool
     ghosts: int
     all_ranks: bool
+    running: tuple[Tensor, Tensor]
+    momentum: float | None
 
 
 class _FusedBatchNorm(torch.autograd.Function):
@@ -269,23 +307,13 @@ class _FusedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        images: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        fixed: tuple[Tensor, Tensor] | None,
-        options: NormOptions,
-    ) -> tuple[Tensor, Tensor | None, Tensor, list[float]]:
-        """Return the outputs, an alias of them if there are a residual and ReLU (else None), mean and variance
-        (ghosts, 2, C) in float64, and the number of values per channel in each ghost batch.
-
-        `fixed` are mean and variance to normalize by, or None for the batch's own.
-        """
+        ctx: Any, images: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, options: NormOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs, and an alias of them if there are a residual and ReLU, else None."""
         kernels, outputs = options.kernels, torch.empty_like(images)
         counts: list[float] = []
-        if fixed is not None:
-            statistics = torch.stack(fixed)[None].double()
+        if options.momentum is None:
+            statistics = torch.stack(options.running)[None].double()
         else:
             statistics = images.new_empty(options.ghosts, 2, images.shape[1], dtype=torch.float64)
             parts = torch.tensor_split(images, options.ghosts)
@@ -294,6 +322,8 @@ class _FusedBatchNorm(torch.autograd.Function):
                 kernels.statistics(part, own)
             if options.all_ranks:
                 counts = [over_all_ranks(statistics[0], counts[0])]
+            # Here and not after apply: a recomputation by torch.utils.checkpoint may end while tensors are saved.
+            kernels.update_running(statistics, counts, options.momentum, *options.running)
         for part, added, out, own in zip(*_split(options.ghosts, images, residual, outputs), statistics, strict=True):
             layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
             kernels.forward(layer, part, added, out)
@@ -301,32 +331,40 @@ class _FusedBatchNorm(torch.autograd.Function):
         # With a residual, only the outputs show which values ReLU has cut. The next convolution saves them anyway.
         kept = outputs if options.relu and residual is not None else None
         ctx.save_for_backward(images, kept, weight, bias, statistics)
-        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         second = None
         if kept is not None:  # shares memory without being a view, which would keep the outputs alive
             second = outputs.new_empty(0)
             second.set_(outputs.untyped_storage(), outputs.storage_offset(), outputs.shape, outputs.stride())
-        return outputs, second, statistics, counts
+        return outputs, second
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *used: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; with sync, means are over
         all ranks. dL/dy is the sum over the two uses of the outputs.
         """
         images, outputs, weight, bias, statistics = ctx.saved_tensors
+        given, channels = [each for each in used if each is not None], images.shape[1]
+        by_kernels = (
+            runs_eagerly()
+            and not torch.is_grad_enabled()
+            and all(is_gradient_of(each, images.shape, images.dtype) for each in given)
+            and all(are_maps(each, channels) for each in (images, outputs) if each is not None)
+            and all(is_vector(each, channels) for each in (weight, bias))
+        )
+        if not by_kernels:
+            return _gradients_by_torch(ctx, given)
         options: NormOptions = ctx.options
         kernels, ghosts, constant = options.kernels, options.ghosts, not ctx.counts
-        gradients = [each.contiguous(memory_format=torch.channels_last) for each in used if each is not None]
+        gradients = [each.contiguous(memory_format=torch.channels_last) for each in given]
         gradient, second = gradients[0], gradients[1] if len(gradients) == 2 else None
         before = torch.empty_like(gradient) if outputs is not None else None
         sums = torch.empty_like(statistics)
-        for part, given, other, out, left, own, total in zip(
+        for part, one, other, out, left, own, total in zip(
             *_split(ghosts, images, gradient, second, outputs, before), statistics, sums, strict=True
         ):
             layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
-            kernels.gradient_sums(layer, given, other, part, out, left, total)
+            kernels.gradient_sums(layer, one, other, part, out, left, total)
         weight_gradient, bias_gradient = torch.empty_like(weight), torch.empty_like(bias)
         kernels.parameter_gradients(statistics, options.eps, sums, weight_gradient, bias_gradient)
         if options.all_ranks and not constant:
@@ -335,14 +373,37 @@ class _FusedBatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             input_gradient = torch.empty_like(images)
             masked, relu = (gradient, options.relu) if before is None else (before, False)
-            for i, (part, given, out, own, total) in enumerate(
+            for i, (part, one, out, own, total) in enumerate(
                 zip(*_split(ghosts, images, masked, input_gradient), statistics, sums, strict=True)
             ):
                 layer = NormLayer.of(own, weight, bias, options.eps, relu=relu)
                 count = 1.0 if constant else ctx.counts[i]
-                kernels.input_gradient(layer, given, part, None if constant else total, count, out)
+                kernels.input_gradient(layer, one, part, None if constant else total, count, out)
         left_over = (before if before is not None else gradient) if ctx.has_residual else None
-        return input_gradient, left_over, weight_gradient, bias_gradient, None, None
+        return input_gradient, left_over, weight_gradient, bias_gradient, None
+
+
+def _gradients_by_torch(ctx: Any, given: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the same gradients by torch's operators, which can be differentiated again."""
+    images, outputs, weight, bias, statistics = ctx.saved_tensors
+    options: NormOptions = ctx.options
+    batch = bool(ctx.counts)
+    if options.all_ranks and batch:
+        raise RunError("batch-norm over all ranks has first derivatives only: set model.bn_stats=local")
+    mean, variance = (None, None) if batch else statistics[0].to(weight.dtype).unbind()
+
+    def normalized(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        parts = torch.tensor_split(x, options.ghosts)
+        found = [functional.batch_norm(part, mean, variance, w, b, training=batch, eps=options.eps) for part in parts]
+        y = torch.cat(found) if len(found) > 1 else found[0]
+        return y.relu() if options.relu and outputs is None else y
+
+    gradient = given[0] if len(given) == 1 else given[0] + given[1]
+    if outputs is not None:
+        gradient = gradient * (outputs > 0)
+    needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4])
+    for_images, *for_parameters = gradients_by_torch(normalized, (images, weight, bias), needed, gradient)
+    return for_images, gradient if ctx.has_residual else None, *for_parameters, None
 
 
 def _split(parts: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:

@@ -6,23 +6,38 @@ section 4. A tile of 4 x 4 outputs takes 36 multiplications instead of 144. Sums
 largest value, compared to 1e-6 with the direct algorithm and 1e-3 with TF32.
 """
 
+import copy
 import ctypes
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
+from cputrain.models.evidence import (
+    DTYPES,
+    Native,
+    are_maps,
+    departure,
+    gradients_by_torch,
+    is_dense,
+    is_gradient_of,
+    is_silent,
+    is_vector,
+    random_numbers_kept,
+    runs_eagerly,
+)
+from cputrain.models.vision import activate
 from cputrain.native_build import (
     KERNELS,
     NativeKernels,
@@ -37,7 +52,6 @@ SOURCES = tuple(
     KERNELS / name
     for name in ("winograd.cpp", "weight_gradient.cpp", "winograd.hpp", "vectors.hpp", "rows.hpp", "values.hpp")
 )
-DTYPES = (torch.float32, torch.bfloat16)
 CHANNELS = 16  # channels must be a multiple of this
 LEAST_INPUTS = 64  # input channels of a DirectConv2d: fewer do not fill the registers
 LARGE = 4 << 20  # bytes of transformed weights that exceed any L2 cache
@@ -244,40 +258,67 @@ def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tenso
     return output, padded_gradient[:, :, 1:-1, 1:-1], weight_gradient
 
 
-class WinogradConv2d(nn.Conv2d):
-    """A 3 x 3 convolution of stride 1 by Winograd's algorithm; inputs that the kernels do not support use torch."""
+class WinogradConv2d(Native, nn.Conv2d):
+    """A 3 x 3 convolution of stride 1 by Winograd's algorithm; calls that the kernels do not support use torch."""
 
+    plain: ClassVar[type[nn.Module]] = nn.Conv2d
     kernels: ConvolutionKernels
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
-        dtype = _computed_dtype(images)
+        dtype = _computed_dtype(self, images)
+        if dtype is None or not _is_winograd(self):
+            return super().forward(images)
         padding = cast(int, self.padding[0])
-        if images.dim() != 4 or dtype not in DTYPES or min(images.shape[2:]) + 2 * padding < 3 or len(images) == 0:
+        if min(images.shape[2:]) + 2 * padding < 3:
             return super().forward(images)
         apply: Any = _Winograd.apply
         return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, padding, self.kernels))
 
 
-def _computed_dtype(images: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
+def _computed_dtype(layer: nn.Conv2d, images: Tensor) -> torch.dtype | None:
+    """Return the dtype in which torch computes a convolution that the kernels support, else None."""
+    weight, bias = layer.weight, layer.bias
+    if not (
+        runs_eagerly()
+        and is_dense(images)
+        and images.dim() == 4
+        and images.shape[1] == layer.in_channels
+        and images.numel() > 0
+        and images.dtype in DTYPES
+        and is_dense(weight)
+        and weight.dtype == torch.float32
+        and weight.shape == (layer.out_channels, layer.in_channels, *layer.kernel_size)
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and (bias is None or is_vector(bias, layer.out_channels))
+    ):
+        return None
+    if not torch.is_autocast_enabled("cpu"):
+        return images.dtype if images.dtype == weight.dtype else None
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype if dtype in DTYPES else None
 
 
 def covers(layer: nn.Module) -> bool:
     """Return whether Winograd's algorithm supports this layer."""
-    return (
-        _is_direct(layer)
-        and layer.kernel_size == (3, 3)
-        and layer.stride == (1, 1)
-        and layer.padding in ((0, 0), (1, 1))
-    )
+    return _is_plain(layer) and _is_winograd(layer)
 
 
-def _is_direct(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Return whether a layer is a convolution of float32 weights for which there are kernels."""
-    if type(layer) not in (nn.Conv2d, DirectConv2d) or not isinstance(layer, nn.Conv2d):
-        return False
-    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.weight.dtype == torch.float32
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Return whether a layer is a convolution as built, of float32 weights."""
+    plain = type(layer) is nn.Conv2d and not departure(layer)
+    native = type(layer) is DirectConv2d
+    return isinstance(layer, nn.Conv2d) and (plain or native) and layer.weight.dtype == torch.float32
+
+
+def _is_winograd(layer: nn.Conv2d) -> bool:
+    square = layer.kernel_size == (3, 3) and layer.stride == (1, 1) and layer.padding in ((0, 0), (1, 1))
+    return square and _is_direct(layer)
+
+
+def _is_direct(layer: nn.Conv2d) -> bool:
+    """Return whether a convolution has options for which there are kernels."""
+    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     channels = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == 0
     return plain and channels and layer.dilation == (1, 1) and layer.groups == 1
 
@@ -299,49 +340,74 @@ class _Winograd(torch.autograd.Function):
     ) -> Tensor:
         """Return the outputs, in the dtype of the images."""
         images = images.contiguous(memory_format=torch.channels_last)
-        ctx.save_for_backward(images, weight)
+        ctx.save_for_backward(images, weight, bias)
         ctx.padding, ctx.kernels = padding, kernels
-        return kernels.output(images, _dense(weight), padding, bias)
+        return kernels.output(images, weight, padding, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, weight and bias, as needed."""
-        images, weight = ctx.saved_tensors
+        images, weight, _bias = ctx.saved_tensors
+        if not _by_kernels(images, weight, gradient):
+
+            def convolve(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+                return torch.conv2d(x, w.to(x.dtype), None if b is None else b.to(x.dtype), padding=ctx.padding)
+
+            return *gradients_by_torch(convolve, ctx.saved_tensors, ctx.needs_input_grad[:3], gradient), None, None
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
-        found = ctx.kernels.input_gradient(gradient, _dense(weight), ctx.padding) if for_images else None
+        found = ctx.kernels.input_gradient(gradient, weight, ctx.padding) if for_images else None
         own = ctx.kernels.weight_gradient(images, gradient, ctx.padding) if for_weight else None
         return found, own, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None
+
+
+def _by_kernels(images: Tensor, weight: Tensor, gradient: Tensor) -> bool:
+    """Return whether the kernels can compute the gradients, which then are not differentiated again."""
+    outputs, inputs = weight.shape[:2]
+    return (
+        runs_eagerly()
+        and not torch.is_grad_enabled()
+        and are_maps(images, inputs)
+        and is_dense(weight)
+        and weight.dtype == torch.float32
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and is_gradient_of(gradient, torch.Size((len(images), outputs, *gradient.shape[2:])), images.dtype)
+    )
 
 
 def _dense(weight: Tensor) -> Tensor:
     return weight.contiguous(memory_format=torch.channels_last)
 
 
-class DirectConv2d(nn.Conv2d):
+class DirectConv2d(Native, nn.Conv2d):
     """A convolution whose weight gradient in bfloat16 is computed by the kernels; all else is torch's.
 
     On Zen 4, those of ResNet-50's convolutions after the first take 0.9 times oneDNN's time, in the last stage 0.5 to
     0.8 times (benchmarks/weight_gradients.py). They are not rounded to bfloat16.
     """
 
+    plain: ClassVar[type[nn.Module]] = nn.Conv2d
     kernels: ConvolutionKernels
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        dtype = _computed_dtype(images)
-        if images.dim() != 4 or dtype != torch.bfloat16 or len(images) == 0:
+        if _computed_dtype(self, images) != torch.bfloat16 or not _is_direct(self):
             return super().forward(images)
         apply: Any = _DirectConvolution.apply
-        return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, self.stride, self.padding, self.kernels))
+        own = images.to(torch.bfloat16)
+        return cast(Tensor, apply(own, self.weight, self.bias, self.stride, self.padding, self.kernels))
 
 
 def use_direct_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
     """Convert the layers that the kernels support to DirectConv2d, except narrow ones, for which oneDNN is faster.
     Parameters and their names do not change."""
     for layer in network.modules():
-        if _is_direct(layer) and layer.in_channels >= LEAST_INPUTS:
+        if (
+            _is_plain(layer)
+            and isinstance(layer, nn.Conv2d)
+            and _is_direct(layer)
+            and layer.in_channels >= LEAST_INPUTS
+        ):
             layer.__class__ = DirectConv2d
             cast(DirectConv2d, layer).kernels = kernels
 
@@ -362,7 +428,7 @@ class _DirectConvolution(torch.autograd.Function):
         """Return the outputs, in the dtype of the images."""
         images = images.contiguous(memory_format=torch.channels_last)
         own = weight.to(images.dtype)
-        ctx.save_for_backward(images, own)
+        ctx.save_for_backward(images, weight, bias, own)
         ctx.options, ctx.kernels = (stride, padding), kernels
         added = None if bias is None else bias.to(images.dtype)
         if _is_product(own, padding):
@@ -370,26 +436,32 @@ class _DirectConvolution(torch.autograd.Function):
         return torch.conv2d(images, own, added, stride, padding)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, weight and bias, as needed."""
-        images, weight = ctx.saved_tensors
+        images, weight, bias, own = ctx.saved_tensors
         (stride, padding), kernels = ctx.options, ctx.kernels
+        if not _by_kernels(images, weight, gradient):
+
+            def convolve(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+                return torch.conv2d(x, w.to(x.dtype), None if b is None else b.to(x.dtype), stride, padding)
+
+            inputs = images, weight, bias
+            return *gradients_by_torch(convolve, inputs, ctx.needs_input_grad[:3], gradient), None, None, None
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
-        found = own = None
-        if for_images and _is_product(weight, padding):
-            found = _product(gradient, weight.flatten(1).t())
+        found = of_weight = None
+        if for_images and _is_product(own, padding):
+            found = _product(gradient, own.flatten(1).t())
             if stride != (1, 1):
                 places = found
                 found = torch.zeros_like(images)
                 found[:, :, :: stride[0], :: stride[1]] = places
         elif for_images:
             options: Any = (stride, padding, (1, 1), False, (0, 0), 1, (True, False, False))
-            found = torch.ops.aten.convolution_backward(gradient, images, weight, None, *options)[0]
+            found = torch.ops.aten.convolution_backward(gradient, images, own, None, *options)[0]
         if for_weight:
-            own = kernels.direct_weight_gradient(images, gradient, weight, stride, padding)
-        return found, own, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None, None
+            of_weight = kernels.direct_weight_gradient(images, gradient, own, stride, padding)
+        return found, of_weight, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None, None
 
 
 LARGE_PRODUCT = 1 << 20  # weights of a 1 x 1 layer that oneDNN's convolutions take longer to reorder than they save
@@ -406,16 +478,22 @@ def _product(images: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tens
     return functional.linear(rows, matrix, bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
 
 
-class PointwiseConv2d(nn.Conv2d):
+class PointwiseConv2d(Native, nn.Conv2d):
     """A 1 x 1 convolution whose forward and backward passes are matrix products over all pixels.
 
     On AMX, ResNet-50's 1 x 1 layers take 0.82 times the time of oneDNN's convolutions; in the last stage 0.4 to 0.7
     times (benchmarks/pointwise.py).
     """
 
+    plain: ClassVar[type[nn.Module]] = nn.Conv2d
+
     def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) is computed by torch."""
-        if images.dim() != 4:
+        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; calls that have no such product use torch."""
+        if not (runs_eagerly() and is_dense(images) and _is_pointwise(self)) or images.numel() == 0:
+            return super().forward(images)
+        autocasts = torch.is_autocast_enabled("cpu") and images.dtype in DTYPES
+        maps = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
+        if not maps or images.shape[1] != self.in_channels or not (autocasts or images.dtype == self.weight.dtype):
             return super().forward(images)
         down, right = self.stride
         pixels = images if down == right == 1 else images[:, :, ::down, ::right]
@@ -426,9 +504,12 @@ class PointwiseConv2d(nn.Conv2d):
 def use_products(network: nn.Module) -> None:
     """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
     for layer in network.modules():
-        pointwise = type(layer) is nn.Conv2d and layer.kernel_size == (1, 1) and layer.groups == 1
-        if pointwise and layer.padding in ((0, 0), "valid", "same"):
+        if type(layer) is nn.Conv2d and not departure(layer) and _is_pointwise(layer):
             layer.__class__ = PointwiseConv2d
+
+
+def _is_pointwise(layer: nn.Conv2d) -> bool:
+    return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "valid", "same")
 
 
 def has_amx() -> bool:
@@ -448,31 +529,50 @@ class ConvolutionShape:
     padding: int
 
 
-@torch.no_grad()
-def covered_shapes(network: nn.Module, example: Tensor) -> dict[str, ConvolutionShape]:
-    """Return the shapes of the layers that the kernels support, by name, for an example input (N, C, H, W)."""
+logger = logging.getLogger(__name__)
+
+
+def covered_shapes(network: nn.Module, example: Any) -> dict[str, ConvolutionShape]:
+    """Return the shapes of the layers that the kernels support, by name, for an example input (N, C, H, W).
+
+    A copy of the network is evaluated, so that the network itself and the generators of random numbers do not change.
+    If that is not possible, or would call hooks, which may keep what they see, the reason is logged and no layer is
+    returned.
+    """
+    layers = {name for name, layer in network.named_modules() if covers(layer)}
+    if not layers:
+        return {}
+    if not all(is_silent(module) or _is_activated(module) for module in network.modules()):
+        logger.warning("cputrain: convolutions stay direct: hooks of the network would be called to try one example")
+        return {}
     found: dict[str, ConvolutionShape] = {}
-    hooks = []
-    for name, layer in network.named_modules():
-        if isinstance(layer, nn.Conv2d) and covers(layer):
-
-            def record(one: nn.Conv2d, inputs: tuple[Tensor], _output: Tensor, name: str = name) -> None:
-                height, width = inputs[0].shape[-2:]
-                padding = cast(int, one.padding[0])
-                found[name] = ConvolutionShape(
-                    inputs=one.in_channels, outputs=one.out_channels, height=height, width=width, padding=padding
-                )
-
-            hooks.append(layer.register_forward_hook(record))
-    training = [one for one in network.modules() if one.training]
     try:
-        network.eval()(example)  # training mode would change batch-norm's statistics
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for one in training:
-            one.training = True
+        with random_numbers_kept(), torch.no_grad():
+            tried = copy.deepcopy(network)
+            for name, layer in tried.named_modules():
+                if name in layers:
+                    layer.register_forward_hook(partial(_record, found, name))
+            tried.eval()(example)
+    except Exception as error:  # noqa: BLE001  a user's network may raise any exception
+        why = str(error).partition("\n")[0]
+        logger.warning("cputrain: convolutions stay direct: a copy of the network fails with one example: %s", why)
+        return {}
     return found
+
+
+def _is_activated(module: nn.Module) -> bool:
+    return list(module._forward_hooks.values()) == [activate]
+
+
+def _record(found: dict[str, ConvolutionShape], name: str, layer: nn.Conv2d, inputs: Any, _outputs: Tensor) -> None:
+    height, width = inputs[0].shape[-2:]
+    found[name] = ConvolutionShape(
+        inputs=layer.in_channels,
+        outputs=layer.out_channels,
+        height=height,
+        width=width,
+        padding=cast(int, layer.padding[0]),
+    )
 
 
 TURNS = 2

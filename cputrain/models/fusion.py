@@ -1,22 +1,39 @@
-"""Layer fusion: fused batch-norm for training, folded batch-norm for evaluation."""
+"""Batch-norm, ReLU and residual as one native layer in modules whose forward pass is known."""
 
-import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
-from cputrain.models.convolution import DirectConv2d, PointwiseConv2d, WinogradConv2d
+from cputrain.models.evidence import Native, calls_are_plain, departure, is_silent, runs_eagerly
 from cputrain.models.vision import activate
 
-CONVOLUTIONS = (nn.Conv2d, DirectConv2d, PointwiseConv2d, WinogradConv2d)
-RESNETS = ("torchvision.models.resnet", "timm.models.resnet")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualLayers:
+    """Children of a residual block: its number of convolutions with batch-norm, the names of its ReLUs, and names of
+    layers that a fused block must not have."""
+
+    convolutions: int
+    relus: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+
+OTHERS_OF_TIMM = ("drop_block", "aa", "se", "drop_path")
 RESIDUAL_BLOCKS = {
-    f"{module}.{name}": size for module in RESNETS for name, size in (("BasicBlock", 2), ("Bottleneck", 3))
+    "torchvision.models.resnet.BasicBlock": ResidualLayers(convolutions=2, relus=("relu",)),
+    "torchvision.models.resnet.Bottleneck": ResidualLayers(convolutions=3, relus=("relu",)),
+    "timm.models.resnet.BasicBlock": ResidualLayers(convolutions=2, relus=("act1", "act2"), absent=OTHERS_OF_TIMM),
+    "timm.models.resnet.Bottleneck": ResidualLayers(
+        convolutions=3, relus=("act1", "act2", "act3"), absent=OTHERS_OF_TIMM
+    ),
 }
-"""Number of convolutions in the residual blocks of torchvision and timm, by class."""
+"""Residual blocks (He et al. 2016, arXiv:1512.03385) of torchvision and timm, by class."""
 
 FOLLOWED = {
     "torchvision.models.resnet.ResNet": (("bn1", "relu"),),
@@ -27,288 +44,254 @@ FOLLOWED = {
 
 
 def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
-    """Replace batch-norm layers by native ones, fused with the ReLU after them in nn.Sequential, in the ResNets of
-    torchvision and timm, in torchvision's DenseNets, and where timm has both in one layer.
+    """Replace batch-norm layers by native ones, and compute them together with the ReLU after them in nn.Sequential, in
+    the ResNets of torchvision and timm, in torchvision's DenseNets, and where timm has both in one layer.
 
-    Parameters, buffers and their names do not change. Layers without parameters or running statistics are skipped.
+    Only layers as built are replaced: of exactly these classes, with options that the kernels have, without hooks, and
+    without attributes in the place of methods. Hooks and layers that are set later count from the next call on.
+
+    All modules, parameters and buffers and their names stay; only classes change. `restore` undoes it.
     """
     for layer in list(network.modules()):
-        fused = FUSED.get(cast(type[nn.BatchNorm2d], type(layer)))
-        if fused and isinstance(layer, nn.BatchNorm2d) and layer.affine and layer.running_mean is not None:
-            layer.__class__ = fused
-            norm = cast(FusedBatchNorm2d, layer)
-            norm.kernels = kernels
-            if activated(norm) and type(norm.act) is nn.ReLU and type(norm.drop) is nn.Identity:
-                norm._forward_hooks.clear()
-                norm.relu = True
+        if isinstance(layer, nn.BatchNorm2d) and not isinstance(layer, FusedBatchNorm2d) and not _unfit(layer):
+            _use_kernels(layer, kernels)
     for module in list(network.modules()):
-        if type(module).forward is nn.Sequential.forward:
-            names = [name for name, _ in module.named_children()]
-            _fuse_relus(module, tuple(pairwise(names)))
-        else:
-            _fuse_relus(module, FOLLOWED.get(_class_of(module), ()))
-        for name, child in list(module.named_children()):
-            if _class_of(child) in RESIDUAL_BLOCKS and _can_fuse(child):
-                setattr(module, name, FusedResidualBlock(child))
+        kind: Any = _caller_of(module)
+        plain: Any = type(module)
+        if kind is None or not kind.has_norms(module) or departure(module):
+            continue
+        if kind is not FusedResidualBlock or not kind.reasons(module):
+            module.__class__ = _fused_class(kind, plain)
 
 
-class FusedResidualBlock(nn.Module):
-    """BasicBlock or Bottleneck of torchvision or timm (He et al. 2016, arXiv:1512.03385), with the same parameters and
-    names."""
-
-    downsample: nn.Module | None
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.convolutions = RESIDUAL_BLOCKS[_class_of(block)]
-        for name, child in block.named_children():
-            if name in self.parts(self.convolutions):
-                self.add_module(name, child)
-        if "downsample" not in self._modules:
-            self.downsample = None
-        for i in range(1, self.convolutions + 1):
-            cast(FusedBatchNorm2d, self.get_submodule(f"bn{i}")).relu = True
-
-    @staticmethod
-    def parts(convolutions: int) -> tuple[str, ...]:
-        """Return the names of a block's children that have parameters."""
-        return (*(f"{kind}{i + 1}" for i in range(convolutions) for kind in ("conv", "bn")), "downsample")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W')."""
-        out = images
-        for i in range(1, self.convolutions):
-            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
-        last = self.convolutions
-        out = getattr(self, f"conv{last}")(out)
-        identity = second_use(images)
-        if self.downsample is not None:
-            identity = self.downsample(identity)
-        return cast(Tensor, getattr(self, f"bn{last}")(out, identity))
+def left_to_torch(network: nn.Module) -> str:
+    """Return a line with the layers that `fuse_batchnorms` has left to torch, by class and reason; "" if none."""
+    left = Counter[str]()
+    for module in network.modules():
+        kind = type(module) if isinstance(module, FusedCaller) else _caller_of(module)
+        if isinstance(module, nn.BatchNorm2d) and not isinstance(module, FusedBatchNorm2d):
+            left[f"{type(module).__name__} ({_unfit(module)})"] += 1
+        elif kind is not None and kind.has_norms(module):
+            own = "" if isinstance(module, FusedCaller) else departure(module)
+            left.update(f"{type(module).__name__} ({reason})" for reason in ([own] if own else kind.reasons(module)))
+    layers = ", ".join(f"{count} {what}" for what, count in sorted(left.items()))
+    return f"not native, but torch's: {layers}" if left else ""
 
 
-def _class_of(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__name__}"
+def _unfit(layer: nn.BatchNorm2d) -> str:
+    """Return why a batch-norm layer stays torch's, "" if it can be native."""
+    if type(layer) not in FUSED:
+        return "not torch's BatchNorm2d"
+    options = {
+        "affine=False": layer.weight is None,
+        "bias=False": layer.weight is not None and layer.bias is None,
+        "track_running_stats=False": not layer.track_running_stats or layer.running_mean is None,
+        "momentum=None": layer.momentum is None,
+    }
+    missing = [option for option, chosen in options.items() if chosen]
+    if missing:
+        return missing[0]
+    return "" if activated(layer) else departure(layer)
 
 
-def _can_fuse(block: nn.Module) -> bool:
-    """Return whether all batch-norm layers of a residual block are native and it has no other layers than ReLU, such
-    as timm's attention or dropped blocks."""
-    parts = FusedResidualBlock.parts(RESIDUAL_BLOCKS[_class_of(block)])
-    norms = [layer for name, layer in block.named_children() if name in parts and name.startswith("bn")]
-    others = [layer for name, layer in block.named_children() if name not in parts]
-    native = all(isinstance(norm, FusedBatchNorm2d) and not norm._forward_hooks for norm in norms)
-    return native and all(type(layer) in (nn.ReLU, nn.Identity) for layer in others)
+def _use_kernels(layer: nn.BatchNorm2d, kernels: Kernels) -> None:
+    layer.__class__ = FUSED[type(layer)]
+    norm = cast(FusedBatchNorm2d, layer)
+    norm.kernels = kernels
+    if activated(norm) and _is(nn.ReLU, norm.act) and _is(nn.Identity, norm.drop):
+        norm._forward_hooks.clear()
+        norm.relu = True
 
 
 def activated(layer: nn.Module) -> bool:
-    """Return whether the activation of a batch-norm layer is its child, as in timm's BatchNormAct2d."""
-    return activate in layer._forward_hooks.values()
+    """Return whether the only hook of a batch-norm layer is its activation, as in timm's BatchNormAct2d."""
+    return list(layer._forward_hooks.values()) == [activate]
 
 
-def _fuse_relus(module: nn.Module, pairs: tuple[tuple[str, str], ...]) -> None:
-    """Fuse each batch-norm layer with the ReLU after it, which is replaced by an identity."""
-    for first, second in pairs:
-        norm, relu = getattr(module, first), getattr(module, second)
-        if isinstance(norm, FusedBatchNorm2d) and type(relu) is nn.ReLU:
-            norm.relu = True
-            setattr(module, second, nn.Identity())
+def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
+    """Return how a module's batch-norm layers can be fused with the layers that it calls after them."""
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    if name in RESIDUAL_BLOCKS:
+        return FusedResidualBlock
+    if name in FOLLOWED:
+        return FusedPairs
+    kind = type(module)
+    inherits = isinstance(module, nn.Sequential) and all(
+        getattr(kind, method) is getattr(nn.Sequential, method) for method in ("forward", "__iter__", "__call__")
+    )
+    return FusedSequential if inherits and not isinstance(module, FusedCaller) else None
 
 
-logger = logging.getLogger(__name__)
+@cache
+def _fused_class(kind: Any, plain: Any) -> type[nn.Module]:
+    """Return the class derived from `plain` that computes as `kind`."""
+    about = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (kind, plain), about)
 
 
-def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a network for evaluation in which native batch-norm layers are folded into the convolutions before them.
-
-    Its outputs equal those of `network` in evaluation, within the rounding of `dtype` (float32 or bfloat16). It has its
-    own folded weights and shares all other layers. If the forward pass cannot be traced, the reason is logged and
-    `network` is returned.
-    """
-    try:
-        graph = _Tracer().trace(network)
-    except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for fx proxies
-        logger.info("evaluation without folding: %s cannot be traced: %s", type(network).__name__, error)
-        return network
-    layers = dict(network.named_modules())
-    folded: dict[str, nn.Module] = {}
-    for node in list(graph.nodes):
-        before: Any = node.args[0] if node.args else None
-        norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
-        if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
-            kind = FoldedWinogradConv2d if isinstance(conv, WinogradConv2d) else FoldedConv2d
-            layer: nn.Module = kind(cast(Any, conv), norm, dtype)
-            if activated(norm):
-                layer = nn.Sequential(layer, *(norm.get_submodule(name) for name in ("drop", "act")))
-            folded[str(node.target)] = layer
-            node.args = (before.args[0], *node.args[1:])
-            graph.erase_node(before)
-    _overwrite_residuals(graph, folded)
-    made = fx.GraphModule(network, graph)
-    for name, layer in folded.items():
-        made.set_submodule(name, layer)
-    # Break the reference cycle, so that the folded weights are freed at once and not by a later garbage collection.
-    made.graph.owning_module = None
-    return made.eval()
+def _without_values(kind: Any, plain: Any) -> nn.Module:
+    made = _fused_class(kind, plain)
+    return made.__new__(made)
 
 
-def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
-    """Let folded layers add to their residual in place where that is a folded layer's output at its last use.
-
-    All its other uses are folded layers before it, none of which keeps a view of it.
-    """
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    calls = {node for node in graph.nodes if _is_layer(node) and str(node.target) in folded}
-    kept = set()  # layers, which a network may call several times
-    for node in calls:
-        images, *residual = node.args
-        fits = residual != [] and residual[0] in calls and residual[0] is not images
-        if not fits or any(user not in calls or place[user] > place[node] for user in residual[0].users):
-            kept.add(str(node.target))
-    for name, layer in folded.items():
-        if isinstance(layer, FoldedConv2d):
-            layer.overwrites = name not in kept
+def _is(kind: type[nn.Module], layer: Any) -> bool:
+    """Return whether a layer is of exactly this class and may be computed without calling it."""
+    return type(layer) is kind and is_silent(layer)
 
 
-def _is_layer(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_module"
+def _is_fused(norm: Any) -> bool:
+    return type(norm) in FUSED.values() and is_silent(norm) and not norm.relu
 
 
-def _can_fold(conv: nn.Module | None) -> bool:
-    if not isinstance(conv, nn.Conv2d) or type(conv) not in CONVOLUTIONS:
-        return False
-    return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+class FusedCaller(Native):
+    """Base class of modules that compute some of their layers together."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and store the class, which has no name in a module, by what it was made of."""
+        kind = next(base for base in type(self).__mro__ if base in (FusedSequential, FusedPairs, FusedResidualBlock))
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_without_values, (kind, self.plain), *reduced[2:])
+
+    @classmethod
+    def has_norms(cls, module: nn.Module) -> bool:
+        """Return whether a module has batch-norm layers that could be fused with others."""
+        raise NotImplementedError
+
+    @classmethod
+    def reasons(cls, module: nn.Module) -> list[str]:
+        """Return why layers of a module cannot be fused now, one reason for each group of layers."""
+        raise NotImplementedError
 
 
-class _Tracer(fx.Tracer):
-    """Tracer that treats convolutions and batch-norm layers, torch's and ours, as leaf modules."""
+class FusedPairs(FusedCaller):
+    """A module with pairs of batch-norm layer and following ReLU, listed in FOLLOWED."""
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.Conv2d | nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Compute what the plain module does, with native layers in the place of pairs."""
+        plain = self.plain.forward
+        if not (runs_eagerly() and calls_are_plain(nn.ReLU)):
+            return plain(self, *inputs, **named)
+        # The plain forward sees the same attributes, but for the layers of the pairs.
+        view = self.plain.__new__(self.plain)
+        vars(view).update(vars(self), _modules={**self._modules, **self._together()})
+        return plain(view, *inputs, **named)
+
+    def _together(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return by name what computes the layers of fused pairs."""
+        found: dict[str, Callable[[Tensor], Tensor]] = {}
+        for first, second in self.pairs(self):
+            norm, relu = self._modules[first], self._modules[second]
+            if _is_fused(norm) and _is(nn.ReLU, relu):
+                found |= {first: partial(cast(nn.Module, norm), relu=True), second: _same}
+        return found
+
+    @staticmethod
+    def pairs(module: nn.Module) -> list[tuple[str, str]]:
+        """Return the names of children that are called one after the other."""
+        plain = module.plain if isinstance(module, Native) else type(module)
+        return [
+            pair for pair in FOLLOWED[f"{plain.__module__}.{plain.__name__}"] if set(pair) <= module._modules.keys()
+        ]
+
+    @classmethod
+    def has_norms(cls, module: nn.Module) -> bool:
+        """Return whether there is a pair of native batch-norm and ReLU."""
+        return bool(cls._relus(module))
+
+    @classmethod
+    def reasons(cls, module: nn.Module) -> list[str]:
+        """Return a reason for each pair of native batch-norm and ReLU that is not fused."""
+        return ["hooks of ReLU" for relu in cls._relus(module) if not is_silent(relu)]
+
+    @classmethod
+    def _relus(cls, module: nn.Module) -> list[nn.ReLU]:
+        """Return the ReLUs that follow native batch-norm layers."""
+        pairs = [(module._modules[first], module._modules[second]) for first, second in cls.pairs(module)]
+        return [relu for norm, relu in pairs if type(norm) in FUSED.values() and type(relu) is nn.ReLU]
 
 
-def _folded(conv: nn.Conv2d, norm: FusedBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Return weight and bias, in float64, of the convolution with the batch-norm after it folded in."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
-    shift = norm.bias - scale * norm.running_mean
-    return conv.weight * scale.view(-1, 1, 1, 1), shift if conv.bias is None else shift + scale * conv.bias
+def _same(images: Tensor) -> Tensor:
+    return images
 
 
-class FoldedConv2d(nn.Module):
-    """A convolution with folded batch-norm, residual and ReLU, in one call of oneDNN.
+class FusedSequential(FusedPairs):
+    """An nn.Sequential, or a class derived from it without a forward of its own."""
 
-    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta. The weights are reordered
-    once, to oneDNN's layout for the shape of the first images.
-    """
+    @staticmethod
+    def pairs(module: nn.Module) -> list[tuple[str, str]]:
+        """Return the names of neighbors."""
+        return list(pairwise(module._modules))
 
-    weight: Tensor
-    bias: Tensor
-    packed = False
-    overwrites = False
-    """Whether the outputs take the residual's memory, which saves writing them elsewhere."""
+    @classmethod
+    def has_norms(cls, module: nn.Module) -> bool:
+        """Return whether there is a pair of native batch-norm and ReLU, or one of residual blocks."""
+        blocks = [
+            isinstance(child, FusedResidualBlock) or _caller_of(child) is FusedResidualBlock
+            for child in module.children()
+        ]
+        return super().has_norms(module) or sum(blocks) > 1
 
-    @torch.no_grad()
-    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
-        super().__init__()
-        weight, bias = _folded(conv, norm)
-        self.register_buffer("weight", weight.to(dtype=dtype, memory_format=torch.channels_last))
-        self.register_buffer("bias", bias.to(dtype))
-        self.options = conv.padding, conv.stride, conv.dilation, conv.groups
-        self.relu = norm.relu
+    def _together(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        found = super()._together()
+        for first, second in self.pairs(self):
+            made, block = self._modules[first], self._modules[second]
+            if not isinstance(made, FusedResidualBlock) or not isinstance(block, FusedResidualBlock):
+                continue
+            # Nobody else has the first block's outputs, whose two gradients the first block can add up.
+            if is_silent(made) and is_silent(block) and not block.reasons(block):
+                found[second] = partial(_used_twice, block)
+        return found
 
-    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
+
+def _used_twice(block: "FusedResidualBlock", images: Tensor) -> Tensor:
+    return block.fused(images, second_use(images))
+
+
+class FusedResidualBlock(FusedCaller):
+    """BasicBlock or Bottleneck of torchvision or timm."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """(N, C, H, W) -> (N, C', H', W')."""
-        dtype = self.bias.dtype
-        images, residual = images.to(dtype), None if residual is None else residual.to(dtype)
-        if not self.packed:
-            pack: Any = torch.ops.mkldnn._reorder_convolution_weight
-            self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True
-        operators = torch.ops.mkldnn._convolution_pointwise
-        layer: Any = (self.weight, self.bias, *self.options)
-        if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call rejects 1 x 1 maps
-            total = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
-            return total.relu_() if self.relu else total
-        if residual is None:
-            activation = "relu" if self.relu else "none"
-            return cast(Tensor, operators.default(images, *layer, activation, [], ""))
-        added: Any = ("add", 1.0, "relu" if self.relu else None, [], None)
-        nhwc = torch.channels_last
-        if self.overwrites and images.is_contiguous(memory_format=nhwc) and residual.is_contiguous(memory_format=nhwc):
-            in_place = torch.ops.mkldnn._convolution_pointwise_.binary
-            return cast(Tensor, in_place(residual, images, *layer, *added))
-        return cast(Tensor, operators.binary(images, residual, *layer, *added))
+        if len(inputs) != 1 or named or not runs_eagerly() or self.reasons(self):
+            return self.plain.forward(self, *inputs, **named)
+        return self.fused(*inputs, *inputs)
+
+    def fused(self, images: Tensor, identity: Tensor) -> Tensor:
+        """Compute the block; `identity` are the images, or an alias of them."""
+        last = _layers_of(self).convolutions
+        out = images
+        for i in range(1, last):
+            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out), relu=True)
+        out = getattr(self, f"conv{last}")(out)
+        if self.downsample is not None:
+            identity = cast(nn.Module, self.downsample)(identity)
+        return cast(Tensor, getattr(self, f"bn{last}")(out, identity, relu=True))
+
+    @classmethod
+    def has_norms(cls, module: nn.Module) -> bool:
+        """Return whether there are batch-norm layers."""
+        return any(isinstance(child, nn.BatchNorm2d) for child in module.children())
+
+    @classmethod
+    def reasons(cls, module: nn.Module) -> list[str]:
+        """Return why the block cannot be fused now: its layers are others than as built, or have hooks."""
+        plain = module.plain if isinstance(module, Native) else type(module)
+        if not calls_are_plain(nn.ReLU, nn.Identity, plain):
+            return ["hooks of all modules"]
+        layers, children = _layers_of(module), module._modules
+        norms = [children.get(f"bn{i}") for i in range(1, layers.convolutions + 1)]
+        relus = [children.get(name) for name in layers.relus]
+        others = [getattr(module, name, None) for name in layers.absent]
+        if not all(type(norm) in FUSED.values() for norm in norms):
+            return ["batch-norm that stays torch's"]
+        if not all(type(relu) is nn.ReLU for relu in relus):
+            return ["another activation"]
+        if not all(other is None or type(other) is nn.Identity for other in others):
+            return ["more layers"]
+        seen = [*norms, *relus, *(other for other in others if other is not None)]
+        return [] if all(is_silent(cast(nn.Module, each)) for each in seen) else ["hooks of its layers"]
 
 
-class FoldedWinogradConv2d(nn.Module):
-    """FoldedConv2d by Winograd's algorithm, with fused bias and ReLU; the weights are transformed once."""
-
-    transformed: Tensor
-    bias: Tensor
-
-    @torch.no_grad()
-    def __init__(self, conv: WinogradConv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
-        super().__init__()
-        weight, bias = _folded(conv, norm)
-        self.kernels, self.padding, self.channels = conv.kernels, int(conv.padding[0]), conv.out_channels
-        dense = weight.float().contiguous(memory_format=torch.channels_last)
-        self.register_buffer("transformed", self.kernels.transform(dense))
-        self.register_buffer("bias", bias.float())
-        self.relu, self.dtype = norm.relu, dtype
-
-    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W')."""
-        images = images.to(self.dtype).contiguous(memory_format=torch.channels_last)
-        relu = self.relu and residual is None
-        outputs = self.kernels.convolve(images, self.transformed, self.channels, self.padding, self.bias, relu=relu)
-        if residual is None:
-            return outputs
-        outputs += residual.to(self.dtype)
-        return outputs.relu_() if self.relu else outputs
-
-
-CACHE_BYTES = 16 << 20  # half of a level-3 cache of 32 MiB, which two workers of a thread each share
-
-
-class CacheBlocked(nn.Module):
-    """A network that evaluates a batch in blocks of images whose activations stay in the last-level cache.
-
-    ResNet-50 in float32, 32 images of 224 x 224 on a core of Zen 4: 1.2 times as fast in blocks of four or five
-    (benchmarks/evaluation.py). The first batch, which tells how large the activations are, is computed as a whole. So
-    are all batches if a block would have fewer images than there are threads, or if `network` returns no tensor with a
-    row for each image. Its outputs for an image must not depend on the other images.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        self.block: int | None = None  # images; None before the first batch, 0 for whole batches
-
-    def forward(self, images: Tensor) -> Any:
-        """Return the network's outputs for images (N, C, H, W)."""
-        if self.block is None and len(images):
-            return self._measured(images)
-        threads = torch.get_num_threads()
-        count = min(-(-len(images) // self.block), len(images) // threads) if self.block else 1
-        if count <= 1:
-            return self.network(images)
-        return torch.cat([self.network(block) for block in images.tensor_split(count)])
-
-    def _measured(self, images: Tensor) -> Any:
-        """Return the outputs, and set the size of a block by the largest activation."""
-        sizes = [images.nbytes, 1]
-
-        def record(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            if isinstance(outputs, Tensor):
-                sizes.append(outputs.nbytes)
-
-        hooks = [module.register_forward_hook(record) for module in self.network.modules()]
-        try:
-            outputs = self.network(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        block = CACHE_BYTES * len(images) // max(sizes)
-        rows = isinstance(outputs, Tensor) and outputs.shape[:1] == images.shape[:1]
-        self.block = block if rows and block >= torch.get_num_threads() else 0
-        return outputs
+def _layers_of(block: nn.Module) -> ResidualLayers:
+    plain = block.plain if isinstance(block, Native) else type(block)
+    return RESIDUAL_BLOCKS[f"{plain.__module__}.{plain.__name__}"]

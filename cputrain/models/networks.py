@@ -100,7 +100,8 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         if not self.training or len(images) <= self.ghost_batch:
             return super().forward(images)
         ghosts = torch.tensor_split(images, -(-len(images) // self.ghost_batch))
-        statistics = images.new_zeros(len(ghosts), 2, self.num_features)
+        assert self.running_mean is not None
+        statistics = self.running_mean.new_zeros(len(ghosts), 2, self.num_features)
         normalized = [
             # with momentum 1 the buffers become the statistics of this ghost batch
             functional.batch_norm(
@@ -189,12 +190,13 @@ class _Normalize(torch.autograd.Function):
             return values.view(1, -1, 1, 1)
 
         centered = images - by_channel(mean)
-        own_bias, own_weight = gradient.sum((0, 2, 3)), (gradient * centered).sum((0, 2, 3)) * scale
-        sums = torch.cat([own_bias, own_weight])
+        own_bias, own_weight = gradient.sum((0, 2, 3)), (gradient * centered).sum((0, 2, 3))
+        # Of the same size and dtype as the native layer's, which another rank may use for its images.
+        sums = torch.cat([own_bias, own_weight]).double()
         dist.all_reduce(sums)
-        mean_g, mean_gx = (sums / ctx.count).view(2, -1)
-        input_gradient = gradient - by_channel(mean_g) - centered * by_channel(scale * mean_gx)
-        return input_gradient * by_channel(scale * weight), own_weight, own_bias, None
+        mean_g, mean_gx = (sums / ctx.count).to(scale.dtype).view(2, -1)
+        input_gradient = gradient - by_channel(mean_g) - centered * by_channel(scale.square() * mean_gx)
+        return input_gradient * by_channel(scale * weight), own_weight * scale, own_bias, None
 
 
 def freeze(model: nn.Module, last: str) -> None:

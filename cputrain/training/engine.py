@@ -27,7 +27,8 @@ from cputrain.models.convolution import (
     use_direct_gradients,
     use_products,
 )
-from cputrain.models.fusion import CacheBlocked, fold_batchnorms, fuse_batchnorms
+from cputrain.models.folding import CacheBlocked, fold_batchnorms
+from cputrain.models.fusion import fuse_batchnorms
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)

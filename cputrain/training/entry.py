@@ -41,6 +41,8 @@ from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_text
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, rank_context, run_rank
 from cputrain.measurements import save_bf16_gain
+from cputrain.models.evidence import restore as restore_layers
+from cputrain.models.fusion import left_to_torch
 from cputrain.models.networks import inputs_note
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.supervise.run import free_port
@@ -147,6 +149,8 @@ def build_state(
     if loaded is None and (note := inputs_note(network, recipe.model.name, recipe.data)):
         notes.append(note)
     prepare_model(network, session.engine, recipe.precision)
+    if session.engine.kernels is not None and (left := left_to_torch(network)):
+        notes.append(left)
     learner = Learner(network, task.losses, recipe.precision, task.loss_module)
     check_savable(learner)
     stored = loaded.manifest.training.winograd if loaded else None
@@ -415,8 +419,11 @@ def train(
         dataset=_own_dataset(train_data, val_data, test_data, classes, collate),
         classifies=classes is not None,
     )
-    with handlers_restored(), environment_restored(env):
-        return _train_own(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
+    try:
+        with handlers_restored(), environment_restored(env):
+            return _train_own(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
+    finally:
+        restore_layers(network)
 
 
 def _own_dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:

@@ -58,6 +58,7 @@ from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
 from cputrain.measurements import keep, new_record
 from cputrain.models.convolution import ConvolutionKernels, ConvolutionShape, covered_shapes, speedup, use_winograd
+from cputrain.models.evidence import random_numbers_kept
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
@@ -344,7 +345,8 @@ def choose_winograd(
         logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
     if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
-    shapes = covered_shapes(network, session.task.example(1)[0])
+    with random_numbers_kept():  # which a user's data may draw
+        shapes = covered_shapes(network, session.task.example(1)[0])
     chosen: dict[str, float | None]
     if stored is None:
         of_shapes = _winograd_gains(session, set(shapes.values()), images, kernels)

@@ -26,6 +26,7 @@ from cputrain.models import (
     fuse_batchnorms,
     load,
 )
+from cputrain.models.evidence import measuring
 from cputrain.native_build import KERNELS
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, same_engine
@@ -207,7 +208,10 @@ def pair(name: str, side: int = 32, **options: object) -> tuple[nn.Module, nn.Mo
 def test_a_fused_network_has_the_same_weights_outputs_and_gradients(name: str, side: int, relus: int) -> None:
     plain, native = pair(name, side)
     assert list(native.state_dict()) == list(plain.state_dict())
-    assert sum(type(module) is nn.ReLU for module in native.modules()) == relus
+    called: list[nn.Module] = []
+    for module in native.modules():
+        if type(module) is nn.ReLU:
+            module.register_forward_hook(measuring(lambda relu, *_: called.append(relu)))
     assert all(isinstance(m, FusedBatchNorm2d) for m in native.modules() if isinstance(m, nn.BatchNorm2d))
     images = images_of((4, 3, side, side), 3)
     gradient = torch.randn(4, 10, generator=torch.Generator().manual_seed(4))
@@ -225,6 +229,7 @@ def test_a_fused_network_has_the_same_weights_outputs_and_gradients(name: str, s
     largest = max(float(expected.norm()) for expected, _ in pairs)  # others are 0 but for rounding
     for expected, got in pairs:
         assert float((expected - got).norm()) < 0.01 * float(expected.norm()) + 1e-4 * largest
+    assert len(called) == relus
     buffers = zip(plain.buffers(), native.buffers(), strict=True)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in buffers)
 

@@ -1,0 +1,175 @@
+"""What must hold so that a native layer computes what torch's layer would, of modules, tensors and torch's state.
+
+All checks are made at each call, because hooks, options and tensors of a network may change during a training.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from inspect import isfunction
+from typing import Any, ClassVar, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Data types of feature maps that the kernels support; parameters are float32."""
+
+
+class Native(nn.Module):
+    """Base class of native layers, which replaces the class `plain` of a layer; `restore` undoes it."""
+
+    plain: ClassVar[type[nn.Module]]
+
+    def undo(self) -> None:
+        """Undo what was done to the layer when its class was replaced."""
+        vars(self).pop("kernels", None)
+
+
+def restore(network: nn.Module) -> None:
+    """Give all layers of a network the classes back that they had before native ones replaced them."""
+    for layer in network.modules():
+        # A class derived from a native one, as by torch's parametrizations, has no `plain` of its own and stays.
+        if isinstance(layer, Native) and "plain" in vars(type(layer)):
+            layer.undo()
+            layer.__class__ = cast(Any, layer.plain)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MEASURES = "_only_measures"
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def measuring(hook: Hook) -> Hook:
+    """Mark a hook that needs no calls of layers which are computed as parts of others."""
+    setattr(hook, MEASURES, True)
+    return hook
+
+
+def departure(module: nn.Module) -> str:
+    """Return what a module has beside its class, such as hooks or a forward of its own; "" if it is as built."""
+    kind = type(module)
+    own = sorted(name for name in vars(module) if hasattr(kind, name) and name != "_compiled_call_impl")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "compiled by itself"
+    if own:
+        return f"own {own[0]}"
+    methods = {"forward", *(name for name, method in vars(kind).items() if isfunction(method))}
+    if not all(is_as_written(kind, name) for name in methods):
+        return "replaced methods of its class"
+    return "" if is_silent(module) else "hooks"
+
+
+def is_silent(module: nn.Module) -> bool:
+    """Return whether nothing notices if a module's forward is computed without calling the module."""
+    own = vars(module)
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    return all(hasattr(hook, MEASURES) for name in HOOKS for hook in own[name].values())
+
+
+def calls_are_plain(*kinds: type[nn.Module]) -> bool:
+    """Return whether torch calls modules without hooks of all modules, and the forwards of `kinds` are as written."""
+    hooked = modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not hooked and all(is_as_written(kind, "forward") for kind in kinds)
+
+
+def is_as_written(kind: type, name: str) -> bool:
+    """Return whether a method is the one in the source of its class, not a function assigned to the class later."""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return _is_in_source(owner, name, vars(owner)[name])
+
+
+@cache
+def _is_in_source(owner: type, name: str, method: Any) -> bool:
+    code, source = getattr(method, "__code__", None), getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return code is not None and code.co_filename == source and method.__qualname__ == f"{owner.__qualname__}.{name}"
+
+
+def runs_eagerly() -> bool:
+    """Return whether torch computes values here and now, and nothing but autograd follows its operators: no compiler,
+    tracer, functional transform, forward derivative or mode."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or not all(isinstance(mode, DeviceContext) for mode in _modes())
+    )
+
+
+def _modes() -> list[Any]:
+    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call,no-any-return]
+
+
+def is_dense(tensor: Any) -> bool:
+    """Return whether a value is an ordinary tensor whose memory on the CPU has its values, at its strides."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_neg()  # a view of values with the opposite sign
+        and tensor.data_ptr() != 0
+    )
+
+
+def are_maps(value: Any, channels: int) -> bool:
+    """Return whether a value is feature maps, (N, channels, H, W), channels-last in memory, of a dtype in DTYPES."""
+    return (
+        is_dense(value)
+        and value.dtype in DTYPES
+        and value.dim() == 4
+        and value.shape[1] == channels
+        and value.numel() > 0
+        and value.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def is_vector(value: Any, size: int) -> bool:
+    """Return whether a value is a float32 tensor of shape (size,) without gaps."""
+    return is_dense(value) and value.dtype == torch.float32 and value.shape == (size,) and value.is_contiguous()
+
+
+def is_gradient_of(value: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether a value can be converted to maps of this shape and dtype by copying."""
+    return is_dense(value) and value.shape == shape and value.dtype == dtype
+
+
+def gradients_by_torch(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], gradient: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of the `needed` inputs, None for others, by torch's operators.
+
+    `inputs` are tensors that a backward pass has saved. If it runs with create_graph=True, the gradients can be
+    differentiated again.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = function(*inputs)
+        wanted = [each for each, need in zip(inputs, needed, strict=True) if need and each is not None]
+        found = iter(torch.autograd.grad(outputs, wanted, gradient, create_graph=again))
+    return [next(found) if need and each is not None else None for each, need in zip(inputs, needed, strict=True)]
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restore the generators of torch, NumPy and Python at the end."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

@@ -1,0 +1,606 @@
+"""Native layers in networks of one's own: hooks, forwards, options, second derivatives, tracing and recomputation are those
+of torch's layers, beside which each network runs."""
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.utils.prune
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from cputrain.models import (
+    ConvolutionShape,
+    build_model,
+    covered_shapes,
+    fuse_batchnorms,
+    import_torchvision,
+    left_to_torch,
+    load,
+    load_convolutions,
+    restore,
+    use_direct_gradients,
+    use_products,
+    use_winograd,
+)
+from cputrain.recipe import ModelSection
+
+pytestmark = pytest.mark.slow
+
+resnet = import_torchvision("models.resnet")
+
+
+def block(channels: int = 16) -> nn.Module:
+    return resnet.BasicBlock(channels, channels)
+
+
+def small() -> nn.Sequential:
+    """Convolutions, pairs of batch-norm and ReLU, and two residual blocks, with statistics that are not the first."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
+        nn.Sequential(block(), block()),
+        *(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)),
+    )
+
+
+def native(network: nn.Module) -> nn.Module:
+    fuse_batchnorms(network, load(os.environ))
+    return network
+
+
+def images(count: int = 4, channels: int = 3, side: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, channels, side, side, generator=generator).to(memory_format=torch.channels_last)
+
+
+def built(change: Callable[[nn.Module], None] = lambda _: None) -> nn.Module:
+    torch.manual_seed(1)
+    network = small().to(memory_format=torch.channels_last)
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d) and layer.affine and layer.bias is not None:
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.uniform_(layer.bias, -0.5, 0.5)
+    change(network)
+    return network
+
+
+def run(network: nn.Module) -> dict[str, Tensor]:
+    """Two steps of training and an evaluation: outputs, gradients and buffers."""
+    found = {}
+    for step in range(2):
+        x = images().requires_grad_()
+        y = network(x)
+        y.square().sum().backward()
+        found |= {f"y{step}": y.detach(), f"x{step}": x.grad}
+    found |= {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    found |= {name: buffer.clone() for name, buffer in network.named_buffers()}
+    with torch.no_grad():
+        found["evaluated"] = network.eval()(images())
+    network.train()
+    return found
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], off: float = 1e-4) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = max(1.0, float(value.abs().max()))
+        assert torch.allclose(got[name], value, rtol=off, atol=off * scale), name
+
+
+class Doubled(nn.BatchNorm2d):
+    """A class of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Pair(nn.Sequential):
+    """A class of one's own with torch's forward."""
+
+
+def set_last(network: nn.Module, layer: nn.Module) -> None:
+    network[5] = layer
+
+
+def own_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> None:
+    layer.forward = partial(forward, layer)  # type: ignore[method-assign]
+
+
+def reversed_children(network: nn.Module) -> None:
+    """The same convolution twice, so that neighbors by name are not neighbors in the forward pass."""
+    conv = nn.Conv2d(16, 16, 1)
+    network[3] = nn.Sequential(conv, nn.BatchNorm2d(16), conv, nn.ReLU())
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda _: None,
+    "the activation of a block removed": lambda n: setattr(n[3][1], "relu", nn.Identity()),
+    "another activation in a block": lambda n: setattr(n[3][0], "relu", nn.GELU()),
+    "a block's own forward": lambda n: own_forward(n[3][0], lambda block, x: block.bn1(block.conv1(x)) + 3 * x),
+    "a shortcut that is a function": lambda n: setattr(n[3][0], "downsample", lambda x: 0.5 * x),
+    "a batch-norm's own forward": lambda n: own_forward(n[1], lambda layer, x: nn.BatchNorm2d.forward(layer, x) * 2),
+    "a ReLU's own forward": lambda n: own_forward(n[2], lambda _layer, x: x.abs()),
+    "a class of one's own": lambda n: set_last(n, Doubled(16)),
+    "a derived Sequential": lambda n: n.__setitem__(3, Pair(nn.BatchNorm2d(16), nn.ReLU())),
+    "momentum=None": lambda n: set_last(n, nn.BatchNorm2d(16, momentum=None)),
+    "momentum=None later": lambda n: setattr(n[5], "momentum", None),
+    "momentum=0": lambda n: set_last(n, nn.BatchNorm2d(16, momentum=0)),
+    "track_running_stats=False": lambda n: set_last(n, nn.BatchNorm2d(16, track_running_stats=False)),
+    "statistics that are not tracked now": lambda n: setattr(n[1], "track_running_stats", False),
+    "affine=False": lambda n: set_last(n, nn.BatchNorm2d(16, affine=False)),
+    "no bias": lambda n: setattr(n[5], "bias", None),
+    "eps is large": lambda n: setattr(n[1], "eps", 2.0),
+    "eps is an integer": lambda n: setattr(n[1], "eps", 1),
+    "a layer in evaluation": lambda n: own_forward(n, lambda s, x: nn.Sequential.forward(freeze(s), x)),
+    "frozen parameters": lambda n: n[1].requires_grad_(False),
+    "a frozen network": lambda n: n[:5].requires_grad_(False),
+    "one batch-norm twice": lambda n: n[3][0].__setattr__("bn2", n[3][0].bn1),
+    "one batch-norm with ReLU and without": lambda n: n.insert(5, n[1]),
+    "a convolution between, by another name": reversed_children,
+    "weights without gaps missing": lambda n: setattr(n[1], "weight", nn.Parameter(torch.rand(32)[::2])),
+    "statistics with gaps": lambda n: n[1].register_buffer("running_var", torch.rand(32)[::2]),
+    "no number of batches": lambda n: setattr(n[1], "num_batches_tracked", None),
+    "parametrized": lambda n: torch.nn.utils.parametrizations.weight_norm(n[0]),
+    "weight-normed by hooks": lambda n: torch.nn.utils.weight_norm(n[4]),
+    "pruned": lambda n: torch.nn.utils.prune.l1_unstructured(n[4], "weight", 0.5),
+    "a parametrized batch-norm": lambda n: torch.nn.utils.parametrize.register_parametrization(
+        n[5], "weight", nn.Softplus()
+    ),
+    "dropout between": lambda n: n.insert(6, nn.Dropout(0.0)),
+    "a linear layer after NCHW": lambda n: n.__setitem__(
+        3, nn.Sequential(NCHW(), nn.BatchNorm2d(16), nn.ReLU(), NCHW())
+    ),
+}
+
+
+class NCHW(nn.Module):
+    """Images contiguous in memory, which those after it must be as well, or `view` fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return x.view(x.shape[0], -1).view(x.shape)
+
+
+class View(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1).view(x.shape)
+
+
+def freeze(network: nn.Module) -> nn.Module:
+    network[5].eval()
+    return network
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_changed_network_computes_what_torch_does(change: str, late: bool) -> None:
+    """Changed before the layers become native, or, if possible, after."""
+    plain = built(CHANGES[change])
+    if late:
+        got = native(built())
+        try:
+            CHANGES[change](got)
+        except (RuntimeError, TypeError, KeyError):
+            pytest.skip("torch does not change this layer")
+        torch.manual_seed(1)
+    else:
+        got = native(built(CHANGES[change]))
+    with torch.no_grad():  # changes may draw random weights
+        got.load_state_dict(plain.state_dict())
+    assert_same(run(got), run(plain))
+
+
+def test_what_stays_torch_s_is_counted_with_reasons() -> None:
+    network = built()
+    set_last(network, nn.BatchNorm2d(16, momentum=None))
+    network[3][0].register_forward_hook(lambda *_: None)
+    network[3][1].relu = nn.GELU()
+    network[2].register_forward_pre_hook(lambda *_: None)
+    network.append(Doubled(4))
+    assert left_to_torch(native(network)) == (
+        "not native, but torch's: 1 BasicBlock (another activation), 1 BasicBlock (hooks), 1 BatchNorm2d "
+        "(momentum=None), 1 Doubled (not torch's BatchNorm2d), 1 Sequential (hooks of ReLU)"
+    )
+    assert left_to_torch(native(built())) == ""
+
+
+def hooked(network: nn.Module, seen: list[tuple[str, float]], when: str) -> None:
+    """Register hooks that record the sums of what they see, of one kind, on all modules."""
+
+    def forward(name: str, _module: nn.Module, _inputs: object, outputs: Tensor) -> None:
+        seen.append((name, float(outputs.detach().sum())))
+
+    def before(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append((name, float(inputs[0].detach().sum())))
+
+    def backward(name: str, _module: nn.Module, _inputs: object, gradients: tuple[Tensor, ...]) -> None:
+        seen.append((name, float(gradients[0].sum())))
+
+    def before_backward(name: str, _module: nn.Module, gradients: tuple[Tensor, ...]) -> None:
+        seen.append((name, float(gradients[0].sum())))
+
+    for name, module in network.named_modules():
+        if when == "forward":
+            module.register_forward_hook(partial(forward, name))
+        elif when == "before":
+            module.register_forward_pre_hook(partial(before, name))
+        elif "inplace" in vars(module):
+            module.inplace = False  # torch's backward hooks do not allow it
+        if name.endswith("bn2"):
+            continue  # whose outputs are changed in place, which torch refuses with backward hooks
+        if when == "backward":
+            module.register_full_backward_hook(partial(backward, name))
+        elif when == "before backward":
+            module.register_full_backward_pre_hook(partial(before_backward, name))
+
+
+@pytest.mark.parametrize("when", ["forward", "before", "backward", "before backward"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_are_called_as_by_torch(when: str, late: bool) -> None:
+    results = []
+    for fused in (False, True):
+        network, seen = built(), list[tuple[str, float]]()
+        if fused and late:
+            native(network)
+        hooked(network, seen, when)
+        if fused and not late:
+            native(network)
+        y = network(images().requires_grad_())
+        y.square().sum().backward()
+        results.append(seen)
+    expected, got = results
+    assert [name for name, _ in got] == [name for name, _ in expected]
+    off = [abs(one - other) / max(1.0, abs(other)) for (_, one), (_, other) in zip(got, expected, strict=True)]
+    assert max(off) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_all_modules_are_called(kind: str) -> None:
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    results = []
+    for network in (built(), native(built())):
+        for module in network.modules():
+            if isinstance(module, nn.ReLU):
+                module.inplace = False
+        seen: list[type] = []
+        handle = register(lambda module, *_, seen=seen: seen.append(type(module).__mro__[-3]))
+        try:
+            network[4:](images(channels=16).requires_grad_()).sum().backward()
+        finally:
+            handle.remove()
+        results.append(len(seen))
+    assert results[0] == results[1] > 0
+
+
+def test_each_layer_may_be_called_by_itself() -> None:
+    """As by networks that keep the maps after some of their layers, and differentiate by them."""
+    results = []
+    for network in (built(), native(built())):
+        x, kept = images().requires_grad_(), []
+        for layer in network:
+            for part in layer if isinstance(layer, nn.Sequential) else [layer]:
+                x = part(x)
+                kept.append(x)
+        gradients = torch.autograd.grad(x.square().sum(), [each for i, each in enumerate(kept) if i != 1])
+        results.append({str(i): each.detach() for i, each in enumerate((*kept, *gradients))})
+    assert_same(results[1], results[0])
+
+
+def test_maps_seen_by_a_hook_have_their_whole_gradient() -> None:
+    results = []
+    for network in (built(), native(built())):
+        seen: list[Tensor] = []
+        network[3][0].register_forward_hook(lambda _module, _inputs, outputs, seen=seen: seen.append(outputs))
+        (gradient,) = torch.autograd.grad(network(images()).square().sum(), seen)
+        results.append({"gradient": gradient})
+    assert_same(results[1], results[0])
+
+
+def test_methods_assigned_to_a_class_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = native(built())
+    monkeypatch.setattr(nn.ReLU, "forward", lambda _layer, x: functional.softplus(x))
+    monkeypatch.setattr(resnet.BasicBlock, "forward", lambda block, x: block.bn2(block.conv2(x)) + x)
+    expected = run(built())
+    assert_same(run(early), expected)
+    assert_same(run(native(built())), expected)
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda _layer, x: 2 * x)
+    assert_same(run(native(built())), run(built()))
+
+
+def penalized(network: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    y = network(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y.square().mean() + gradient.square().sum()
+
+
+def gradients_of(network: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
+    loss(network, images()).backward()
+    found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return found | dict(network.named_buffers())
+
+
+def test_second_derivatives_are_torch_s() -> None:
+    assert_same(gradients_of(native(built()), penalized), gradients_of(built(), penalized), 1e-3)
+    evaluated = [gradients_of(each.eval(), penalized) for each in (native(built()), built())]
+    assert_same(*evaluated, 1e-3)
+
+
+def convolutions(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    layers = (nn.Conv2d(64, 64, 3, padding=1), nn.Tanh(), nn.Conv2d(64, 64, 1, bias=False))
+    network = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    if kind == "winograd":
+        use_winograd(network, load_convolutions(os.environ))
+    elif kind == "direct":
+        use_direct_gradients(network, load_convolutions(os.environ))
+    elif kind == "products":
+        use_products(network)
+    return network
+
+
+def by_64(loss: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda network, _: loss(network, images(2, 64, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["winograd", "direct", "products"])
+def test_second_derivatives_of_convolutions_are_torch_s(kind: str, dtype: torch.dtype) -> None:
+    def penalty(network: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            return penalized(network, x)
+
+    got, expected = (gradients_of(convolutions(each), by_64(penalty)) for each in (kind, "torch"))
+    for name, value in expected.items():
+        off = float((got[name] - value).norm() / value.norm())
+        assert off < (1e-4 if dtype == torch.float32 else 5e-2), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_blocks_update_their_statistics_as_in_torch(reentrant: bool) -> None:
+    def recomputed(network: nn.Module, x: Tensor) -> Tensor:
+        for layer in network:
+            for part in layer if isinstance(layer, nn.Sequential) else [layer]:
+                x = checkpoint(part, x, use_reentrant=reentrant)
+        return x.square().sum()
+
+    def by_stages(network: nn.Module, x: Tensor) -> Tensor:
+        x = checkpoint(network[:3], x, use_reentrant=reentrant)
+        return network[4:](checkpoint(network[3], x, use_reentrant=reentrant)).square().sum()
+
+    def made() -> nn.Module:
+        return built(lambda network: setattr(network[2], "inplace", False))
+
+    for loss in (recomputed, by_stages):
+        run_of = lambda network, x, loss=loss: loss(network, x.requires_grad_())  # noqa: E731
+        assert_same(gradients_of(native(made()), run_of), gradients_of(made(), run_of))
+
+
+def test_functional_transforms_compute_what_torch_s_layers_do() -> None:
+    results = []
+    for network in (built(), native(built())):
+        parameters = {name: p.detach() for name, p in network.eval().named_parameters()}
+
+        def loss(values: dict[str, Tensor], network: nn.Module = network) -> Tensor:
+            return torch.func.functional_call(network, values, (images(),)).square().sum()
+
+        x = images(2)
+        batched = torch.autograd.functional.jacobian(lambda x, n=network: n(x).sum(0), x, vectorize=True)
+        _, tangent = torch.func.jvp(network, (x,), (torch.ones_like(x),))
+        mapped = torch.func.vmap(lambda one, n=network: n(one[None])[0])(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = network(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            forward = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        found = {"batched": batched, "tangent": tangent, "mapped": mapped, "forward": forward}
+        results.append(torch.func.grad(loss)(parameters) | found)
+    assert_same(results[1], results[0])
+
+
+def test_watchers_of_operators_see_torch_s() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts = []
+    for network in (convolutions("torch"), convolutions("winograd")):
+        with FlopCounterMode(display=False) as counter:
+            network(images(2, 64, 6)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def test_a_native_network_can_be_traced_exported_and_copied() -> None:
+    network, x = native(built()).eval(), images(2)
+    expected = network(x)
+    traced = torch.jit.trace(network, x)
+    exported = torch.export.export(network, (x,)).module()
+    copied = copy.deepcopy(network)
+    assert type(copied) is type(network) and type(copied[3][0]) is type(network[3][0])
+    for made in (traced, exported, copied):
+        assert torch.allclose(made(x), expected, atol=1e-5)
+
+
+def test_restored_networks_have_their_own_classes() -> None:
+    network = built()
+    before = [type(module) for module in network.modules()]
+    attributes = [set(vars(module)) for module in network.modules()]
+    native(network)
+    use_winograd(network, load_convolutions(os.environ))
+    use_products(network)
+    assert isinstance(network[3][0], resnet.BasicBlock) and type(network[3][0]).__name__ == "BasicBlock"
+    assert [type(module) for module in network.modules()] != before
+    restore(network)
+    assert [type(module) for module in network.modules()] == before
+    assert [set(vars(module)) for module in network.modules()] == attributes
+    torch.fx.symbolic_trace(network)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.double(),
+        lambda layer: layer.bfloat16(),
+        lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias.double())),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight[:8].detach())),
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(1, 16))),
+        lambda layer: setattr(layer, "running_mean", layer.running_mean.double()),
+        lambda layer: setattr(layer, "running_var", layer.running_var[:8]),
+        lambda layer: layer.to("meta"),
+        lambda layer: setattr(layer, "running_mean", layer.running_mean.to("meta")),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_tensors_that_the_kernels_cannot_read_are_torch_s(
+    change: Callable[[nn.Module], object], training: bool
+) -> None:
+    """With torch's result, or its error."""
+    results: list[object] = []
+    for network in (nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()), native(nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()))):
+        change(network[0])
+        try:
+            found = network.train(training)(images(channels=16))
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            results.append(str(error))
+        else:
+            results.append(found)
+    assert type(results[0]) is type(results[1])
+    if isinstance(results[0], Tensor) and not results[0].is_meta:
+        assert torch.allclose(results[0], results[1], atol=1e-5)
+    elif isinstance(results[0], str):
+        assert results[0] == results[1]
+
+
+class Tagged(Tensor):
+    """A class of tensors of one's own."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: x.double(),
+        lambda x: x.half(),
+        lambda x: x.to("meta"),
+        lambda x: x.contiguous(),
+        lambda x: x[:, :, ::2],
+        lambda x: x[:0],
+        lambda x: x[0],
+        lambda x: x[:, :8],
+        lambda x: x[:1, :, :1, :1],
+        torch._neg_view,
+        lambda x: x.to_mkldnn(),
+        lambda x: x.as_subclass(Tagged),
+        lambda x: x[:1].expand(4, -1, -1, -1),
+        lambda x: x.long(),
+    ],
+)
+@pytest.mark.parametrize("layers", ["batch-norm", "residual", "winograd", "direct", "products"])
+def test_images_that_the_kernels_cannot_read_are_torch_s(given: Callable[[Tensor], Tensor], layers: str) -> None:
+    results: list[object] = []
+    for fused in (False, True):
+        torch.manual_seed(2)
+        made = {
+            "batch-norm": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()),
+            "residual": lambda: block().to(memory_format=torch.channels_last),
+            "winograd": lambda: nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last),
+            "direct": lambda: nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last),
+            "products": lambda: nn.Conv2d(16, 16, 1),
+        }[layers]()
+        if fused:
+            native(made)
+            if layers == "winograd":
+                use_winograd(made, load_convolutions(os.environ))
+            elif layers == "products":
+                use_products(made)
+        try:
+            found = made(given(images(channels=16)))
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            results.append(str(error))
+        else:
+            results.append(found)
+    expected, got = results
+    assert type(got) is type(expected), (expected, got)
+    if isinstance(expected, Tensor):
+        assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device)
+        if expected.layout is torch.strided and not expected.is_meta and expected.numel():
+            assert torch.allclose(got, expected, atol=1e-4) and got.stride() == expected.stride()
+    else:
+        assert got == expected
+
+
+def test_odd_gradients_are_torch_s() -> None:
+    results = []
+    for network in (nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()), native(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))):
+        x = images().requires_grad_()
+        y = network(x)
+        (batched,) = torch.autograd.grad(y, x, torch.stack([y.detach(), 2 * y.detach()]), True, is_grads_batched=True)
+        found = {"batched": batched}
+        for name, gradient in {
+            "NCHW": y.detach().contiguous() + 1,
+            "expanded": torch.ones(()).expand(y.shape),
+            "negative view": torch._neg_view(y.detach()),
+        }.items():
+            (found[name],) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+        results.append(found)
+    assert_same(results[1], results[0])
+
+
+class Watched(nn.Module):
+    """Keeps what a call leaves: a list, a cache of the first shape, buffers, random numbers, and its modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+        self.modes: list[bool] = []
+
+    def train(self, mode: bool = True) -> "Watched":
+        super().train(mode)
+        self.body[1].eval()
+        self.modes.append(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        if not hasattr(self, "grid"):
+            self.grid = torch.rand(x.shape[2:]) + np.random.rand() + random.random()
+        return self.body(x) + self.grid
+
+
+def test_a_network_that_is_tried_with_one_example_stays_as_it_is() -> None:
+    network = Watched().train()
+    modes = [module.training for module in network.modules()]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = torch.rand(()), np.random.rand(), random.random()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    shape = ConvolutionShape(inputs=16, outputs=16, height=8, width=8, padding=1)
+    assert covered_shapes(network, images(1, 16)) == {"body.0": shape}
+    assert (torch.rand(()), np.random.rand(), random.random()) == expected
+    assert network.calls == 0 and network.seen == [] and not hasattr(network, "grid")
+    assert [module.training for module in network.modules()] == modes and network.modes == [True]
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_a_network_that_cannot_be_tried_keeps_its_convolutions(caplog: pytest.LogCaptureFixture) -> None:
+    network = Watched()
+    assert covered_shapes(network, images(1, 3)) == {}
+    assert "a copy of the network fails with one example: " in caplog.text
+    seen: list[nn.Module] = []
+    network.body.register_forward_hook(lambda module, *_: seen.append(module))
+    assert covered_shapes(network, images(1, 16)) == {} and not seen
+    assert "hooks of the network would be called" in caplog.text
+
+
+def test_networks_of_libraries_are_native_throughout() -> None:
+    for name in ("resnet18", "resnet50", "torchvision:densenet121", "torchvision:mobilenet_v3_small"):
+        assert left_to_torch(native(build_model(ModelSection(name=name), 10, 32))) == ""
