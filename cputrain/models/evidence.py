@@ -119,7 +119,7 @@ def is_dense(tensor: Any) -> bool:
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and torch._C._has_storage(tensor)  # not so of batches of vmap
         and not tensor.is_neg()  # a view of values with the opposite sign
         and tensor.data_ptr() != 0
     )
