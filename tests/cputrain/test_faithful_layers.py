@@ -1,5 +1,5 @@
-"""Native layers in networks of one's own: hooks, forwards, options, second derivatives, tracing and recomputation are
-those of torch's layers, beside which each network runs."""
+"""Native layers in own networks: hooks, forwards, options, second derivatives, tracing and recomputation as with
+torch's layers, beside which each network runs."""
 
 import copy
 import os
