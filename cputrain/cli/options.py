@@ -42,7 +42,7 @@ PLANNING = {
 
 class SectionedCommand(click.Command):
     """A command whose --help lists options by section: `sections` maps a title to parameter names, other options come
-    last. `examples` are command lines shown at the end."""
+    last, or alone without sections. `examples` are command lines shown at the end."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SectionedCommand(click.Command):
             found = [options.pop(name) for name in names if name in options]
             if found:
                 yield title, list(found)
-        yield OTHER, list(options.values())
+        yield OTHER if self.sections else "Options", list(options.values())
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by section."""
