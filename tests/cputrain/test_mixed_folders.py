@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -86,9 +87,22 @@ def test_other_files_beside_class_folders_are_ignored_and_named(
 ) -> None:
     (folder / name).write_bytes(b'{"name": "photos"}')
     note = f"{folder}: ignored {name}, because only class folders are read"
-    assert open_dataset(str(folder)).notes == (note,)
+    found, *more = open_dataset(str(folder)).notes
+    assert found == note
+    if name == "x.parquet":
+        assert more[0].startswith(f"{folder}: it is unknown whether the Parquet or Arrow files are another data set: ")
+    assert len(more) == (name == "x.parquet")
     assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "out")]) == 0
     assert note in capsys.readouterr().out
+
+
+def test_tables_that_cannot_be_read_without_pyarrow_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table(folder / "labels.parquet", path=PATHS, label=list(reversed(NAMES)))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    ignored, unknown = open_dataset(str(folder)).notes
+    assert ignored == f"{folder}: ignored labels.parquet, because only class folders are read"
+    assert unknown.startswith(f"{folder}: it is unknown whether the Parquet or Arrow files are another data set: ")
+    assert "labels.parquet needs pyarrow: pip install 'cputrain[parquet]'" in unknown
 
 
 @pytest.mark.parametrize("name", ["train.tar", "photos.tgz"])

@@ -27,6 +27,7 @@ from cputrain.data.formats.source import (
     VAL,
     Source,
     Split,
+    UnreadableError,
     advice_for,
     files_by_split,
     read_manifest,
@@ -270,13 +271,20 @@ def _only_reading(root: Path, found: Mapping[Format, Files]) -> Source:
             errors[each] = error
     if folders and TABLES in readings and _lists_the_folders(root, found[TABLES]):
         del readings[TABLES]
+    unread = tuple(
+        f"{root}: it is unknown whether the {each.title} are another data set: {error}"
+        for each, error in errors.items()
+        if isinstance(error, UnreadableError)
+    )
     if folders and not readings:
-        return read_class_folders(root)
+        source = read_class_folders(root)
+        return replace(source, notes=(*source.notes, *unread))
     if not readings:
         sizes = {each: sum(path.stat().st_size for paths in found[each].values() for path in paths) for each in errors}
         raise errors[max(sizes, key=sizes.__getitem__)]
     if len(readings) == 1 and not folders:
-        return next(iter(readings)).source(root)
+        source = next(iter(readings)).source(root)
+        return replace(source, notes=(*source.notes, *unread))
     ways = {each.kind: f"{each.title} ({where})" for each, where in readings.items()}
     if folders:
         ways = {"imagefolder": f"class folders ({first_named(folders)})", **ways}

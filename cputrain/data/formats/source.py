@@ -214,6 +214,10 @@ def visible(folder: Path) -> list[Path]:
         raise InputError(f"cannot read {folder}: {error.strerror}") from None
 
 
+class UnreadableError(InputError):
+    """A file cannot be opened here, so it is unknown whether it has images and labels."""
+
+
 UNLABELED = -1  # as in test splits of published data sets
 VAL_FRACTION = 0.2  # default for a source without validation images
 SPLIT_SEED = 1  # of a training, and the default of cputrain prepare, so that both draw the same images

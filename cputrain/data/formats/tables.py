@@ -24,7 +24,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
 from cputrain.affinity.wording import first_named, join_or
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
-from cputrain.data.formats.source import TRAIN, UNLABELED, Rows, Source, labeled_source
+from cputrain.data.formats.source import TRAIN, UNLABELED, Rows, Source, UnreadableError, labeled_source
 from cputrain.data.pixels import DAMAGE, open_image
 from cputrain.files import check_downloaded
 
@@ -358,15 +358,16 @@ def _open(path: Path) -> _Table:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn errors of the block into an InputError about this file."""
+    """Turn errors of the block into an UnreadableError about this file."""
     try:
         import pyarrow
     except ImportError:
-        raise InputError(f"{path} needs pyarrow: pip install 'cputrain[parquet]'") from None
+        raise UnreadableError(f"{path} needs pyarrow: pip install 'cputrain[parquet]'") from None
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}; is the download complete?") from None
+        why = str(error).splitlines()[0][:200]
+        raise UnreadableError(f"cannot read {path}: {why}; is the download complete?") from None
 
 
 def _column(table: _Table, name: str) -> Any:
