@@ -41,7 +41,8 @@ from cputrain.training.watchers import (
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """A training in progress; `preempted` is set when all ranks must stop before the last step."""
+    """A training in progress; `preempted` is set when all ranks must stop before the last step, `names_unused` once the
+    warning of parameters without a gradient is logged."""
 
     session: Session
     state: TrainState
@@ -49,6 +50,7 @@ class TrainingLoop:
     preemption: Preemption
     position: Position
     preempted: bool = False
+    names_unused: bool = False
     told_damaged: set[str] = field(default_factory=set)
     saver: Saver = field(init=False)
     damage: DamageCheck = field(init=False)
@@ -201,9 +203,9 @@ class TrainingLoop:
             measure_layers=session.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
             key=(self.step, session.rank.rank),
         )
-        checked = self.state.checked
         result = train_step(self.state, batches, settings, session.recipe, session.task)
-        if self.state.unused and not checked:
+        if self.state.unused and not self.names_unused:
+            self.names_unused = True
             count, names = plural(len(self.state.unused), "parameter"), first_named(list(self.state.unused))
             self.log.warn(self.step, f"{count} without a gradient, on which the loss does not depend: {names}")
         position.epoch.add(result.metrics)
