@@ -110,7 +110,7 @@ def test_only_one_file_knows_that_releases_of_torch_differ() -> None:
     files = [path for path in files if path.suffix in (".py", ".cpp", ".hpp")]
     assert len(files) > 100
     found = [path.name for path in files if asked.search(path.read_text())]
-    assert found == ["step.py"]
+    assert found == ["state.py"]
 
 
 def test_the_tested_sets_are_what_the_extras_and_the_makefile_install() -> None:
