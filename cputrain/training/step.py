@@ -16,6 +16,7 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
+from cputrain.models.evidence import random_numbers_kept
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import layer_ratios, set_lr_and_decay
@@ -429,7 +430,8 @@ def _find_non_finite(network: nn.Module, inputs: Any, loss: float) -> str:
     leaves = [(name, module) for name, module in network.named_modules() if not list(module.children())]
     handles = [module.register_forward_hook(check(name)) for name, module in leaves]
     try:
-        network(inputs)
+        with random_numbers_kept():
+            network(inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from cputrain.models import (
     use_winograd,
 )
 from cputrain.recipe import ModelSection
+from tests.support.forked import ROOT, ended, forked
 
 pytestmark = pytest.mark.slow
 
@@ -604,3 +606,60 @@ def test_a_network_that_cannot_be_tried_keeps_its_convolutions(caplog: pytest.Lo
 def test_networks_of_libraries_are_native_throughout() -> None:
     for name in ("resnet18", "resnet50", "torchvision:densenet121", "torchvision:mobilenet_v3_small"):
         assert left_to_torch(native(build_model(ModelSection(name=name), 10, 32))) == ""
+
+
+TRAINED = """
+import sys, torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from cputrain import train
+from tests.cputrain.test_faithful_layers import small
+
+torch.manual_seed(3)
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.active = small(), []
+        for block in self.body[3]:
+            block.register_forward_hook(lambda _module, _inputs, outputs: self.active.append(outputs.abs().mean()))
+
+    def forward(self, x):
+        self.active.clear()
+        if not torch.is_grad_enabled():
+            return self.body(x), sum(self.active)
+        x = checkpoint(self.body[:3], x.detach().requires_grad_(), use_reentrant=False)
+        y = self.body[4:](self.body[3](x))
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y, sum(self.active) + gradient.square().sum()
+
+def loss(outputs, targets):
+    y, penalty = outputs
+    return functional.cross_entropy(y, targets, reduction="none") + penalty
+
+network = Network()
+before = [type(module) for module in network.modules()]
+samples = torch.utils.data.TensorDataset(torch.randn(32, 3, 16, 16), torch.arange(32) % 4)
+schedule = ["schedule.peak_rate=0.001", "schedule.warmup_epochs=0"]
+settings = ["epochs=1", "batch.local=8", f"engine={sys.argv[1]}", f"output={sys.argv[1]}", *schedule]
+result = train(network, loss, samples, samples, settings=settings, quiet=True)
+assert [type(module) for module in network.modules()] == before and len(network.active) == 2
+count = network.body[1].num_batches_tracked
+traced = torch.fx.symbolic_trace(network.body)
+print("found", result.accuracy.loss, int(count), [float(each.double().sum()) for each in network.buffers()], flush=True)
+"""
+
+
+def test_a_training_with_native_layers_is_that_of_torch_s(tmp_path: Path) -> None:
+    """With hooks, second derivatives and recomputation; afterwards the network has its own classes."""
+    found = []
+    for engine in ("native", "eager"):
+        with forked("-c", TRAINED, engine, cwd=tmp_path, PYTHONPATH=str(ROOT)) as process:
+            end = ended(process)
+        assert end.status == 0, end.err
+        words = end.out.partition("found ")[2].replace("[", "").replace("]", "").replace(",", "").split()
+        found.append(torch.tensor([float(word) for word in words]))
+        stays = "not native, but torch's: 2 BasicBlock (hooks)" in end.out + end.err
+        assert stays == (engine == "native")
+    assert found[0][1] == 8  # four steps, each with a recomputation
+    assert torch.allclose(*found, rtol=1e-2, atol=1e-2)
