@@ -38,7 +38,6 @@ from .signals import Preemption as Preemption
 from .state import Learner as Learner
 from .state import TrainState as TrainState
 from .state import make_train_state as make_train_state
-from .state import share_buffers as share_buffers
 from .step import Accuracy as Accuracy
 from .step import EpochMetrics as EpochMetrics
 from .step import Mix as Mix
