@@ -140,7 +140,8 @@ def test_damaged_shards_are_noticed(folder: Path, tmp_path: Path) -> None:
 def test_prepare_never_overwrites_and_leaves_nothing_half_made(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(InputError, match="already exists"):
+    (out / "mine.txt").touch()
+    with pytest.raises(InputError, match=r"out has other files, mine\.txt: prepare into a new folder"):
         pack(folder, out, seed=1)
     (folder / "train/class1/000.jpg").unlink()
     (folder / "train/class1/000.jpg").symlink_to("/nowhere.jpg")
