@@ -635,8 +635,8 @@ class Recipe(Section):
     """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
     kernels of cputrain, compiled once, that fuse batch-norm, residual and ReLU, and for evaluation with batch-norm
     folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8. auto:
-    native, or eager without a C++ compiler, unless `cputrain tune` found another engine faster on this machine; a
-    training does not measure them itself. auto is eager for a network of your own (`cputrain.train`)."""
+    native, or eager without a C++ compiler or for a network of your own without Conv2d and BatchNorm2d layers, unless
+    `cputrain tune` found another engine faster on this machine; a training does not measure them itself."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

@@ -84,7 +84,7 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
     lines = [f"backend {backend}{transport}, engine {engine}, decoder {name}, allocator {allocator}"]
     if backend == "gloo" and ranks > 1 and backend_why not in OWN_CHOICE:
         lines.append(f"faster: oneCCL ({CCL_GAIN}): {backend_why}")
-    if engine == "eager" and not engine_why.startswith(("engine=", "precision=")):
+    if engine == "eager" and not engine_why.startswith(("engine=", "precision=", "the network ")):
         lines.append(f"faster: native kernels ({ENGINE_GAIN}): {engine_why}")
     if bf16_speedup >= BF16_GAIN:
         lines.append(bf16_line(bf16_speedup))

@@ -146,7 +146,7 @@ class Session:
         )
 
 
-OWN_ENGINE = Engine(name="eager", why="engine=auto keeps the layers of your own network; engine=native replaces them")
+NO_LAYERS = Engine(name="eager", why="the network has no Conv2d or BatchNorm2d layer, which the native kernels are for")
 
 
 def start_session(
@@ -167,8 +167,10 @@ def start_session(
     if own is None:
         check_labels(dataset)
     phase("loading native kernels")
-    keeps_layers = own is not None and recipe.engine == "auto"
-    engine = OWN_ENGINE if keeps_layers else choose_engine(recipe.engine, recipe.precision, env)
+    if own is None or recipe.engine != "auto" or _has_images(own.network):
+        engine = choose_engine(recipe.engine, recipe.precision, env)
+    else:
+        engine = NO_LAYERS  # whose kernels would be compiled for nothing
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -285,6 +287,10 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
             f"{plural(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches
+
+
+def _has_images(network: nn.Module) -> bool:
+    return any(isinstance(layer, nn.Conv2d | nn.BatchNorm2d) for layer in network.modules())
 
 
 def with_measured_engine(session: Session) -> Session:

@@ -39,7 +39,7 @@ from cputrain.training import (
 from cputrain.training.entry import prepare_own_network
 from tests.cputrain.test_own_code import OF_RANKS, ROOT
 from tests.support.checkpoint_files import written
-from tests.support.forked import in_fork
+from tests.support.forked import ended, forked, in_fork
 from tests.support.own_networks import Heads, Scale
 from tests.support.trainings import raw_events
 
@@ -375,6 +375,39 @@ def test_buffers_that_appear_in_a_forward_pass_are_evaluated_and_skipped_with_th
     with pytest.raises(AssertionError):
         made.step()
     assert torch.equal(network.mean, before)
+
+
+ONE_EPOCH = """
+import json, torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import TensorDataset
+from cputrain import train
+
+class Seen(nn.Sequential):
+    kinds = set()
+
+    def forward(self, inputs):
+        self.kinds |= {type(layer).__name__ for layer in self if self.training}
+        return super().forward(inputs)
+
+images = TensorDataset(torch.randn(8, 3, 8, 8), torch.arange(8) % 2)
+for layers in ([nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4)], [nn.Flatten(), nn.Linear(192, 4)]):
+    network = Seen(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    settings = {"epochs": 1, "batch.local": 4, "schedule.warmup_epochs": 0, "comm.backend": "gloo"}
+    train(network, nn.CrossEntropyLoss(), images, images, classes=("a", "b"), settings=settings, overwrite=True)
+    environment = json.loads(Path("runs/training/environment.json").read_text())
+    print(environment["engine"], "BatchNorm2d" in Seen.kinds, type(network[1]).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_layers_with_native_kernels_are_native_during_the_training_alone(tmp_path: Path) -> None:
+    with forked("-c", ONE_EPOCH, cwd=tmp_path, PYTHONPATH=str(ROOT)) as process:
+        end = ended(process)
+    assert end.status == 0, end.err
+    assert "native False BatchNorm2d\n" in end.out and "eager False Linear\n" in end.out
+    assert end.out.count("faster: native kernels") == 0
 
 
 class Frozen(nn.Linear):
