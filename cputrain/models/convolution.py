@@ -8,7 +8,6 @@ largest value, compared to 1e-6 with the direct algorithm and 1e-3 with TF32.
 
 import copy
 import ctypes
-import logging
 import math
 import threading
 import time
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cputrain.affinity.errors import RunError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.models.evidence import (
     DTYPES,
     Native,
@@ -529,22 +528,17 @@ class ConvolutionShape:
     padding: int
 
 
-logger = logging.getLogger(__name__)
-
-
 def covered_shapes(network: nn.Module, example: Any) -> dict[str, ConvolutionShape]:
     """Return the shapes of the layers that the kernels support, by name, for an example input (N, C, H, W).
 
     A copy of the network is evaluated, so that the network itself and the generators of random numbers do not change.
-    If that is not possible, or would call hooks, which may keep what they see, the reason is logged and no layer is
-    returned.
+    Raises InputError if that is not possible, or would call hooks, which may keep what they see.
     """
     layers = {name for name, layer in network.named_modules() if covers(layer)}
     if not layers:
         return {}
     if not all(is_silent(module) or _is_activated(module) for module in network.modules()):
-        logger.warning("cputrain: convolutions stay direct: hooks of the network would be called to try one example")
-        return {}
+        raise InputError("hooks of the network would be called to try one example")
     found: dict[str, ConvolutionShape] = {}
     try:
         with random_numbers_kept(), torch.no_grad():
@@ -555,8 +549,7 @@ def covered_shapes(network: nn.Module, example: Any) -> dict[str, ConvolutionSha
             tried.eval()(example)
     except Exception as error:  # noqa: BLE001  a user's network may raise any exception
         why = str(error).partition("\n")[0]
-        logger.warning("cputrain: convolutions stay direct: a copy of the network fails with one example: %s", why)
-        return {}
+        raise InputError(f"a copy of the network fails with one example: {why}") from None
     return found
 
 

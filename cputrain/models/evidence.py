@@ -117,7 +117,7 @@ def is_dense(tensor: Any) -> bool:
     """Return whether a value is an ordinary tensor whose memory on the CPU has its values, at its strides."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.layout is torch.strided
         and torch._C._has_storage(tensor)  # not so of batches of vmap
         and not tensor.is_neg()  # a view of values with the opposite sign

@@ -351,8 +351,13 @@ def choose_winograd(
         logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
     if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
-    with random_numbers_kept():  # which a user's data may draw
-        shapes = covered_shapes(network, session.task.example(1)[0])
+    shapes: dict[str, ConvolutionShape] = {}
+    try:
+        with random_numbers_kept():  # which a user's data may draw
+            shapes = covered_shapes(network, session.task.example(1)[0])
+    except InputError as error:
+        if session.is_main_rank:
+            logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", error)
     chosen: dict[str, float | None]
     if stored is None:
         of_shapes = _winograd_gains(session, set(shapes.values()), images, kernels)
