@@ -1,5 +1,6 @@
 """Before oneCCL runs: where it is found, what is set for it, how its backend is compiled; each failure in one line."""
 
+import fcntl
 import hashlib
 import logging
 import mmap
@@ -11,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,6 +223,47 @@ def test_segments_of_dead_processes_are_swept_and_those_of_living_ones_kept(tmp_
         young = tmp_path / "Intel_MPI_mnopqr"
         young.write_bytes(b"1")
         assert sweep_segments(tmp_path) == 0 and young.exists()
+
+
+def test_segments_of_a_process_that_nobody_has_reaped_yet_are_swept(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as zombie:
+        while "Z" not in Path(f"/proc/{zombie.pid}/stat").read_text(encoding="utf-8"):
+            time.sleep(0.01)
+        (tmp_path / f"{zombie.pid}:0:0").write_bytes(bytes(1 << 16))
+        assert sweep_segments(tmp_path) == 1 << 16
+
+
+def test_sweeps_at_the_same_time_leave_nothing_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_file, both = fcntl.fcntl, threading.Barrier(2)
+
+    def together(*arguments: int) -> int:
+        """Open the file in both at the same time, if both get this far."""
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        try:
+            return set_file(*arguments)
+        finally:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+
+    monkeypatch.setattr(environment.fcntl, "fcntl", together)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    path = tmp_path / f"{ended.pid}:0:0"
+    path.write_bytes(bytes(1 << 16))
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(sweep_segments, [tmp_path] * 2)) == 1 << 16 and not path.exists()
+
+
+def test_a_lock_that_others_keep_does_not_stop_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "SWEEP_S", 0.1)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    path = tmp_path / "Intel_MPI_abcdef"
+    path.write_bytes(bytes(1 << 16))
+    os.utime(path, (0, 0))
+    assert sweep_segments(tmp_path) == 1 << 16
+    os.close(descriptor)
 
 
 def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import metadata
@@ -26,6 +26,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import read_stat
 from cputrain.affinity.ranks.rank import (
     HYDRA,
     LAUNCHER_VARIABLES,
@@ -45,6 +46,7 @@ SHM = Path("/dev/shm")
 OWNED_SEGMENT = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
 # Intel MPI and native/ledger.cpp unlink the segment once all ranks have mapped it.
 UNOWNED_SEGMENT = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
+SWEEP_S, SWEEP_POLL_S = 1.0, 0.01
 STALE_S = 120.0  # age from which an unmapped segment is stale, because its ranks would have mapped it by now
 
 
@@ -53,19 +55,49 @@ def sweep_segments(folder: Path = SHM) -> int:
     patterns = OWNED_SEGMENT, UNOWNED_SEGMENT
     found = [path for path in folder.glob("*") if any(pattern.fullmatch(path.name) for pattern in patterns)]
     freed = 0
-    for path in found:
-        with suppress(OSError):  # another rank on this host may remove it first
-            status = path.stat()
-            if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
-                path.unlink()
-                freed += status.st_blocks * 512
+    with _alone_in(folder):
+        for path in found:
+            with suppress(OSError):  # a process in another container may remove it first
+                status = path.stat()
+                if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
+                    path.unlink()
+                    freed += status.st_blocks * 512
     return freed
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Run the block while no other process sweeps the folder: two at once would take each other for a file's users.
+    After SWEEP_S it runs anyway, as anybody may keep the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + SWEEP_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another sweep, or a file system without locks
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(SWEEP_POLL_S)
+            else:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _in_use(path: Path, changed: float) -> bool:
     owner = OWNED_SEGMENT.fullmatch(path.name)
-    settled = not Path("/proc", owner[1]).is_dir() if owner else time.time() - changed >= STALE_S
+    settled = not _is_alive(int(owner[1])) if owner else time.time() - changed >= STALE_S
     return not settled or _is_open(path)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process has not ended; a zombie has, and keeps only its number until its parent reaps it."""
+    try:
+        return read_stat(pid).state not in "ZXx"
+    except OSError:
+        return False
 
 
 def _is_open(path: Path) -> bool:
