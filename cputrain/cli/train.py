@@ -141,7 +141,7 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
     context.startup.phase("importing PyTorch")
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
-    run_rank(rank, lambda: train_rank(context, training, options))
+    run_rank(rank, lambda: train_rank(context, training, options), as_recipe_key)
     return 0
 
 
@@ -213,7 +213,7 @@ def eval_command(
         from cputrain.training.evaluation import eval_rank  # torch: after the binding is read back
 
         shows = {"as_json": as_json, "bar": bar or shows_bars()}
-        run_rank(rank, lambda: eval_rank(context, training, checkpoints, **shows, page=page))
+        run_rank(rank, lambda: eval_rank(context, training, checkpoints, **shows, page=page), as_recipe_key)
         return 0
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--format=json": as_json, "--no-verify": no_verify, "--bar": shows_bars()}
@@ -270,8 +270,11 @@ def find_lr_command(
         from cputrain.rate_finder import find_rate  # torch: after the binding is read back
 
         ends = {"low": low, "high": high}
+        as_json = output_format == "json"
         run_rank(
-            rank, lambda: find_rate(context, training, steps, **ends, picture=picture, as_json=output_format == "json")
+            rank,
+            lambda: find_rate(context, training, steps, **ends, picture=picture, as_json=as_json),
+            as_recipe_key,
         )
         return 0
     options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output_format)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError, Wording, as_option
 from cputrain.affinity.kernel.binding import Observed, observe, verify
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
@@ -56,8 +56,8 @@ def rank_context(
     return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
 
 
-def run_rank(rank: Rank, work: Callable[[], object]) -> None:
-    """Do a rank's work; if it fails, exit immediately.
+def run_rank(rank: Rank, work: Callable[[], object], wording: Wording = as_option) -> None:
+    """Do a rank's work; if it fails, exit immediately. `wording` spells the settings that its message names.
 
     There is no cleanup: library threads may hang in a collective forever, and other ranks, which lose their connections
     to this one, would be blamed for the failure if they exited first.
@@ -74,7 +74,7 @@ def run_rank(rank: Rank, work: Callable[[], object]) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
             status: int = ExitStatus.FAILED
         else:
-            status = exit_status(error, "cputrain")
+            status = exit_status(error, "cputrain", wording)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

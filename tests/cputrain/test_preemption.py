@@ -58,6 +58,15 @@ atexit.register(print, "cleaned up, as its connections would be")
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 run_rank(rank, lambda: signal.raise_signal(signal.SIGINT))
 """
+MISPLACED = """
+from types import SimpleNamespace
+from cputrain.affinity.kernel.binding import refuse
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.launch.rank_process import run_rank
+
+rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
+run_rank(rank, lambda: refuse(SimpleNamespace(local_rank=0), ["2 OpenMP threads may leave CPUs 0-1"]))
+"""
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -218,3 +227,9 @@ def test_a_rank_that_is_interrupted_ends_by_the_signal_before_its_connections() 
     """Others, which lose their connections to it, would otherwise end first and be named."""
     result = ran(INTERRUPTED)
     assert (result.status, result.out, result.err) == (-signal.SIGINT, "", "")
+
+
+def test_a_rank_that_is_not_bound_as_planned_names_the_option_of_its_command() -> None:
+    result = ran(MISPLACED)
+    assert (result.status, result.out) == (1, "")
+    assert result.err.endswith("may leave CPUs 0-1; plan again on this host, or continue with --no-verify\n")
