@@ -65,5 +65,6 @@ from .watchers import describe_difference as describe_difference
 from .watchers import find_stragglers as find_stragglers
 from .watchers import in_memory_order as in_memory_order
 from .watchers import odd_ranks as odd_ranks
+from .watchers import pus_left as pus_left
 from .watchers import replica_tensors as replica_tensors
 from .watchers import to_report as to_report

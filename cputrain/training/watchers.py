@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import RunError
+from cputrain.affinity.kernel.binding import threads_of
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import list_checkpoints
@@ -229,13 +230,14 @@ WAITING = (3, 4)  # fields idle and iowait
 class CoreUse:
     """Use of a rank's PUs. `steal` and `others` are shares (0 to 1) of their CPU time, taken by the hypervisor and by
     other processes, including those on SMT siblings. `mhz` is the mean clock, 0 if unknown; `faults_per_s` are major
-    page faults a second.
+    page faults a second. `left` is the number of PUs that the rank's threads have lost or gained since the start.
     """
 
     steal: float
     others: float
     mhz: float
     faults_per_s: float
+    left: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,7 @@ class CoreUsage:
     def __init__(self, pus: Collection[int], root: Path = Path("/")) -> None:
         self._root, self._pus = root, sorted(pus)
         self._siblings = {sibling for pu in pus for sibling in self._threads_of_core(pu)}
+        self._bound = _bound_threads()
         self.restart()
 
     def restart(self) -> None:
@@ -270,6 +273,7 @@ class CoreUsage:
             others=max(0.0, others_s) / pus_s,
             mhz=self._mhz(),
             faults_per_s=(now.faults - before.faults) / seconds,
+            left=float(len(pus_left(self._bound, _bound_threads(), self._pus))),
         )
 
     def _read(self) -> _Counters:
@@ -314,6 +318,20 @@ class CoreUsage:
         return self._root / f"sys/devices/system/cpu/cpu{pu}"
 
 
+def _bound_threads() -> dict[int, tuple[int, ...]]:
+    return {thread.tid: thread.pus for thread in threads_of(os.getpid())}
+
+
+def pus_left(
+    before: Mapping[int, tuple[int, ...]], now: Mapping[int, tuple[int, ...]], planned: Collection[int]
+) -> set[int]:
+    """Return the PUs by which a process has left the planned ones: PUs of which a living thread had one before and that
+    no thread may use now, and others that none could use before. `before` and `now` map threads to their PUs."""
+    here = {pu for pus in now.values() for pu in pus}
+    lost = {pu for tid, pus in before.items() if tid in now for pu in pus} - here
+    return (lost & {*planned}) | (here - {*planned} - {pu for pus in before.values() for pu in pus})
+
+
 EVERY_STEPS = 50
 LEAST_S = 2.0  # seconds of steps to compare, because the kernel counts CPU time in hundredths of a second
 SLOWER = 1.15  # step time relative to the median rank's, from which on a rank is slow
@@ -326,7 +344,7 @@ CLOCK, READING = 0.93, 1.15  # ratio
 class StepStats(NamedTuple):
     """Speed of a rank's last steps. `step_s` is the median time of a step without waiting for other ranks,
     `data_wait_s` the median wait for images in it, `total_s` the sum over the steps; `read_s` is the time to read the
-    rank's weights, 0 if unknown. For `steal` to `faults_per_s` see CoreUse.
+    rank's weights, 0 if unknown. For `steal` to `faults_per_s`, and `left`, see CoreUse.
     """
 
     step_s: float
@@ -338,6 +356,7 @@ class StepStats(NamedTuple):
     faults_per_s: float
     read_s: float
     threads: float
+    left: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,6 +461,8 @@ def to_report(
 def likely_cause(pace: StepStats, typical: StepStats) -> tuple[str, str]:
     """Return the likely cause why a rank is slower than a typical one, as a keyword and as a text for the warning."""
     lost_s = pace.step_s - typical.step_s
+    if pace.left:  # first, as the counters below are those of the planned CPUs
+        return "left", "it has left its CPUs, as its cpuset or affinity was changed: give them back, or start again"
     if pace.data_wait_s - typical.data_wait_s > lost_s / 2:
         waits = f"{pace.data_wait_s:.3g} s per step (the median rank {typical.data_wait_s:.3g} s)"
         return "loader", f"it waits {waits} for images, because its disk or its loader cores are slow"

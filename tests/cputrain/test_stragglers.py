@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cputrain.affinity.kernel import threads_of
 from cputrain.training import (
     EVERY_STEPS,
     CoreUsage,
@@ -18,9 +19,11 @@ from cputrain.training import (
     StepStats,
     StragglerWatch,
     find_stragglers,
+    pus_left,
     to_report,
     watchers,
 )
+from tests.support.commands import needs_two_cores
 
 TYPICAL = StepStats(
     step_s=0.4,
@@ -43,6 +46,7 @@ def slow(**fields: float) -> StepStats:
     ("pace", "kind"),
     [
         (slow(data_wait_s=0.1), "loader"),
+        (slow(data_wait_s=0.1, others=0.9, left=2.0), "left"),  # what runs on its CPUs is none of its business
         (slow(data_wait_s=0.05, steal=0.2), "steal"),
         (slow(others=0.3), "others"),
         (slow(faults_per_s=400.0), "memory"),
@@ -148,6 +152,35 @@ def test_counters_of_a_core_include_its_other_threads(tmp_path: Path, monkeypatc
 def test_a_host_without_these_counters_is_no_error(tmp_path: Path) -> None:
     used = CoreUsage((0, 1), tmp_path).since_restart()
     assert (used.steal, used.others, used.mhz) == (0.0, 0.0, 0.0)
+
+
+def test_a_rank_whose_cpus_are_changed_has_left_them() -> None:
+    """As a rewritten cpuset moves all threads of a process; threads that begin and end are no change."""
+    planned, team = (2, 3), {1: (2,), 2: (3,), 9: (2, 3)}
+    assert pus_left(team, team, planned) == set()
+    assert pus_left(team, {1: (2,), 2: (3,), 10: (2,)}, planned) == set(), "a thread has ended, another has begun"
+    assert pus_left(team, dict.fromkeys(team, (0,)), planned) == {0, 2, 3}
+    assert pus_left(team, dict.fromkeys(team, (2,)), planned) == {3}
+    assert pus_left(team, dict.fromkeys(team, (0, 1, 2, 3)), planned) == {0, 1}
+    assert pus_left({1: (0, 1, 2, 3)}, {1: (0, 1, 2, 3)}, planned) == set(), "it was never bound"
+    assert pus_left({1: (2,), 3: (3,)}, {1: (2,)}, planned) == set(), "a loader's thread has ended"
+
+
+@needs_two_cores
+def test_a_moved_process_is_seen() -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    before = {thread.tid: thread.pus for thread in threads_of(os.getpid())}
+    try:
+        for tid in before:
+            os.sched_setaffinity(tid, (first,))
+        usage = CoreUsage((first,))
+        assert usage.since_restart().left == 0
+        for tid in before:
+            os.sched_setaffinity(tid, (second,))
+        assert usage.since_restart().left == 2
+    finally:
+        for tid, pus in before.items():
+            os.sched_setaffinity(tid, pus)
 
 
 def test_another_process_on_the_same_core_is_seen() -> None:
