@@ -15,6 +15,8 @@ from typing import Any
 STACK_VARIABLE = "CPUTRAIN_STACK_FILE"  # the descriptor of the open file
 STACK_SIGNAL = signal.SIGRTMAX - 2  # a real-time signal that neither Python, MPI nor a scheduler uses
 STACK_FILE = "cputrain-stack"
+STATE_VARIABLE = "CPUTRAIN_STATE_FILE"  # the same for the rank's heartbeats
+STATE_FILE = "cputrain-state"
 
 
 def register() -> None:
@@ -28,15 +30,21 @@ def register() -> None:
 
 def offer_stack(env: Mapping[str, str]) -> None:
     """Let the watcher that started this process read its Python stack; do nothing without a watcher."""
-    number = env.get(STACK_VARIABLE, "")
+    file = file_of_watcher(env, STACK_VARIABLE, STACK_FILE)
+    if file is not None:
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+
+
+def file_of_watcher(env: Mapping[str, str], variable: str, name: str) -> int | None:
+    """Return the open file `name` that a watcher gave to this process; None without a watcher."""
+    number = env.get(variable, "")
     if not (number.isdecimal() and number.isascii() and len(number) <= 6):
-        return
+        return None
     try:
         target = os.readlink(f"/proc/self/fd/{number}")
     except OSError:  # not inherited
-        return
-    if target.startswith(f"/memfd:{STACK_FILE} "):
-        faulthandler.register(STACK_SIGNAL, file=int(number), all_threads=False)
+        return None
+    return int(number) if target.startswith(f"/memfd:{name} ") else None
 
 
 def _create(options: Any, backend_options: Any) -> Any:

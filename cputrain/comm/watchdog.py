@@ -75,7 +75,8 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeartbeat(ProcessPlace):
-    """A rank's heartbeat; `waits_in` is the collective in which it waits.
+    """A rank's heartbeat; `waits_in` is the collective in which it waits, `group`, `number` and `waited_s` are its
+    group's key, its number there and the seconds so far.
 
     `groups` maps each group's key to (number, digest, balance) of the last collective the rank has called in it,
     followed by those of some earlier collectives with round numbers. Number and digest are as in PendingCollective.
@@ -85,6 +86,9 @@ class StoreHeartbeat(ProcessPlace):
 
     count: int
     waits_in: str | None
+    group: str = ""
+    number: int = 0
+    waited_s: float = 0.0
     groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     left: bool = False
 
@@ -283,7 +287,8 @@ def _parsed(text: str) -> StoreHeartbeat:
 
 
 class HeartbeatThread:
-    """Sends a rank's heartbeats from a Python thread until stopped; for backends without a native thread."""
+    """Sends a rank's heartbeats from a Python thread until stopped; for backends without a native thread. They are also
+    written to the open file `copy`, for the launcher."""
 
     def __init__(
         self,
@@ -292,9 +297,12 @@ class HeartbeatThread:
         place: ProcessPlace,
         pending: Callable[[], PendingCollective],
         groups: Callable[[], Mapping[str, Sequence[Sequence[int]]]] = dict,
+        copy: int | None = None,
     ) -> None:
         self._keys, self._rank, self._place, self._pending, self._groups = keys, rank, place, pending, groups
+        self._copy = copy
         self._count = 0
+        self._since = time.monotonic(), PendingCollective("")
         self._stopped = threading.Event()
         self._send()
         self._thread = threading.Thread(target=self._run, name="cputrain-beat", daemon=True)
@@ -313,14 +321,23 @@ class HeartbeatThread:
 
     def _send(self, *, left: bool = False) -> None:
         self._count += 1
+        now, pending = time.monotonic(), self._pending()
+        if pending.name != self._since[1].name:
+            self._since = now, pending
         heartbeat = StoreHeartbeat(
             **asdict(self._place),
             count=self._count,
-            waits_in=self._pending().name or None,
+            waits_in=pending.name or None,
+            group=pending.group,
+            number=pending.number,
+            waited_s=now - self._since[0] if pending.name else 0.0,
             groups=self._groups(),
             left=left,
         )
-        self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))
+        text = json.dumps(asdict(heartbeat))
+        if self._copy is not None:
+            os.pwrite(self._copy, f"{text}\n".encode(), 0)
+        self._keys.set(key_of(self._rank), text)
 
 
 ABSENT_S = 3 * HEARTBEAT_S  # before a collective's timeout, when absent ranks are first looked up

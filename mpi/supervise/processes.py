@@ -2,23 +2,24 @@
 
 For stack dumps each rank inherits an unnamed file. A Python rank registers faulthandler for a signal, at which it
 writes the main thread's stack to this file even while it runs C code or an endless loop. The signal is sent only to a
-process that handles it.
+process that handles it. Into a second file a rank with the backend ccl writes a copy of its heartbeats.
 """
 
 import ctypes
 import os
+import platform
 import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
+from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE, STATE_FILE, STATE_VARIABLE
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_bytes
 from cputrain.affinity.terminal import printable
@@ -201,35 +202,95 @@ ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewh
 STACK_POLL_S = 0.02
 
 
-def stack_file() -> int:
-    """Create an unnamed file for a rank's stack, which the rank inherits."""
-    return os.memfd_create(STACK_FILE, 0)
+NO_ANSWER = "an unknown line, as it does not respond"  # in place of the stack of a process that can dump it
+TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call's number
 
 
-def read_stack(pids: Iterable[int], file: int) -> tuple[str, ...]:
-    """Return the Python stack of the first process that can dump it, innermost frame first; empty if none can."""
-    pid = next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None)
-    if pid is None:
-        return ()
-    before = os.fstat(file).st_size
-    try:
-        os.kill(pid, STACK_SIGNAL)
-    except ProcessLookupError:
-        return ()
-    deadline, text = time.monotonic() + ANSWER_S, b""
-    while time.monotonic() < deadline:
+@dataclass(slots=True, kw_only=True)
+class WatchedFiles:
+    """Descriptors of two unnamed files that a rank inherits: for its stack, and for copies of its heartbeats.
+
+    `asked` is the size of the first one when a stack was requested that has not been written yet.
+    """
+
+    stack: int
+    state: int
+    asked: int | None = None
+
+    @classmethod
+    def create(cls) -> "WatchedFiles":
+        """Create both files."""
+        return cls(stack=os.memfd_create(STACK_FILE, 0), state=os.memfd_create(STATE_FILE, 0))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that tell the rank of its files."""
+        return {STACK_VARIABLE: str(self.stack), STATE_VARIABLE: str(self.state)}
+
+    def ask(self, pids: Iterable[int]) -> None:
+        """Request the stack of the first of a rank's processes that can dump it, if one can and none is requested."""
+        pid = next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None)
+        if pid is not None and self.asked is None:
+            size = os.fstat(self.stack).st_size
+            with suppress(ProcessLookupError):  # ended meanwhile
+                signal_main_thread(pid, STACK_SIGNAL)
+                self.asked = size
+
+    def close(self) -> None:
+        """Close both files."""
+        os.close(self.stack)
+        os.close(self.state)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to a process's main thread. Any thread may take one that is sent to the process, for example once a
+    stopped process continues. Raises ProcessLookupError if it has ended."""
+    call = TGKILL.get(platform.machine())
+    if call is None:
+        os.kill(pid, number)
+    elif ctypes.CDLL(None, use_errno=True).syscall(call, pid, pid, number) < 0:
+        raise ProcessLookupError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tuple[str, ...]]:
+    """Return the Python stack of each rank, innermost frame first, given its processes and files: empty if none of them
+    can dump its stack, NO_ANSWER if none does within ANSWER_S."""
+    for pids, files in ranks:
+        files.ask(pids)
+    asked = [files for _, files in ranks if files.asked is not None]
+    deadline, texts = time.monotonic() + ANSWER_S, dict[int, bytes]()
+    while any(files.asked is not None for files in asked) and time.monotonic() < deadline:
         time.sleep(STACK_POLL_S)
-        now = os.pread(file, MOST_BYTES, before)
-        if now and now == text:
-            break
-        text = now
-    return frames(text.decode(errors="replace"))
+        for files in asked:
+            if files.asked is not None:
+                text = os.pread(files.stack, MOST_BYTES, files.asked)
+                if text and text == texts.get(files.stack):
+                    files.asked = None
+                texts[files.stack] = text
+    found = [with_wait(frames(texts.get(files.stack, b"").decode(errors="replace"))) for _, files in ranks]
+    return [stack if files.asked is None else (NO_ANSWER,) for stack, (_, files) in zip(found, ranks, strict=True)]
 
 
 def frames(text: str) -> tuple[str, ...]:
     """Parse the frames of faulthandler's text into FILE:LINE in FUNCTION."""
     found = [f"{match[1]}:{match[2]} in {match[3]}" for match in map(FRAME.match, text.splitlines()) if match]
     return tuple(found[:MOST_FRAMES])
+
+
+LINE_OF = re.compile(r"(.+):(\d+) in ")
+CALLS_WAIT = re.compile(r"\.wait\(")
+IN_WAIT = ", in wait()"
+
+
+def with_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a stack with IN_WAIT after its innermost frame if that line calls a method `wait` that is no Python
+    function, as it would have a frame: torch's `Work.wait`, which waits for other ranks."""
+    at = LINE_OF.match(stack[0]) if stack else None
+    with suppress(OSError, IndexError):  # no file, or changed since
+        lines = Path(at[1]).read_text(encoding="utf-8", errors="replace").splitlines() if at else []
+        if at and CALLS_WAIT.search(lines[int(at[2]) - 1]):
+            return (stack[0] + IN_WAIT, *stack[1:])
+    return stack
 
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -290,11 +351,11 @@ class RankGroup:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(
-        self, command: tuple[str, ...], env: Mapping[str, str], stack_file: int, *, inherit_files: bool = False
+        self, command: tuple[str, ...], env: Mapping[str, str], files: WatchedFiles, *, inherit_files: bool = False
     ) -> subprocess.Popen[bytes]:
         """Start a rank in a new session, with its output on pipes; it is killed when this process ends.
 
-        It inherits `stack_file`. With `inherit_files` all open files of this process stay open, because MPI launchers
+        It inherits `files`. With `inherit_files` all open files of this process stay open, because MPI launchers
         communicate with their ranks through them.
         """
         prctl = ctypes.CDLL(None).prctl
@@ -302,7 +363,7 @@ class RankGroup:
         def die_with_parent() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        added = {"PYTHONUNBUFFERED": "1", guard.MARK_VARIABLE: self._mark, STACK_VARIABLE: str(stack_file)}
+        added = {"PYTHONUNBUFFERED": "1", guard.MARK_VARIABLE: self._mark, **files.variables}
         process = subprocess.Popen(
             command,
             env={**env, **added},
@@ -310,7 +371,7 @@ class RankGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=not inherit_files,
-            pass_fds=() if inherit_files else (stack_file,),
+            pass_fds=() if inherit_files else (files.stack, files.state),
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509  the calling processes have one thread
         )

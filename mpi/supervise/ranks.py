@@ -25,17 +25,19 @@ from typing import IO, BinaryIO, TextIO
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import survives_signal
 from cputrain.affinity.terminal import SafeOutput, clip, discard, printed_text, safe_output
-from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, RankState, Stacks, tree
+from cputrain.mpi.supervise.activity import READ_S, ActivityMeter, tree
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
+    NO_ANSWER,
     KillCounter,
     OutOfMemory,
     RankExit,
     RankGroup,
-    read_stack,
-    stack_file,
+    WatchedFiles,
+    read_stacks,
 )
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock
+from cputrain.mpi.supervise.stalls import RankState, Stacks
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
 
@@ -235,7 +237,7 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     log: BinaryIO
-    stack_file: int
+    files: WatchedFiles
     meter: ActivityMeter
     stack: tuple[str, ...] = ()
     streams: list[Stream] = field(default_factory=list)
@@ -318,15 +320,15 @@ class RankSupervisor:
         """Start rank `number`; its lines are shown after the label. Raises InputError if the program does not exist,
         OSError if the log cannot be opened."""
         log = (self._log_dir / f"rank-{number}.log").open("wb", buffering=0)
-        stack = stack_file()
+        files = WatchedFiles.create()
         try:
-            process = self._group.start(argv, env, stack, inherit_files=inherit_files)
+            process = self._group.start(argv, env, files, inherit_files=inherit_files)
         except OSError as error:
             log.close()
-            os.close(stack)
+            files.close()
             raise InputError(f"cannot start {argv[0]!r}: {error.strerror}") from None
-        meter = ActivityMeter(process.pid, self.clock.now())
-        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter)
+        meter = ActivityMeter(process.pid, self.clock.now(), files.state)
+        rank = RankProcess(rank=number, process=process, log=log, files=files, meter=meter)
         self.ranks.append(rank)
         pipes = (process.stdout, process.stderr)
         for pipe, terminal, live in zip(pipes, self._terminals, self._live, strict=True):
@@ -382,8 +384,9 @@ class RankSupervisor:
         """Return the Python stacks of the running ranks among these: an earlier one if a rank does not answer in time,
         empty for a rank without one."""
         shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
-        for rank in shown:
-            rank.stack = read_stack(tree(rank.process.pid), rank.stack_file) or rank.stack
+        found = read_stacks([(tree(rank.process.pid), rank.files) for rank in shown])
+        for rank, stack in zip(shown, found, strict=True):
+            rank.stack = stack if stack and stack != (NO_ANSWER,) else rank.stack or stack
         return {rank.rank: rank.stack for rank in shown}
 
     def preempt(self) -> None:
@@ -440,7 +443,7 @@ class RankSupervisor:
                 if pipe is not None:
                     pipe.close()
             rank.log.close()
-            os.close(rank.stack_file)
+            rank.files.close()
         self._selector.close()
         self._group.close()
 

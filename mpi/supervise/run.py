@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +20,7 @@ from cputrain.affinity.wording import first_named, plural
 from cputrain.mpi.hosts.hostfile import job_plan_json, own_address
 from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
-from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
+from cputrain.mpi.supervise.monitor import Monitor
 from cputrain.mpi.supervise.processes import (
     SETTLE_S,
     JobFailedError,
@@ -43,6 +42,7 @@ from cputrain.mpi.supervise.signals import (
     StopSignals,
     stop_signals,
 )
+from cputrain.mpi.supervise.stalls import MOST_STACKS, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 
 LOCAL_POLL_S = 0.05
@@ -161,7 +161,7 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
         was_read = supervisor.poll(LOCAL_POLL_S)
         signals.check()  # before failures are judged: a scheduler signals launcher and ranks at the same time
         if was_read and together:
-            stalls.check(supervisor.rank_states(), supervisor.clock.now(), partial(_stacks, supervisor))
+            stalls.check(supervisor.rank_states(), supervisor.clock.now(), supervisor.stacks)
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(LOCAL_POLL_S)
@@ -188,8 +188,8 @@ def _rejected(job: Job, first: RankExit) -> int:
 
 
 def _stacks(ranks: RankSupervisor | Monitor, stall: Stall | None) -> Stacks:
-    """Return the Python stacks of the awaited ranks that can be inspected."""
-    return ranks.stacks(inspectable_ranks(stall)) if stall else {}
+    """Return the Python stacks of the first awaited ranks that can be inspected."""
+    return ranks.stacks(inspectable_ranks(stall.awaited[:MOST_STACKS])) if stall else {}
 
 
 REMOTE_POLL_S = 0.1
@@ -297,7 +297,7 @@ def _watch_remote(
             raise JobFailedError(text, hosts=hosts)
         if now - checked_at >= STALL_CHECK_S:
             checked_at = now
-            stalls.check(monitor.rank_states(), now, partial(_stacks, monitor))
+            stalls.check(monitor.rank_states(), now, monitor.stacks)
 
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:

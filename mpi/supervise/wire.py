@@ -48,11 +48,17 @@ class Hello(Message, frozen=True):
 
 class Activity(Message, frozen=True):
     """Heartbeat of a rank: seconds, up to its last reading, for which it has been stopped, idle or busy without a
-    break."""
+    break; the collective or message in flight, if its backend tells ("" if none), for `waited_s`. A collective is
+    number `number` of a group. `calls`: each group's key, and the number of the last collective called in it."""
 
     stopped_s: Number = 0.0
     idle_s: Number = 0.0
     busy_s: Number = 0.0
+    collective: Text = ""
+    waited_s: Number = 0.0
+    group: Text = ""
+    number: Integer = 0
+    calls: Annotated[tuple[tuple[Text, Integer], ...], Meta(max_length=MOST_ITEMS)] = ()
 
 
 class Exit(Message, frozen=True):

@@ -98,7 +98,7 @@ from cputrain.comm.ccl.environment import ensure_built, find_libraries, load
 from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
 loaded = load(ensure_built(find_libraries(os.environ), os.environ))
-loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1, *openssl_hmac())
+loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1, *openssl_hmac(), -1)
 ours, guessed = SignedKeys(store, "token"), SignedKeys(store, "guess")
 before = json.loads(ours.get("beat"))["count"]
 ctypes.PyDLL(None).sleep(3)  # without giving up Python's lock

@@ -339,7 +339,7 @@ def fork_while_beating() -> None:
 
     for number in range(2):
         place = (f"beat{number}", "token", '"host": "n"', 1e-6)
-        ccl._extension.HeartbeatSender(dist.HashStore(), *place, *ccl.openssl_hmac())
+        ccl._extension.HeartbeatSender(dist.HashStore(), *place, *ccl.openssl_hmac(), -1)
     for _ in range(40):
         child = os.fork()
         if not child:

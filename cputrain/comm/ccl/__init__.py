@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from _cputrain_autoload import STATE_FILE, STATE_VARIABLE, file_of_watcher
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.ccl.environment import (
     ONE_QUEUE,
@@ -182,6 +183,7 @@ def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...
     global watchdog  # noqa: PLW0603  one default group in a process
     token, rank, openssl = _env.get(TOKEN_VARIABLE, ""), ranks[options.group_rank], openssl_hmac()
     place, prefix = place_of_this_process(native=openssl is not None), f"{attempt}/watchdog"
+    copy = file_of_watcher(_env, STATE_VARIABLE, STATE_FILE)
 
     def keys() -> SignedKeys:
         return SignedKeys(options.store.clone(), token, prefix)  # over a separate connection
@@ -192,10 +194,16 @@ def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...
     if openssl:
         constant = json.dumps(asdict(place))[1:-1]
         sender = loaded.HeartbeatSender(
-            options.store.clone(), f"{prefix}/{key_of(rank)}", token, constant, HEARTBEAT_S, *openssl
+            options.store.clone(),
+            f"{prefix}/{key_of(rank)}",
+            token,
+            constant,
+            HEARTBEAT_S,
+            *openssl,
+            -1 if copy is None else copy,
         )
     else:
-        sender = HeartbeatThread(keys(), rank, place, pending, loaded.groups)
+        sender = HeartbeatThread(keys(), rank, place, pending, loaded.groups, copy)
     watchdog = Watchdog(
         keys(),
         ranks=ranks,

@@ -58,7 +58,8 @@ CclBackend::CclBackend(
       turns_(std::make_shared<std::deque<std::shared_ptr<Turn>>>()) {
   auto& engine = Engine::instance();
   const auto creation = "the creation of group " + name_;
-  engine.publish_communicator({creation, {}, awake_now() + timeout});
+  const auto begun = awake_now();
+  engine.publish_communicator({creation, {}, begun, begun + timeout});
   try {
     store_ = store->clone();
     if (rank == 0) {
@@ -119,7 +120,8 @@ CclBackend::~CclBackend() {
   auto& engine = Engine::instance();
   start_those_in_turn();
   if (engine.idle() && !awaits_messages()) {
-    engine.publish_communicator({"the destruction of group " + name_, {}, awake_now() + options_->timeout});
+    const auto begun = awake_now();
+    engine.publish_communicator({"the destruction of group " + name_, {}, begun, begun + options_->timeout});
     const auto lock = engine.enter();
     inbox_.reset();
     outbox_.reset();

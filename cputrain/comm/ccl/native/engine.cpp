@@ -188,7 +188,7 @@ void Engine::publish_current() {
   if (!pending_.empty() && aborted_.empty()) {
     const auto& operation = **std::ranges::min_element(
         pending_, {}, [](const auto& one) { return one->deadline_; });
-    current = {operation.description_, operation.place_, operation.deadline_};
+    current = {operation.description_, operation.place_, operation.started_, operation.deadline_};
   }
   const std::lock_guard lock(published_mutex_);
   published_ = std::move(current);

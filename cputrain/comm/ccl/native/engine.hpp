@@ -21,10 +21,11 @@
 
 namespace cputrain {
 
-// The collective in which this process waits ("" if none), and its deadline by awake_now.
+// The collective in which this process waits ("" if none), and its start and deadline by awake_now.
 struct CurrentCollective {
   std::string collective;
   Place place;
+  Clock::time_point started;
   Clock::time_point deadline;
 };
 

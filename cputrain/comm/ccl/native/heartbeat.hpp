@@ -23,10 +23,11 @@ using Hmac = unsigned char* (*)(
 class HeartbeatSender {
  public:
   // `store` is a separate connection; `token` signs values as in cputrain/comm/store.py; `place` is the JSON text of
-  // the constant fields: "host": "n1", "pid": 123, ...
+  // the constant fields: "host": "n1", "pid": 123, ... Heartbeats are also written to the open file `copy`, unless it is
+  // negative, for the launcher.
   HeartbeatSender(
       c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s,
-      Hmac hmac, Sha256 sha256);
+      Hmac hmac, Sha256 sha256, int copy);
 
   // Stops, and reports that this rank has left normally; waits at most `patience_s` for the store.
   void stop(double patience_s);
@@ -42,6 +43,7 @@ class HeartbeatSender {
   const std::chrono::duration<double> interval_;
   const Hmac hmac_;
   const Sha256 sha256_;
+  int copy_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;

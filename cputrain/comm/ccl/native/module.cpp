@@ -22,10 +22,10 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   py::class_<HeartbeatSender, std::unique_ptr<HeartbeatSender, py::nodelete>>(module, "HeartbeatSender")
       .def(
           py::init([](const StorePtr& store, const std::string& key, const std::string& token, const std::string& place,
-                      double interval_s, uintptr_t hmac, uintptr_t sha256) {
+                      double interval_s, uintptr_t hmac, uintptr_t sha256, int copy) {
             return new HeartbeatSender(
                 store, key, token, place, interval_s, reinterpret_cast<cputrain::Hmac>(hmac),
-                reinterpret_cast<cputrain::Sha256>(sha256));
+                reinterpret_cast<cputrain::Sha256>(sha256), copy);
           }),
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);

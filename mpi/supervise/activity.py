@@ -1,0 +1,150 @@
+"""What a rank on this host does, from outside: its demand for CPU time, and the collective of its heartbeats.
+
+Time that a process waits for a core counts as computing, because a shared host may give it little CPU time; but only up
+to WAITS_PER_CPU times its CPU time, because one that polls may wait for a core each time.
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import MsgspecError, Struct, json, structs
+
+from cputrain.affinity.filesystem import read_stat
+from cputrain.mpi.supervise.wire import Activity
+from cputrain.mpi.usage import children_of
+
+READ_S = 1.0  # between two readings of a rank
+IDLE_CORES = 0.2  # a rank with less demand is waiting; heartbeats, progress bars and torch's store take some CPU time
+BUSY_CORES = 0.5  # a rank with more demand is computing
+STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /proc/PID/stat
+WAITS_PER_CPU = 8.0
+NANOSECOND_S = 1e-9
+MOST_BYTES = 1 << 20  # of a heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessTime:
+    """CPU time of one or more processes in seconds, with ended children's, the time that the main threads waited for a
+    core, and whether one of the processes is stopped."""
+
+    cpu_s: float
+    waited_s: float
+    stopped: bool
+
+    def demand_since(self, before: "ProcessTime") -> float:
+        """Return the demand for CPU time since an earlier reading, in seconds."""
+        used_s = max(0.0, self.cpu_s - before.cpu_s)
+        return used_s + min(max(0.0, self.waited_s - before.waited_s), WAITS_PER_CPU * used_s)
+
+
+class Heartbeat(Struct, frozen=True, kw_only=True):
+    """The fields that are read of a rank's heartbeat: see StoreHeartbeat in cputrain/comm/watchdog.py."""
+
+    waits_in: str | None
+    group: str
+    number: int
+    waited_s: float
+    groups: dict[str, list[tuple[int, int, int]]]
+
+
+class ActivityMeter:
+    """Measure the activity of the rank whose first process is `pid`. Times are in seconds of one clock.
+
+    Descendants are read only while that process itself is idle: a process that waits for a child, such as a shell, is
+    as busy as the child. The rank copies its heartbeats to the open file `state`; None if it has no such file.
+    """
+
+    def __init__(self, pid: int, now: float, state: int | None = None) -> None:
+        self._pid, self._state = pid, state
+        self._at = self._idle_since = self._busy_since = now
+        self._stopped_since: float | None = None
+        self._root = read_process(pid)
+        self._below: ProcessTime | None = None
+        self.activity = Activity()
+
+    def read(self, now: float) -> None:
+        """Take a reading if one is due; a process that has ended keeps its last one."""
+        if now - self._at < READ_S or (root := read_process(self._pid)) is None:
+            return
+        seconds = now - self._at
+        demand = root.demand_since(self._root) if self._root else 0.0
+        below = read_below(self._pid) if demand < IDLE_CORES * seconds else None
+        if below is not None and self._below is not None:
+            demand += below.demand_since(self._below)
+            idle, busy = demand < IDLE_CORES * seconds, demand >= BUSY_CORES * seconds
+        else:  # nothing is known about the children yet
+            idle, busy = False, below is None and demand >= BUSY_CORES * seconds
+        self._idle_since = self._idle_since if idle else now
+        self._busy_since = self._busy_since if busy else now
+        if not (root.stopped or (idle and below is not None and below.stopped)):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = self._at
+        elif root.stopped and self._root and root.cpu_s > self._root.cpu_s:  # it ran, and was stopped again
+            self._stopped_since = now
+        self._at, self._root, self._below = now, root, below
+        activity = Activity(
+            stopped_s=0.0 if self._stopped_since is None else now - self._stopped_since,
+            idle_s=now - self._idle_since,
+            busy_s=now - self._busy_since,
+        )
+        self.activity = with_collective(activity, read_heartbeat(self._state), self.activity)
+
+
+def with_collective(activity: Activity, heartbeat: Heartbeat | None, before: Activity) -> Activity:
+    """Return a rank's activity with the collective of its heartbeat, or if there is none of the reading before."""
+    if heartbeat is None:
+        kept = {name: getattr(before, name) for name in ("collective", "waited_s", "group", "number", "calls")}
+        return structs.replace(activity, **kept)
+    return structs.replace(
+        activity,
+        collective=heartbeat.waits_in or "",
+        waited_s=heartbeat.waited_s,
+        group=heartbeat.group,
+        number=heartbeat.number,
+        calls=tuple((key, called[0][0]) for key, called in heartbeat.groups.items() if called),
+    )
+
+
+def read_heartbeat(file: int | None) -> Heartbeat | None:
+    """Return the heartbeat in a rank's file; None without one, or while it is being written."""
+    text = b"" if file is None else os.pread(file, MOST_BYTES, 0).partition(b"\n")[0]
+    try:
+        return json.decode(text, type=Heartbeat) if text else None
+    except MsgspecError:
+        return None
+
+
+def read_process(pid: int) -> ProcessTime | None:
+    """Read a process's times; None if it has ended."""
+    try:
+        stat = read_stat(pid)
+    except OSError:
+        return None
+    if stat.state in "ZX":
+        return None
+    waited_s = 0.0
+    with suppress(OSError, IndexError):  # a kernel without scheduler statistics
+        waited_s = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) * NANOSECOND_S
+    return ProcessTime(cpu_s=stat.cpu_s, waited_s=waited_s, stopped=stat.state == STOPPED)
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all its descendants, parents before children."""
+    found = [pid]
+    for one in found:
+        with suppress(OSError):  # ended meanwhile
+            found += children_of(one)
+    return found
+
+
+def read_below(pid: int) -> ProcessTime:
+    """Return the summed times of all descendants of this process."""
+    read = [one for child in tree(pid)[1:] if (one := read_process(child))]
+    return ProcessTime(
+        cpu_s=sum(one.cpu_s for one in read),
+        waited_s=sum(one.waited_s for one in read),
+        stopped=any(one.stopped for one in read),
+    )
