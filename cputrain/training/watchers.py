@@ -409,6 +409,8 @@ class StragglerWatch(Watcher):
             self._reported[one.rank, one.kind] = self._comparisons
             host, factor, cause = self.hosts[one.rank], one.factor, one.cause
             what = f"rank {one.rank} on {host} takes {factor:.2f} times as long per step as the median rank: {cause}"
+            if factor <= SLOWER:
+                what = f"rank {one.rank} on {host} {cause.removeprefix('it ')}"
             self.warn(step, what, rank=one.rank, host=host, factor=factor, cause=cause)
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
@@ -432,11 +434,12 @@ def every_rank(values: Sequence[float]) -> Tensor:
 
 
 def find_stragglers(paces: Sequence[StepStats]) -> list[Straggler]:
-    """Return the ranks whose steps take over 15 % longer than the median rank's (of two ranks, the faster one's)."""
+    """Return the ranks whose steps take over 15 % longer than the median rank's (of two ranks, the faster one's), and
+    those that have left their CPUs, where they slow others."""
     typical = sorted(paces, key=lambda pace: pace.step_s)[(len(paces) - 1) // 2]
     found = []
     for rank, pace in enumerate(paces):
-        if pace.step_s > SLOWER * typical.step_s:
+        if pace.left or pace.step_s > SLOWER * typical.step_s:
             kind, cause = likely_cause(pace, typical)
             found.append(Straggler(rank=rank, factor=pace.step_s / typical.step_s, kind=kind, cause=cause))
     return found

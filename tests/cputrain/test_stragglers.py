@@ -69,13 +69,19 @@ def test_of_two_ranks_the_slower_one_is_named_and_a_slow_half_of_four() -> None:
     assert find_stragglers([slow()] * 4) == []
 
 
+def test_a_rank_that_has_left_its_cpus_is_named_even_if_it_slows_only_others() -> None:
+    found = find_stragglers([slow(others=0.5), TYPICAL._replace(left=1.0)])
+    assert [(one.rank, one.kind) for one in found] == [(0, "others"), (1, "left")]
+
+
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[StepStats] = [TYPICAL]
     monkeypatch.setattr(watchers, "every_rank", lambda own: torch.tensor([own, *others], dtype=torch.float64))
     named: list[tuple[int, int]] = []
 
     def warn(step: int, what: str, *, rank: int, **_more: object) -> None:
-        assert what.startswith(f"rank {rank} on n{rank + 1} takes ")
+        doing = "takes 1.25 times" if others[0].step_s > TYPICAL.step_s else "has left its CPUs, as"
+        assert what.startswith(f"rank {rank} on n{rank + 1} {doing} ")
         named.append((step, rank))
 
     watch = StragglerWatch(hosts=("n1", "n2"), warn=warn, pus=(0,), read_s=lambda: 0.02)
@@ -105,8 +111,10 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
     window(200, TYPICAL)
     window(250, slow(steal=0.5))
     assert named[2:] == [(300, 1)], "slow again"
-    window(300, slow(steal=0.5, total_s=0.1))
-    assert len(named) == 3, "steps that are too short to tell are counted with the next ones"
+    window(300, TYPICAL._replace(left=2.0))
+    assert named[3:] == [(350, 1)], "not slow, but elsewhere"
+    window(350, slow(steal=0.5, total_s=0.1))
+    assert len(named) == 4, "steps that are too short to tell are counted with the next ones"
 
 
 def test_a_rank_that_is_slow_in_every_other_comparison_is_named_ever_more_rarely() -> None:
