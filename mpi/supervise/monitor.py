@@ -147,7 +147,7 @@ class Monitor:
 
     def rank_states(self) -> tuple[RankState, ...]:
         """Return what the ranks are doing, or were doing when they exited."""
-        return tuple(one.state for one in self.ranks.values())
+        return tuple(self.ranks[rank].state for rank in sorted(self.ranks))
 
     def cause(self, stall: Stall | None = None, stacks: Stacks = MappingProxyType({})) -> str:
         """Describe the failure that caused the others in one line, followed by the last lines of output. `stall` is the
