@@ -339,9 +339,9 @@ def _explain_layout(cores: Cores, layout: Layout) -> str:
     elif len(cores) <= SMALL_HOST_CORES:
         which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
         why = (
-            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, one thread per worker trains fastest "
-            "(measured on two cores of AMD Zen 3: 1.2-1.35x over one worker of two threads; of a Xeon with AMX "
-            "0.9-0.95x: cputrain tune measures this host)"
+            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, one thread per worker trains fastest on most "
+            "processors (two cores of AMD Zen 3: 1.2-1.35x over one worker of two threads; of a Xeon with AMX: "
+            "0.9-0.95x); cputrain tune measures this host"
         )
     elif count == len(groups) == 1:
         some = "" if len(layout.used) == len(cores) else "{used} of "

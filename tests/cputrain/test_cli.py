@@ -130,7 +130,10 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=images", "--resume"), "contains no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt does not exist"),
         (("report", "images"), "contains no run"),
-        (("prepare", "imagefolder", "images", "images"), "already exists"),
+        (
+            ("prepare", "imagefolder", "images", "images"),
+            "images has other files, train, val: prepare into a new folder",
+        ),
         (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere does not exist"),
         (("frobnicate",), "No such command"),
     ],
