@@ -386,7 +386,8 @@ FIELDS = {
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")
-PREFIXES = ("nohup", "time", "timeout", "nice", "ionice", "stdbuf", "setsid", "exec", "sudo")
+PREFIXES = ("nohup", "time", "timeout", "nice", "ionice", "chrt", "stdbuf", "setsid", "strace", "exec", "sudo")
+KEYWORDS = ("if", "then", "else", "elif", "while", "until", "do", "{", "!")  # of a shell, before a command
 MOST_WORDS = 10_000
 
 
@@ -520,14 +521,15 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
         notes=tuple(notes),
         command=command,
     )
-    inner = None if program.starts_python else launcher_in(command)
-    return parsed if inner is None else _with_inner(parsed, inner)
+    started = [] if program.starts_python else commands_in(command)
+    inner = launcher_in(started[0].words) if len(started) == 1 else None  # else the script of a shell, which stays
+    return parsed if inner is None else _with_inner(parsed, started[0], inner)
 
 
 NESTED = ("accelerate", "torchrun")  # launchers of scripts that mpirun or srun starts, once for each rank or host
 
 
-def _with_inner(outer: ParsedCommand, inner: Program) -> ParsedCommand:
+def _with_inner(outer: ParsedCommand, started: "StartedCommand", inner: Program) -> ParsedCommand:
     """Merge a launcher with the launcher that it starts: with its ranks if that starts one process each time, else with
     its hosts. Raises InputError if both have numbers of ranks, or if the inner launcher is not one of NESTED."""
     if inner.name not in NESTED:
@@ -535,9 +537,7 @@ def _with_inner(outer: ParsedCommand, inner: Program) -> ParsedCommand:
             f"{outer.program.title} starts {inner.title} here: import that command line alone, and give cputrain "
             f"launch the hosts and --ppn of {outer.program.title}"
         )
-    words = unwrapped(outer.command)
-    before = outer.command[: len(outer.command) - len(words)]
-    found = read(words)
+    found = read(started.words)
     theirs, own = spec_of(outer.given, outer.command), spec_of(found.given, found.command)
     given = outer.given
     if own.ppn is not None or (own.ranks or 1) > 1 or (own.nodes or 1) > 1:
@@ -558,11 +558,14 @@ def _with_inner(outer: ParsedCommand, inner: Program) -> ParsedCommand:
             for each in outer.given
             if each.field != "ppn" and (each.field != "ranks" or theirs.nodes is own.nodes is None)
         )
+    assignments = tuple(word for word in started.before if ASSIGNMENT.match(word))
+    wrappers = [word for word in started.before if word not in (*assignments, "env", "exec", "-c", *SHELLS)]
+    lost = ((join_words(wrappers), "put it before cputrain launch"),) if wrappers else ()
     return replace(
         found,
-        variables=(*outer.variables, *(word for word in before if ASSIGNMENT.match(word)), *found.variables),
+        variables=(*outer.variables, *assignments, *found.variables),
         given=(*given, *(each for each in found.given if each.field != "ranks" or (own.ranks or 1) > 1)),
-        without=(*outer.without, *found.without),
+        without=(*outer.without, *lost, *found.without),
         notes=(*outer.notes, *found.notes),
     )
 
@@ -575,8 +578,11 @@ BINDERS = ("taskset", "numactl", "hwloc-bind", "likwid-pin", "likwid-mpirun")
 def binder_in(command: tuple[str, ...]) -> str:
     """Return a note if a command's ranks would not stay bound as planned, as it starts a program that binds again or a
     launcher; "" if it does not."""
-    words = unwrapped(command)
-    name = PurePath(words[0]).name if words else ""
+    return next(filter(None, (_binds_again(each.words) for each in commands_in(command))), "")
+
+
+def _binds_again(words: tuple[str, ...]) -> str:
+    name = PurePath(words[0]).name
     if name in BINDERS:
         return (
             f"{name} in the command replaces the plan's binding of each worker: remove it, or put it before cputrain "
@@ -590,37 +596,63 @@ def binder_in(command: tuple[str, ...]) -> str:
     return ""
 
 
-def unwrapped(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command from the program on that env, nice, timeout and the like, or a shell's -c, start."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedCommand:
+    """A command that another one starts, and the words before it: env and variables, nice, a shell and its -c."""
+
+    before: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+def commands_in(command: tuple[str, ...]) -> list[StartedCommand]:
+    """Return what a command starts through env, nice, timeout and the like: one command, or those of a shell's -c. A
+    file to which a shell's command writes counts as one, too."""
     words = command
     while words:
-        name = PurePath(words[0]).name
-        if name in SHELLS and "-c" in words[1:-1]:
-            try:
-                words = split_words(command_and_rest(words[words.index("-c") + 1])[0])
-            except InputError:  # a quote that is not closed, of which the shell complains
-                return ()
-        elif ASSIGNMENT.match(words[0]):
+        name, before = PurePath(words[0]).name, command[: len(command) - len(words)]
+        if name in SHELLS and (at := _script_at(words)):
+            inner = [each for line in _lines_of(words[at]) for each in commands_in(line)]
+            return [replace(each, before=(*before, *words[:at], *each.before)) for each in inner]
+        if ASSIGNMENT.match(words[0]) or words[0] in KEYWORDS:
             words = words[1:]
         elif name in ("env", *PREFIXES):
             start = next((i for i in range(1, len(words)) if not _is_option(words[i])), len(words))
             words = words[start:]
         else:
+            return [StartedCommand(before=before, words=words)]
+    return []
+
+
+def _script_at(words: tuple[str, ...]) -> int:
+    """Return the place of the script after a shell's -c or -lc; 0 if it has none."""
+    for at, word in enumerate(words[1:-1], start=1):
+        if re.fullmatch("-[a-zA-Z]*c", word):
+            return at + 1
+        if not word.startswith("-") and words[at - 1] not in ("-o", "-O"):
             break
-    return words
+    return 0
+
+
+def _lines_of(script: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of each command in a shell's script, up to a quote that is not closed."""
+    rest = script.replace("\\\n", " ").replace("\n", ";")
+    while rest := rest.lstrip(f"{OPERATORS} ("):
+        line, rest = command_and_rest(rest)
+        try:
+            yield split_words(line)
+        except InputError:
+            return
 
 
 def _is_option(word: str) -> bool:
     return word.startswith("-") or VALUE.fullmatch(word) is not None
 
 
-def launcher_in(command: tuple[str, ...]) -> Program | None:
-    """Return the launcher that a command calls; None if it calls none."""
-    called = unwrapped(command)
-    if not called:
-        return None
-    name, rest = PurePath(called[0]).name, called[1:]
-    module = rest[rest.index("-m") + 1 :][:1] if PYTHON.fullmatch(name) and "-m" in rest else ()
+def launcher_in(words: tuple[str, ...]) -> Program | None:
+    """Return the launcher that a command calls by itself; None if it calls none."""
+    name, rest = PurePath(words[0]).name, words[1:]
+    at = next((i for i, word in enumerate(rest) if word == "-m" or not word.startswith("-")), 0)
+    module = rest[at + 1 : at + 2] if PYTHON.fullmatch(name) and rest[at : at + 1] == ("-m",) else ()
     for program in PROGRAMS.values():
         if any((name, *rest)[: len(call)] == call for call in program.called) or set(module) & set(program.modules):
             return program
@@ -798,8 +830,10 @@ def _sized(options: LaunchSpec, hosts_in: Callable[[str], int | None]) -> tuple[
             needed = needed or -(-options.ranks // asked.ppn)
         if options.hostfile and needed is not None and named is None:
             notes.append(f"{options.hostfile} cannot be read: all its hosts are used, so keep only {needed} in it")
-        elif options.hostfile and needed not in (None, named):
-            notes.append(f"all {named} hosts of {options.hostfile} are used: keep only {needed} in it")
+        elif options.hostfile and needed is not None and named is not None and needed != named:
+            of_the_file = f"all {named} hosts of {options.hostfile} are used"
+            advice = f"keep only {needed} in it" if needed < named else f"add the other {needed - named} to it"
+            notes.append(f"{of_the_file}: {advice}")
         options = replace(options, nodes=None)
     return replace(options, ranks=None), notes
 

@@ -305,10 +305,27 @@ def test_a_number_of_hosts_is_never_dropped_in_silence(line: str) -> None:
     (path,) = re.search(r"--hostfile (\S+)", ours(line, hosts=None).line).groups()  # type: ignore[union-attr]
     assert f"{path} cannot be read: all its hosts are used, so keep only 4 in it" in ours(line, hosts=None).notes
     assert not any(path in note for note in ours(line, hosts=4).notes)
-    try:
-        assert any(f"all 8 hosts of {path} are used: keep only 4 in it" in note for note in ours(line, hosts=8).notes)
-    except InputError as error:
-        assert "on 8 hosts" in str(error)
+    for hosts, advice in ((8, "keep only 4 in it"), (2, "add the other 2 to it")):
+        try:
+            notes = ours(line, hosts=hosts).notes
+            assert any(f"all {hosts} hosts of {path} are used: {advice}" in note for note in notes)
+        except InputError as error:
+            assert f"on {hosts} hosts" in str(error)
+
+
+@pytest.mark.parametrize(
+    "script", ["torchrun x.py && date", "torchrun x.py >log.$PMI_RANK 2>&1", ". ./env; torchrun x.py"]
+)
+def test_a_shell_s_script_with_more_than_a_launcher_stays_and_is_noted(script: str) -> None:
+    translated = ours(f"mpirun -n 2 -ppn 1 bash -lc '{script}'")
+    assert translated.line == f"cputrain launch --nodes 2 --ppn 1 -- bash -lc {script!r}"
+    assert any("each worker starts torchrun, which" in note for note in translated.notes)
+
+
+def test_what_stands_before_an_inner_launcher_is_kept_or_named() -> None:
+    translated = ours("mpirun -n 2 -ppn 1 env A=b nice -n 5 bash -c 'torchrun --nproc-per-node 2 x.py --lr 1 --seed 2'")
+    assert translated.line == "cputrain launch --nodes 2 --ppn 2 -- env A=b python x.py --lr 1 --seed 2"
+    assert ("nice -n 5", "put it before cputrain launch") in translated.without
 
 
 @pytest.mark.parametrize(
@@ -320,6 +337,8 @@ def test_a_number_of_hosts_is_never_dropped_in_silence(line: str) -> None:
         ("nice -n 5 timeout -s KILL 10m taskset -c 0 ./a", "taskset"),
         ("stdbuf -o L numactl -N 0 ./a", "numactl"),
         ("bash -c 'taskset -c 0 python x.py; date'", "taskset"),
+        ("bash -lc 'cd data && numactl -N 0 python x.py'", "numactl"),
+        ("sh -e -c '. ./env\nif true; then taskset 1 ./a; fi'", "taskset"),
         ("hwloc-bind core:0 ./a", "hwloc-bind"),
         ("likwid-pin -c 0 ./a", "likwid-pin"),
         ("mpirun -n 2 ./a", "mpirun of Intel MPI"),
@@ -344,6 +363,8 @@ def test_a_command_that_binds_again_is_warned_of(command: str, program: str, tmp
         "python -m pkg.train",
         "./a numactl",
         "env A=b nice ./a",
+        "bash run.sh -c mpirun",
+        "python x.py -m torch.distributed.run",
         "sh -c 'a \"taskset'",
     ],
 )
