@@ -191,9 +191,9 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
             "it"
         )
     if images < workers:
+        fewer = f"set plan.ppn to {images // nodes} or less" if nodes <= images else f"use {images} hosts or fewer"
         raise InputError(
-            f"{plural(workers, 'worker')} need at least {plural(workers, 'image')}, but train/ has {images}: set "
-            f"plan.ppn to {images} or less"
+            f"{plural(workers, 'worker')} need at least {plural(workers, 'image')}, but train/ has {images}: {fewer}"
         )
     global_batch, accumulation_steps = _step(recipe.batch, workers)
     steps = epoch_images // global_batch

@@ -212,6 +212,12 @@ def test_too_few_images_are_refused(settings: list[str], images: int, expected: 
         derive(load_recipe("imagefolder", settings), ppn=2, nodes=1, images=images)
 
 
+@pytest.mark.parametrize(("nodes", "advice"), [(4, "set plan.ppn to 2 or less"), (16, "use 10 hosts or fewer")])
+def test_too_few_images_for_many_hosts_are_refused(nodes: int, advice: str) -> None:
+    with pytest.raises(InputError, match=f"train/ has 10: {advice}"):
+        derive(load_recipe("imagefolder", []), ppn=4, nodes=nodes, images=10)
+
+
 @given(
     warmup=st.integers(0, 300),
     rest=st.integers(1, 5_000),
