@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import tarfile
 from collections.abc import Callable, Iterable
@@ -212,3 +213,50 @@ def test_img2dataset_s_tar_files_without_classes_and_its_folders_are_refused(tmp
         table(tmp_path / f"files/{shard}.parquet", key=["0"], url=["u"])
     with pytest.raises(InputError, match=r"files has 00000, 00001, which are shards of img2dataset, not classes"):
         detect(tmp_path / "files")
+
+
+def test_images_in_folders_beside_files_with_images_are_named(tmp_path: Path) -> None:
+    """Validation images in class folders beside a table, and a class at a greater depth than class folders have."""
+    write_files(tmp_path, {"val/cat/0.png": BYTES[0], "val/dog/0.png": BYTES[1], "cat/2024/0.png": BYTES[2]})
+    table(tmp_path / "train.parquet", image=BYTES, label=NAMES)
+    assert f"{tmp_path}: ignored the images in cat, val, because only Parquet or Arrow files are read" in (
+        open_dataset(str(tmp_path)).notes
+    )
+
+
+@pytest.mark.parametrize("image", [lambda path: path, lambda path: {"bytes": None, "path": path}])
+def test_images_that_a_table_names_are_not_named_as_ignored(image: Callable[[str], object], tmp_path: Path) -> None:
+    paths = [f"images/{i}.png" for i in range(12)]
+    write_files(tmp_path, dict(zip(paths, BYTES, strict=True)))
+    table(tmp_path / "train.parquet", image=[image(path) for path in paths], label=NAMES)
+    assert not any("ignored" in note for note in open_dataset(str(tmp_path)).notes)
+
+
+def test_a_file_s_split_is_the_word_before_a_number(tmp_path: Path) -> None:
+    """As in Kaggle's TFRecords; else the images of all splits would be trained on."""
+    for split in ("train", "val", "test"):
+        tar(tmp_path / f"flowers_{split}00-8.tar", samples(of_class))
+    dataset = open_dataset(str(tmp_path))
+    assert [len(images) for images in dataset.splits.values()] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather"])
+def test_names_of_tables_may_have_any_bytes(suffix: str, tmp_path: Path) -> None:
+    table(tmp_path / f"t.{suffix}", image=BYTES, label=NAMES)
+    (tmp_path / f"t.{suffix}").rename(
+        os.fsdecode(os.fsencode(tmp_path) + f"/caf\udce9.{suffix}".encode(errors="surrogateescape"))
+    )
+    assert open_dataset(str(tmp_path)).classes == ("cat", "dog")
+
+
+def test_folders_named_by_a_digit_are_classes_also_beside_a_table_of_that_name(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"{label}/{i}.png": BYTES[i] for label in (0, 1) for i in range(12)})
+    table(tmp_path / "0.parquet", n=[1])
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.classes == ("0", "1")
+    assert f"{tmp_path}: ignored 0.parquet, because only class folders are read" in dataset.notes
+
+
+def test_a_class_folder_named_as_an_image_is_no_image_outside(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"{name}/{i}.png": BYTES[i] for name in ("a.png", "b") for i in range(12)})
+    assert not any("outside" in note for note in open_dataset(str(tmp_path)).notes)

@@ -113,6 +113,7 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
 KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
 TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
 WORD = re.compile("[a-z]+")  # train2017, test1
+SHARD = re.compile("0[0-9]+|[0-9]{5,}")  # of img2dataset, which writes five digits by default; 0 and 1 may be classes
 PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection data sets
 MOST_INNER = 100  # subfolders to look into; a folder may have thousands of classes
 LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
@@ -215,6 +216,11 @@ def class_folders_with_images(root: Path) -> list[str]:
     return [str((folder / name).relative_to(root)) for name in names] if len(names) > 1 else []
 
 
+def folders_of_images(root: Path) -> list[str]:
+    """Return the names of the first subfolders that contain an image at any depth."""
+    return [name for name in folders_in(root)[:MOST_INNER] if _has_image_below(root / name)]
+
+
 def _has_image_below(folder: Path) -> bool:
     """Return whether the folder contains an image at any depth; links to folders inside it are not followed."""
     return has_image(folder) or any(
@@ -291,7 +297,7 @@ def has_train_folder(root: Path) -> bool:
 def has_image(folder: Path) -> bool:
     """Return whether the folder itself contains an image; its entries are read up to the first one."""
     with _entries(folder) as entries:
-        return any(is_image(entry.name) for entry in entries)
+        return any(is_image(entry.name) and not entry.is_dir(follow_symlinks=False) for entry in entries)
 
 
 def _folders_with_images(root: Path) -> list[str]:
@@ -355,7 +361,7 @@ def _check_are_no_shards(folder: Path, names: Sequence[str]) -> None:
     shards = [
         name
         for name in names
-        if name.isdecimal() and any((folder / f"{name}{end}").is_file() for end in (".parquet", "_stats.json"))
+        if SHARD.fullmatch(name) and any((folder / f"{name}{end}").is_file() for end in (".parquet", "_stats.json"))
     ]
     if shards:
         raise InputError(
@@ -487,7 +493,8 @@ def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
             f"({_by_suffix(listing.others)}); convert images among them to JPEG or PNG"
         )
     with _entries(folder) as entries:
-        outside = sum(is_image(entry.name) for entry in entries) if folders_in(folder) else 0
+        images = (entry for entry in entries if is_image(entry.name) and not entry.is_dir(follow_symlinks=False))
+        outside = sum(1 for _ in images) if folders_in(folder) else 0
     if outside and not any(path.rpartition("/")[0] == str(folder) for path in listing.paths):
         yield f"{folder}: ignored {plural(outside, 'image')} outside the class folders"
 

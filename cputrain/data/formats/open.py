@@ -15,6 +15,7 @@ from cputrain.data.formats.folder import FILES as LABEL_FILES
 from cputrain.data.formats.folder import (
     class_folders_with_images,
     folders_in,
+    folders_of_images,
     has_image,
     has_train_folder,
     read_folder,
@@ -59,13 +60,14 @@ MOST_FOLDERS = 100  # to search; an image folder may have thousands of classes
 class Format:
     """A file format: its name in the plural, its kind for `cputrain prepare`, and functions that find the files of each
     split in a folder, describe the first image with a label (an InputError if there is none), and read the files; the
-    label column is only for tables."""
+    label column is only for tables. `names_files`: whether the images are files that these files name."""
 
     title: str
     kind: str
     find: Callable[[Path], Files]
     examine: Callable[[Path, Files], str]
     read: Callable[[Path, Files, str | None], Source]
+    names_files: Callable[[Files], bool] = lambda _files: False
 
     def source(self, root: Path, label_column: str | None = None) -> Source:
         """Return the data in a folder of these files; without validation images, the test images are used for
@@ -85,6 +87,8 @@ class Format:
             has = "names have" if len(others) > 1 else "name has"
             notes.append(f"{root}: ignored {names}, because the {has} no split, unlike the others")
         source = self.read(root, files, label_column)
+        if (unread := folders_of_images(root)) and not self.names_files(files):
+            notes.append(f"{root}: ignored the images in {first_named(unread)}, because only {self.title} are read")
         source = replace(source, notes=(*notes, *source.notes))
         if VAL in source.splits or TEST not in source.splits:
             return source
@@ -203,6 +207,12 @@ def _read_tables(root: Path, files: Files, label_column: str | None) -> Source:
     return read_tables(root, files, label_column)
 
 
+def _names_files(files: Files) -> bool:
+    from cputrain.data.formats.tables import names_files
+
+    return names_files(files)
+
+
 def _read_records(root: Path, files: Files, _label_column: str | None) -> Source:
     from cputrain.data.formats.records import read_tfrecords
 
@@ -216,7 +226,12 @@ def _read_tars(root: Path, files: Files, _label_column: str | None) -> Source:
 
 
 TABLES = Format(
-    title="Parquet or Arrow files", kind="parquet", find=table_files, examine=_examine_tables, read=_read_tables
+    title="Parquet or Arrow files",
+    kind="parquet",
+    find=table_files,
+    examine=_examine_tables,
+    read=_read_tables,
+    names_files=_names_files,
 )
 RECORDS = Format(title="TFRecords", kind="tfrecord", find=record_files, examine=_examine_records, read=_read_records)
 TARS = Format(title="tar files", kind="webdataset", find=tar_files, examine=_examine_tars, read=_read_tars)

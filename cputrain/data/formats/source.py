@@ -202,7 +202,7 @@ def visible_in_splits(root: Path) -> list[Path]:
 
 def split_of(parts: Sequence[str]) -> str:
     """Return the split named in a path, or NO_SPLIT; the last name counts, as a data set's name may contain one."""
-    words = [word for part in parts for word in re.split(r"[^a-z0-9]+", part.lower())]
+    words = [word for part in parts for word in re.split("[^a-z]+", part.lower())]  # train2017, val00-128.tfrec
     return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), NO_SPLIT)
 
 

@@ -267,6 +267,15 @@ def _is_image(images: TableImages, row: int) -> bool:
     return True
 
 
+def names_files(files: Mapping[str, Sequence[Path]]) -> bool:
+    """Return whether the images of the training tables are files that they name."""
+    columns = ((table, image) for table in map(_open, files[TRAIN]) if (image := _candidates(table.schema)[0]))
+    groups = (group for table, image in columns for group in table.groups(image) if group.rows)
+    cells = (cell.as_py() for group in groups for cell in group.load()[:1])
+    first = next(cells, None)
+    return isinstance(first, str) or (isinstance(first, dict) and first.get("bytes") is None)
+
+
 def _has_images(table: "_Table") -> bool:
     return _candidates(table.schema)[0] is not None
 
@@ -378,7 +387,7 @@ def _column(table: _Table, name: str) -> Any:
 def _open_parquet(path: Path) -> _Table:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(path, memory_map=True)
+    file = parquet.ParquetFile(_mapped(path))
     counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     starts = [sum(counts[:number]) for number in range(len(counts))]
 
@@ -396,10 +405,17 @@ def _open_parquet(path: Path) -> _Table:
     )
 
 
+def _mapped(path: Path) -> Any:
+    """Map a file into memory, which loads nothing. pyarrow takes only bytes for a name that is not UTF-8."""
+    import pyarrow
+
+    return pyarrow.memory_map(os.fsencode(path))
+
+
 def _open_arrow(path: Path) -> _Table:
     import pyarrow
 
-    data = pyarrow.memory_map(str(path))  # loads nothing
+    data = _mapped(path)
     is_file = data.read(len(FILE_MAGIC)) == FILE_MAGIC  # IPC file format (polars, Feather), or else the stream format
     data.seek(0)
     table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(data).read_all()
