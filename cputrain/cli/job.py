@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from cputrain.launch.local import check_local_batch, request_of
 from cputrain.launch.options import PlanningOptions, request_of_options
 from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
+from cputrain.other_launchers import binder_in
 from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe, recipe_names
 from cputrain.recipe.schema import Recipe
 
@@ -350,7 +352,9 @@ def _work(
     if bool(words) == bool(cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give --prepare KIND SRC OUT, or -- CMD...")
     env = os.environ
-    return command_work(options, cmd, env) if cmd else recipe_work(options, words, array, stage, env)
+    if not cmd:
+        return recipe_work(options, words, array, stage, env)
+    return replace(command_work(options, cmd, env), note=binder_in(cmd))
 
 
 def _is_program(word: str) -> bool:
@@ -473,8 +477,10 @@ def kubernetes_command(
         **given,
     )
     click.echo(yaml.dump_all(manifests(job), Dumper=ManifestDumper, sort_keys=False, width=120), nl=False)
-    if training is not None and training.data.path is None:  # a path in a volume cannot be looked for here
-        click.echo(f"note: {missing_data(training)}", err=True)
+    # A path in a volume cannot be looked for here.
+    note = binder_in(cmd) if training is None else missing_data(training) if training.data.path is None else ""
+    if note:
+        click.echo(f"note: {note}", err=True)
 
 
 def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -> None:

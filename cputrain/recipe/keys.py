@@ -240,8 +240,9 @@ def _required(error: ErrorDetails) -> str:
 def _not_a_section(keys: Keys, value: Any) -> str:
     """Return the error for a value in place of a section: the key that was probably meant, or the section's keys."""
     dotted, inside = ".".join(keys), fields_of(keys)
-    if "name" in inside and isinstance(value, str):
-        return f"{dotted} is a section: did you mean {dotted}.name={value}?"
+    meant = [f"{dotted}.name"] if "name" in inside else keys_elsewhere(dotted)
+    if meant and isinstance(value, str):
+        return f"{dotted} is a section: did you mean {meant[0]}={value}?"
     return f"{dotted} is a section, not {as_yaml(value)}: set its keys {', '.join(inside)}"
 
 

@@ -369,6 +369,13 @@ def test_a_command_s_job_takes_the_network_of_its_first_host(
     assert scripts[0] == scripts[1] and f"--fabric {words[1] if '--fabric' in words else 'auto'} " in scripts[0]
 
 
+@pytest.mark.parametrize("job", ["slurm --time 1:00:00", "kubernetes --image x --cpus 8 --memory 8Gi"])
+def test_a_job_of_a_command_that_binds_again_is_noted(job: str, tmp_path: Path) -> None:
+    made = here("job", *job.split(), "--nodes", "2", "--", "sh", "-c", "cd x && numactl -N 0 ./a", cwd=tmp_path)
+    assert made.returncode == 0 and made.stderr.startswith("note: numactl in the command replaces the plan's binding")
+    assert not here("job", *job.split(), "--nodes", "2", "--", "./a", cwd=tmp_path).stderr
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_job_says_that_its_data_is_not_here(scheduler: str, tmp_path: Path) -> None:
     job = ("job", scheduler, *(("--ncpus", "8") if scheduler == "pbs" else ()), "--nodes", "256", "--time", "1:00:00")
