@@ -293,7 +293,7 @@ def prepare_command(
         write_digits(source)
     if given["short_side"] is not None:
         quality = quality or QUALITY
-    options = Options(kind=kind, source=str(source.absolute()), shard_bytes=shard_mib * MIB, quality=quality, **given)
+    options = Options(kind=kind, source=str(source.resolve()), shard_bytes=shard_mib * MIB, quality=quality, **given)
     choice = {name: given[name] for name in ("val_fraction", "test_fraction", "seed", "label_column")}
     dataset = open_source(kind, source, **choice)
     for note in dataset.notes:

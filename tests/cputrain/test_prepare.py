@@ -185,6 +185,14 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     assert other.returncode == 2 and "out was prepared with other options (seed: 1 -> 2): " in other.stderr
 
 
+def test_a_source_written_in_another_way_is_the_same(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (tmp_path / "link").symlink_to(folder)
+    for source in ("images", "../" + tmp_path.name + "/images", str(folder), "link"):
+        made = here("prepare", "imagefolder", source, "out", cwd=tmp_path)
+        assert made.returncode == 0 and ("already complete" in made.stdout) == (source != "images"), made.stderr
+
+
 def test_a_folder_of_other_files_is_not_taken_and_an_empty_one_is(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     out, dataset = tmp_path / "out", open_dataset(str(folder))
