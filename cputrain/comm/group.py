@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any, TypeVar
 
@@ -122,6 +123,22 @@ class CommGroup:
     watchdog: Watchdog
 
 
+_watchdog: Watchdog | None = None  # of the last group
+_numbers = count()  # of the groups of this process: all ranks create the same ones, whose keys differ
+_stores: dict[tuple[str, str], Store] = {}  # the store of the last group, by its address
+
+
+def _store_of_job(rank: Rank, env: Mapping[str, str]) -> Store:
+    """Return the job's store. Ranks keep it for later groups: others may need it before rank 0 could serve it again."""
+    if rank.world_size == 1:
+        return connect_store(rank, env)
+    place = env["MASTER_ADDR"], env["MASTER_PORT"]
+    if place not in _stores:
+        _stores.clear()
+        _stores[place] = connect_store(rank, env)
+    return _stores[place]
+
+
 def start_group(
     rank: Rank,
     worker: WorkerPlan,
@@ -138,7 +155,7 @@ def start_group(
     or RunError if the requested backend cannot be used.
     """
     os.environ.update(with_rank(rank, env))  # torch and its backends read them here, now and later
-    store = connect_store(rank, env)
+    store = PrefixStore(f"group{next(_numbers)}", _store_of_job(rank, env))
     token = env.get(TOKEN_VARIABLE, "")
     keys = SignedKeys(store, token)
     check_consistency(facts or {}, rank, keys)
@@ -154,7 +171,8 @@ def start_group(
                 world_size=rank.world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
-    watchdog = ccl.watchdog if chosen == "ccl" else _python_watchdog(rank, store, token, timeout_s)
+    global _watchdog  # noqa: PLW0603  one default group in a process
+    _watchdog = watchdog = ccl.watchdog if chosen == "ccl" else _python_watchdog(rank, store, token, timeout_s)
     assert watchdog is not None
     return CommGroup(backend=chosen, why=why, keys=keys, watchdog=watchdog)
 
@@ -203,6 +221,21 @@ def end_group(group: CommGroup) -> None:
     group.watchdog.stop()
     dist.barrier()  # no rank leaves while another's watchdog still expects its heartbeats
     faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True)
+    _destroy_group()
+
+
+def abandon_group() -> None:
+    """End the group of a process that is its only rank, after a failure; does nothing if there is none.
+
+    Without this, the watchdog would end the process in a later group, because its own store is gone.
+    """
+    if _watchdog is not None:
+        _watchdog.stop()
+    if dist.is_initialized():
+        _destroy_group()
+
+
+def _destroy_group() -> None:
     gc.unfreeze()
     gc.collect()  # DDP's reference cycles also refer to the group
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES, redraws
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import remove_partial
-from cputrain.comm.group import AllReduceHook, all_gather, end_group, no_exit_limit, run_on_main_rank
+from cputrain.comm.group import AllReduceHook, abandon_group, all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_text
@@ -410,6 +410,10 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError("train was called in a thread, where signals cannot stop it: call it in the main thread")
+    if dist.is_initialized():
+        raise InputError(
+            "train was called with a process group, but makes its own: call destroy_process_group() before"
+        )
     training = _own_recipe(recipe, settings)
     env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
     check_log_formats(training.log, env)
@@ -458,8 +462,7 @@ def _train_own(training: Recipe, own: UserTask, env: MutableMapping[str, str], o
     try:
         work()
     finally:
-        if dist.is_initialized():  # the training failed, and a notebook may try again
-            dist.destroy_process_group()
+        abandon_group()  # left over if the training failed; a notebook may try again
     return found[0]
 
 

@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.training.entry import _own_recipe
 from tests.support.commands import cputrain
-from tests.support.forked import in_fork
+from tests.support.forked import ended, forked, in_fork
 from tests.support.trainings import PPN, raw_events
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -92,6 +92,38 @@ def test_the_notebook_s_cells_run_one_after_another(tmp_path: Path) -> None:
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("validation loss  ")]
     assert len(losses) == 2 and losses[0] < 0.2, done.stdout
     assert not (tmp_path / "runs/surface/logs").exists() and (tmp_path / "runs/again/report.html").is_file()
+
+
+FAILS_FIRST = """
+import threading, torch
+from torch import nn
+from cputrain import train
+
+class Fails(nn.Linear):
+    def forward(self, rows):
+        raise ValueError("not yet")
+
+rows = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+for network in (Fails(2, 1), nn.Linear(2, 1)):
+    settings = ["epochs=1", "batch.local=4", "schedule.warmup_epochs=0", "comm.backend=gloo", "output=run"]
+    try:
+        print(train(network, nn.MSELoss(), rows, rows, settings=settings, overwrite=True, quiet=True).step, "steps")
+    except ValueError as error:
+        print(error)
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("cputrain")])
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+train(network, nn.MSELoss(), rows, rows, settings=settings)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
+    """Its watchdog would end the process during a later training, as its store is gone."""
+    with forked("-c", FAILS_FIRST, cwd=tmp_path, PYTHONPATH=str(ROOT)) as process:
+        done = ended(process)
+    lines = done.out.splitlines()
+    assert lines[0] == "not yet" and "2 steps" in lines and lines.count("[]") == 2, done.out + done.err
+    assert done.err.rstrip().endswith("but makes its own: call destroy_process_group() before")
 
 
 def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset, default_collate
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.data import Batch
 from cputrain.data.formats import Dataset, UserSamples
-from cputrain.mpi.supervise import free_port
 from cputrain.optim import build_optimizer
 from cputrain.recipe import CommSection, OptimSection, Recipe
 from cputrain.training import (
@@ -446,8 +445,7 @@ def json_lines(text: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.slow
 def test_ranks_share_buffers_and_name_unused_parameters(tmp_path: Path) -> None:
     """Five trainings on two ranks; the last one ends, as its loss does not depend on a layer that it did before."""
-    ports = [str(free_port()) for _ in range(5)]
-    ran = in_fork(*OF_RANKS, "-m", "tests.support.own_networks", *ports, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    ran = in_fork(*OF_RANKS, "-m", "tests.support.own_networks", cwd=tmp_path, PYTHONPATH=str(ROOT))
     found: dict[str, list[dict[str, Any]]] = {}
     for line in json_lines(ran.stdout):
         found.setdefault(line["name"], []).append(line)

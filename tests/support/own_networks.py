@@ -1,11 +1,10 @@
-"""Networks of users, trained one after another in the same ranks: python -m tests.support.own_networks PORT [PORT ...].
+"""Networks of users, trained one after another in the same ranks: python -m tests.support.own_networks.
 
 Each rank prints a line of JSON for each network, with its buffers and weights after the training.
 """
 
 import json
 import os
-import sys
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ def trained(network: nn.Module, name: str, **keys: Any) -> dict[str, Any]:
     }
 
 
-def main(ports: list[str]) -> None:
+def main() -> None:
     networks = {
         "in_place": lambda: Centered(in_place=True),
         "assigned": lambda: Centered(in_place=False),
@@ -105,11 +104,10 @@ def main(ports: list[str]) -> None:
         "sometimes": lambda: Heads((2,) if os.environ["RANK"] == "0" else ()),
         "later": lambda: Heads((1, 2)),
     }
-    for port, (name, build) in zip(ports, networks.items(), strict=True):
-        os.environ["MASTER_PORT"] = port
+    for name, build in networks.items():
         torch.manual_seed(2)
         print(json.dumps(trained(build(), name)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
