@@ -116,7 +116,8 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
         if isinstance(layer, _ConvNd):
             for weight in layer.parameters():  # also below a parametrization
                 if weight.ndim == 4:  # as channels_last requires; other parameters may be viewed in another shape
-                    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                    # `to`, as `contiguous` keeps the strides of 1 x 1 kernels, which gradients do not have
+                    weight.data = weight.data.to(memory_format=torch.channels_last)
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)
         if precision == "bf16" and has_amx():

@@ -234,3 +234,13 @@ def test_a_phase_may_begin_the_rate_anew() -> None:
     schedule = [lr_at(step, recipe, NUMBERS) for step in range(41)]
     assert schedule[:30] == [scheduled_lr(step, recipe.schedule, NUMBERS) for step in range(30)]
     assert schedule[30:] == pytest.approx([0.25 * ((40 - step) / 10) ** 2 for step in range(30, 41)])
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolutions_weights_have_the_strides_of_their_gradients(kernel: int) -> None:
+    """DDP copies other gradients into its buckets."""
+    layer = nn.Conv2d(8, 4, kernel)
+    prepare_model(nn.Sequential(layer), EAGER, "float32")
+    outputs = layer(torch.ones(2, 8, 5, 5).to(memory_format=torch.channels_last))
+    (gradient,) = torch.autograd.grad(outputs.sum(), layer.weight)
+    assert layer.weight.stride() == gradient.stride()
