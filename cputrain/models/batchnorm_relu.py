@@ -20,10 +20,12 @@ from torch.nn import functional
 from cputrain.affinity.errors import RunError
 from cputrain.models.evidence import (
     DTYPES,
+    VALUES,
     Native,
     are_maps,
     gradients_by_torch,
     is_as_written,
+    is_dense,
     is_gradient_of,
     is_vector,
     runs_eagerly,
@@ -240,11 +242,12 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
             and all(is_vector(each, channels) for each in (weight, self.bias, self.running_mean, self.running_var))
             and are_maps(images, channels)
             and len(images) // self.ghosts(len(images)) * images.shape[2:].numel() > 1
-            and (
-                residual is None
-                or (are_maps(residual, channels) and (residual.shape, residual.dtype) == (images.shape, images.dtype))
-            )
+            and (residual is None or _are_alike(residual, images))
         )
+
+
+def _are_alike(maps: Tensor, images: Tensor) -> bool:
+    return are_maps(maps, images.shape[1]) and (maps.shape, maps.dtype) == (images.shape, images.dtype)
 
 
 def _continued(normalized: Tensor, residual: Tensor | None, *, relu: bool) -> Tensor:
@@ -349,8 +352,12 @@ class _FusedBatchNorm(torch.autograd.Function):
             runs_eagerly()
             and not torch.is_grad_enabled()
             and all(is_gradient_of(each, images.shape, images.dtype) for each in given)
-            and all(are_maps(each, channels) for each in (images, outputs) if each is not None)
+            and are_maps(images, channels)
+            and (outputs is None or _are_alike(outputs, images))
             and all(is_vector(each, channels) for each in (weight, bias))
+            and is_dense(statistics)
+            and (statistics.dtype, statistics.shape[1:]) == (torch.float64, (2, channels))
+            and statistics.is_contiguous()
         )
         if not by_kernels:
             return _gradients_by_torch(ctx, given)
@@ -400,7 +407,7 @@ def _gradients_by_torch(ctx: Any, given: list[Tensor]) -> tuple[Tensor | None, .
 
     gradient = given[0] if len(given) == 1 else given[0] + given[1]
     if outputs is not None:
-        gradient = gradient * (outputs > 0)
+        gradient = gradient.masked_fill(outputs <= 0, 0)  # as torch's ReLU, also where values are not finite
     needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4])
     for_images, *for_parameters = gradients_by_torch(normalized, (images, weight, bias), needed, gradient)
     return for_images, gradient if ctx.has_residual else None, *for_parameters, None
@@ -435,13 +442,13 @@ def checked(kernels: Kernels) -> Kernels:
 def _difference(kernels: Kernels) -> str:
     """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
-    weight, bias = (torch.randn(SHAPE[1], generator=generator) for _ in range(2))
-    given = [torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last) for _ in range(3)]
+    weight, bias = (torch.randn(SHAPE[1], generator=generator, **VALUES) for _ in range(2))
+    given = [torch.randn(SHAPE, generator=generator, **VALUES).to(memory_format=torch.channels_last) for _ in range(3)]
     with torch.inference_mode(False), torch.enable_grad():
         for dtype in DTYPES:
             images, added, gradient = (each.to(dtype) for each in given)
             for residual in (None, added):
-                layer = FusedBatchNorm2d(SHAPE[1])
+                layer = FusedBatchNorm2d(SHAPE[1], **VALUES)
                 layer.kernels, layer.relu = kernels, True
                 layer.load_state_dict({**layer.state_dict(), "weight": weight, "bias": bias})
                 expected, kept = _by_formula(layer, images, residual, gradient)

@@ -25,6 +25,7 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.models.evidence import (
     DTYPES,
+    VALUES,
     Native,
     are_maps,
     departure,
@@ -102,7 +103,7 @@ class ConvolutionKernels(NativeKernels):
         """Return transformed weights for `convolve`, 4 times as large; `mirrored` ones compute the input gradient."""
         outputs, inputs = weight.shape[:2]
         size = self._weights_size(outputs, inputs)
-        made = torch.empty(size) if out is None else out
+        made = torch.empty(size, **VALUES) if out is None else out
         threads = torch.get_num_threads()
         self._weights(weight.data_ptr(), outputs, inputs, mirrored, threads, made.data_ptr())
         return made
@@ -114,7 +115,7 @@ class ConvolutionKernels(NativeKernels):
         layer = _layer(images, channels, padding)
         count, _, height, width = images.shape
         shape = count, channels, height + 2 * padding - 2, width + 2 * padding - 2
-        made = torch.empty(shape, dtype=images.dtype, memory_format=torch.channels_last)
+        made = torch.empty(shape, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
         scratch = self._memory("scratch", self._scratch(byref(layer), 0) // 4)
         added = None if bias is None else bias.data_ptr()
         at = images.data_ptr(), transformed.data_ptr(), added
@@ -134,7 +135,8 @@ class ConvolutionKernels(NativeKernels):
     def weight_gradient(self, images: Tensor, gradient: Tensor, padding: int) -> Tensor:
         """Return the gradient of the weights, (K, C, 3, 3) float32, from images and the outputs' gradient."""
         layer = _layer(images, gradient.shape[1], padding, gradient=True)
-        made = torch.empty((layer.out_channels, layer.in_channels, 3, 3), memory_format=torch.channels_last)
+        shape = layer.out_channels, layer.in_channels, 3, 3
+        made = torch.empty(shape, **VALUES, memory_format=torch.channels_last)
         scratch = self._memory("scratch", self._scratch(byref(layer), 1) // 4)
         at = images.data_ptr(), gradient.data_ptr(), made.data_ptr(), scratch.data_ptr()
         self._weight_gradient(byref(layer), *at)
@@ -162,7 +164,7 @@ class ConvolutionKernels(NativeKernels):
         """Return the calling thread's buffer, which is kept because each new page costs 0.25 us in the kernel."""
         found: Tensor | None = getattr(self._kept, name, None)
         if found is None or found.numel() < floats:
-            found = torch.empty(floats)
+            found = torch.empty(floats, **VALUES)
             setattr(self._kept, name, found)
         return found
 
@@ -221,9 +223,10 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # error relative to the l
 def _difference(kernels: ConvolutionKernels) -> str:
     """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last)
-    weight = torch.randn((OUTPUTS, SHAPE[1], 3, 3), generator=generator).to(memory_format=torch.channels_last)
-    gradient = torch.randn((SHAPE[0], OUTPUTS, *SHAPE[2:]), generator=generator).to(memory_format=torch.channels_last)
+    images, weight, gradient = (
+        torch.randn(shape, generator=generator, **VALUES).to(memory_format=torch.channels_last)
+        for shape in (SHAPE, (OUTPUTS, SHAPE[1], 3, 3), (SHAPE[0], OUTPUTS, *SHAPE[2:]))
+    )
     for dtype in DTYPES:
         x, g = images.to(dtype), gradient.to(dtype)
         expected = _by_formula(x.double(), weight.double(), g.double())
@@ -511,6 +514,10 @@ def _is_pointwise(layer: nn.Conv2d) -> bool:
     return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "valid", "same")
 
 
+CONVOLUTIONS = (nn.Conv2d, DirectConv2d, PointwiseConv2d, WinogradConv2d)
+"""Classes of convolutions that compute the same, by different algorithms."""
+
+
 def has_amx() -> bool:
     """Return whether this CPU has AMX (bfloat16 matrix registers, from Sapphire Rapids on) and the kernel permits its
     use. Kernels before Linux 5.16 do not; oneDNN then does not use it either."""
@@ -582,9 +589,9 @@ def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: C
     """
     pixels = shape.height * shape.width
     count = min(images, math.ceil(WORK / (18 * shape.inputs * shape.outputs * pixels)))
-    x = torch.zeros(count, shape.inputs, shape.height, shape.width, dtype=dtype)
+    x = torch.zeros(count, shape.inputs, shape.height, shape.width, dtype=dtype, device="cpu")
     x = x.to(memory_format=torch.channels_last)
-    weight = torch.zeros(shape.outputs, shape.inputs, 3, 3).to(memory_format=torch.channels_last)
+    weight = torch.zeros(shape.outputs, shape.inputs, 3, 3, **VALUES).to(memory_format=torch.channels_last)
     own, pad = weight.to(dtype), shape.padding
     g = torch.conv2d(x, own, padding=pad)
 

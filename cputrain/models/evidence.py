@@ -23,6 +23,9 @@ from torch.utils._device import DeviceContext
 DTYPES = (torch.float32, torch.bfloat16)
 """Data types of feature maps that the kernels support; parameters are float32."""
 
+VALUES: Any = {"dtype": torch.float32, "device": "cpu"}
+"""Where the kernels read and write values other than feature maps, whatever torch's default dtype and device are."""
+
 
 class Native(nn.Module):
     """Base class of native layers, which replaces the class `plain` of a layer; `restore` undoes it."""

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
-from cputrain.models.convolution import DirectConv2d, PointwiseConv2d, WinogradConv2d
+from cputrain.models.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.models.evidence import are_maps, is_silent
 from cputrain.models.fusion import FusedCaller, FusedResidualBlock, activated
-
-CONVOLUTIONS = (nn.Conv2d, DirectConv2d, PointwiseConv2d, WinogradConv2d)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     plain = network
     if isinstance(network, FusedCaller):  # the tracer reads the arguments of the class's forward
-        plain = network.plain.__new__(network.plain)
+        plain = object.__new__(network.plain)
         vars(plain).update(vars(network))
     try:
         graph = _Tracer().trace(plain)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
+from cputrain.models.convolution import CONVOLUTIONS
 from cputrain.models.evidence import Native, calls_are_plain, departure, is_silent, runs_eagerly
 from cputrain.models.vision import activate
 
@@ -108,6 +109,10 @@ def activated(layer: nn.Module) -> bool:
     return list(layer._forward_hooks.values()) == [activate]
 
 
+METHODS = ("forward", "__iter__", "__call__", "__reduce__", "__reduce_ex__")
+"""Methods that a class derived from nn.Sequential has from it, if its layers can be fused."""
+
+
 def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
     """Return how a module's batch-norm layers can be fused with the layers that it calls after them."""
     name = f"{type(module).__module__}.{type(module).__name__}"
@@ -117,7 +122,7 @@ def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
         return FusedPairs
     kind = type(module)
     inherits = isinstance(module, nn.Sequential) and all(
-        getattr(kind, method) is getattr(nn.Sequential, method) for method in ("forward", "__iter__", "__call__")
+        getattr(kind, method) is getattr(nn.Sequential, method) for method in METHODS
     )
     return FusedSequential if inherits and not isinstance(module, FusedCaller) else None
 
@@ -130,8 +135,7 @@ def _fused_class(kind: Any, plain: Any) -> type[nn.Module]:
 
 
 def _without_values(kind: Any, plain: Any) -> nn.Module:
-    made = _fused_class(kind, plain)
-    return made.__new__(made)
+    return object.__new__(_fused_class(kind, plain))
 
 
 def _is(kind: type[nn.Module], layer: Any) -> bool:
@@ -172,7 +176,7 @@ class FusedPairs(FusedCaller):
         if not (runs_eagerly() and calls_are_plain(nn.ReLU)):
             return plain(self, *inputs, **named)
         # The plain forward sees the same attributes, but for the layers of the pairs.
-        view = self.plain.__new__(self.plain)
+        view: Any = object.__new__(self.plain)  # not the class's own __new__, which may need arguments or count
         vars(view).update(vars(self), _modules={**self._modules, **self._together()})
         return plain(view, *inputs, **named)
 
@@ -238,7 +242,7 @@ class FusedSequential(FusedPairs):
             if not isinstance(made, FusedResidualBlock) or not isinstance(block, FusedResidualBlock):
                 continue
             # Nobody else has the first block's outputs, whose two gradients the first block can add up.
-            if is_silent(made) and is_silent(block) and not block.reasons(block):
+            if is_silent(made) and is_silent(block) and not block.reasons(block) and block.keeps_nothing():
                 found[second] = partial(_used_twice, block)
         return found
 
@@ -255,6 +259,11 @@ class FusedResidualBlock(FusedCaller):
         if len(inputs) != 1 or named or not runs_eagerly() or self.reasons(self):
             return self.plain.forward(self, *inputs, **named)
         return self.fused(*inputs, *inputs)
+
+    def keeps_nothing(self) -> bool:
+        """Return whether no layer that the images are given to can keep them, of which it might ask the gradient."""
+        given = [self.conv1, *(() if self.downsample is None else cast(nn.Module, self.downsample).modules())]
+        return all(type(layer) in KEEP_NOTHING and is_silent(cast(nn.Module, layer)) for layer in given)
 
     def fused(self, images: Tensor, identity: Tensor) -> Tensor:
         """Compute the block; `identity` are the images, or an alias of them."""
@@ -290,6 +299,13 @@ class FusedResidualBlock(FusedCaller):
             return ["more layers"]
         seen = [*norms, *relus, *(other for other in others if other is not None)]
         return [] if all(is_silent(cast(nn.Module, each)) for each in seen) else ["hooks of its layers"]
+
+
+KEEP_NOTHING = (
+    *(nn.Sequential, _fused_class(FusedSequential, nn.Sequential), nn.Identity, nn.AvgPool2d),
+    *(*CONVOLUTIONS, *FUSED, *FUSED.values()),
+)
+"""Classes of layers that keep no inputs, except those that autograd saves."""
 
 
 def _layers_of(block: nn.Module) -> ResidualLayers:

@@ -306,6 +306,83 @@ def test_maps_seen_by_a_hook_have_their_whole_gradient() -> None:
     assert_same(results[1], results[0])
 
 
+class Keeping(nn.Module):
+    """A convolution that keeps its inputs."""
+
+    def __init__(self, convolution: nn.Module) -> None:
+        super().__init__()
+        self.convolution, self.seen = convolution, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return self.convolution(x)
+
+
+@pytest.mark.parametrize("how", ["hook", "layer", "downsample"])
+def test_maps_kept_by_a_layer_in_a_block_have_their_whole_gradient(how: str) -> None:
+    """As for attributions to the inputs of a layer. The images of a block are used twice, also by its residual."""
+    results = []
+    for network in (built(), native(built())):
+        block, keeping = network[3][1], Keeping(network[3][1].conv1)
+        if how == "hook":
+            block.conv1.register_forward_pre_hook(lambda _layer, inputs, kept=keeping.seen: kept.append(inputs[0]))
+        elif how == "layer":
+            block.conv1 = keeping
+        else:
+            keeping.convolution = nn.Identity()
+            block.downsample = nn.Sequential(keeping)
+        (gradient,) = torch.autograd.grad(network(images()).square().sum(), keeping.seen)
+        results.append({"gradient": gradient})
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torch_s_default_dtype_and_device_do_not_count(dtype: torch.dtype) -> None:
+    results, x = [], images(2, 64, 6)
+    for network in (convolutions("torch"), convolutions("winograd")):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                network(x).square().sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append({name: p.grad for name, p in network.named_parameters()})
+    assert_same(results[1], results[0], 1e-3)
+
+
+def test_saved_tensors_of_another_dtype_are_not_read_as_what_they_were() -> None:
+    """As when hooks keep all saved tensors in float32: statistics are float64."""
+    results = []
+    for network in (built(), native(built())):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x.float()):
+            loss = network(images()).square().sum()
+        loss.backward()
+        results.append({name: p.grad for name, p in network.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+class Numbered(nn.Sequential):
+    """Takes arguments before it is made."""
+
+    def __new__(cls, *_layers: nn.Module) -> "Numbered":
+        return super().__new__(cls)
+
+
+class Rebuilt(nn.Sequential):
+    """Is copied by its constructor."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Rebuilt, tuple(self._modules.values())
+
+
+@pytest.mark.parametrize("kind", [Numbered, Rebuilt])
+def test_a_class_with_its_own_construction_computes_and_is_copied(kind: type[nn.Sequential]) -> None:
+    network = native(kind(nn.BatchNorm2d(16), nn.ReLU()))
+    expected = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())(images(channels=16))
+    for each in (copy.deepcopy(network), network):
+        assert torch.allclose(each(images(channels=16)), expected, atol=1e-5)
+
+
 def test_methods_assigned_to_a_class_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     early = native(built())
     monkeypatch.setattr(nn.ReLU, "forward", lambda _layer, x: functional.softplus(x))
