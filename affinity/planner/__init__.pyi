@@ -18,6 +18,7 @@ from .openmp import places as places
 from .openmp import reconciled as reconciled
 from .openmp import target_of as target_of
 from .openmp import with_libiomp5 as with_libiomp5
+from .plan import NextBest as NextBest
 from .plan import Plan as Plan
 from .plan import WorkerPlan as WorkerPlan
 from .plan import plan_machine as plan_machine

@@ -14,6 +14,7 @@ import msgspec
 from cputrain.affinity.planner import (
     OPTION_OF,
     Measured,
+    NextBest,
     Rate,
     Reason,
     Request,
@@ -36,7 +37,22 @@ A run's folder contains this file, and `cputrain plan --format json` prints it.
 """
 FIELD = re.compile(r"^(\w+): (.+(?:\n {4}.+)*)", re.MULTILINE)
 TYPES: tuple[tuple[type, ...], ...] = (
-    *((kind,) for kind in (WrittenPlan, Request, Workload, Runtime, Measured, Rate, Tuned, WorkerPlan, Unused, Reason)),
+    *(
+        (kind,)
+        for kind in (
+            WrittenPlan,
+            Request,
+            Workload,
+            Runtime,
+            Measured,
+            Rate,
+            Tuned,
+            WorkerPlan,
+            Unused,
+            Reason,
+            NextBest,
+        )
+    ),
     *((Core,), (NumaNode,), (Machine, WrittenMachine)),
 )
 
