@@ -240,18 +240,18 @@ def _policy_text(policy: str, nodes: tuple[int, ...]) -> str:
     return f"{policy} {format_list(nodes)}".rstrip()
 
 
-def planned_pids() -> tuple[int, ...]:
-    """List the ids of this host's processes that a plan has bound and that this user may inspect, ascending."""
-    mark = f"{PLAN_VARIABLE}=".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # the process has ended, or belongs to another user
-        if any(variable.startswith(mark) for variable in variables):
-            found.append(int(folder.name))
-    return tuple(sorted(found))
+def planned_environments() -> dict[int, dict[str, str]]:
+    """Return the environments of this host's processes that a plan has bound and that this user may inspect.
+
+    By process id, ascending. Each is read once: while a process replaces its program, its environment reads as empty.
+    """
+    found = {}
+    for pid in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            variables = variables_of(pid)
+            if PLAN_VARIABLE in variables:
+                found[pid] = variables
+    return found
 
 
 def inspect_process(pid: int, plan: Plan | None = None) -> Running:
@@ -346,7 +346,7 @@ def running_processes(pids: tuple[int, ...], plan: Plan | None = None) -> tuple[
 def bound_processes() -> tuple[Running, ...]:
     """Read all processes of this host that a plan has bound and that this user may inspect."""
     found = []
-    for pid in planned_pids():
+    for pid in planned_environments():
         with suppress(InputError):  # it has ended meanwhile, as short-lived children of bound processes do
             found.append(inspect_process(pid))
     return tuple(found)
@@ -413,9 +413,9 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
     `env` is this process's environment: processes of its own plan are left out.
     """
     this_job, found = _job(env), []
-    for pid in planned_pids():
+    for pid, variables in planned_environments().items():
         try:
-            variables, mask = variables_of(pid), tuple(sorted(os.sched_getaffinity(pid)))
+            mask = tuple(sorted(os.sched_getaffinity(pid)))
         except OSError:
             continue  # it has ended
         try:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +169,8 @@ def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:
         assert bound.stdout is not None
         child = int(bound.stdout.readline())
         try:
+            while Path(f"/proc/{child}/comm").read_text() != "sleep\n":  # until then it may have no environment
+                time.sleep(0.01)
             variables = variables_of(bound.pid)
             worker = planned_worker_of(bound.pid, variables)
             assert worker is not None and worker.local_rank == 0

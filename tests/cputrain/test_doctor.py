@@ -142,7 +142,7 @@ def test_torch_that_cannot_be_imported_or_not_in_time() -> None:
 def test_a_bound_process_that_ends_while_doctor_looks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(bound_plan, "planned_pids", lambda: (gone.pid,))
+    monkeypatch.setattr(bound_plan, "planned_environments", lambda: {gone.pid: {}})
     check = doctor.binding_check()
     assert (check.status, check.found) == (OK, "none is running")
 

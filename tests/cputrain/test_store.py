@@ -84,6 +84,7 @@ def test_a_rank_at_another_job_s_port_waits_for_its_own_job_and_names_the_port_i
                 line = f"127.0.0.1:{port} serves another job's store: set MASTER_PORT to a free port\n"
                 assert ended(hasty, 240).out == line
             other.kill()
+            other.wait(240)  # its port is in use until then
             with rank_at(port, 0, "b", 240) as own:
                 until_joined(own)
                 until_joined(patient)
