@@ -24,6 +24,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # pytest keeps the tests as it has rewritten them; without that, each process of tests rewrites all of them for 10 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # for the commands of tests, and the workers of pytest-xdist
+gc.disable()  # until all tests are collected: of what that makes, nothing is garbage
 collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["cputrain/test_tensorflow.py"]  # see there
 
 
@@ -42,8 +43,8 @@ def pytest_xdist_setupnodes() -> None:
 
 def pytest_collection_finish() -> None:
     """Keep all that is imported out of the garbage collector's passes, which take a twentieth of the CPU time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

@@ -365,7 +365,8 @@ def _check_end(tar: tarfile.TarFile) -> None:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():  # a later member of the same name replaces an earlier one
         path.unlink()
     if member.issym() and path.name == "cpufreq" and CLOCK.fullmatch(member.linkname):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import chain, islice
 from mimetypes import guess_type
 from pathlib import Path
@@ -63,9 +64,12 @@ def _yaml_error(problem: str, at: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
+@lru_cache(64)  # a sweep reads its recipe once for each training
 def compose(text: str) -> yaml.Node | None:
-    """Parse a document into nodes; None if it is empty. Raises YAMLError for invalid YAML and for features that recipes
-    do not use."""
+    """Parse a document into nodes, which nobody may change; None if it is empty.
+
+    Raises YAMLError for invalid YAML and for features that recipes do not use.
+    """
     node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     return node
 

@@ -116,6 +116,7 @@ def done(slurm: Slurm, here: Path, runtimes: dict[str, str], *arguments: str) ->
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_jobs_in_containers_prepare_and_train(slurm: Slurm, runtimes: dict[str, str], tmp_path: Path) -> None:
     """Each runtime in turn, by a real Slurm; data and results lie beside the folder that it is submitted from."""
     here = tmp_path / "it's mine"

@@ -17,6 +17,7 @@ MACHINES = Path(__file__).parents[1] / "machines"
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_folder_of_machines_is_planned_as_a_table(golden, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 1: three files of the folder are damaged."""
     assert main(["plan", "--machines", str(MACHINES)]) == 1

@@ -130,6 +130,7 @@ def test_torch_can_be_imported_beside_files_of_our_names(folder: Path) -> None:
     assert run_well(folder, sys.executable, "train.py").startswith("imported 2.")
 
 
+@pytest.mark.long
 @needs_ccl
 def test_ccl_tells_whose_module_is_in_its_place(folder: Path) -> None:
     for each in (*STANDARD, *NEEDED):

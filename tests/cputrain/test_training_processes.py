@@ -165,6 +165,7 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
     assert start["backend"] == backend
 
 
+@pytest.mark.long
 @needs_two_cores
 def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)

@@ -24,15 +24,18 @@ TAGS = {
     "json": "",
     "yaml": "",
 }
-LONG = (
-    "docs/start.md",
-    "docs/guides/training.md",
-    "docs/guides/runs.md",
-    "docs/guides/reports.md",
-    "docs/guides/simulate.md",
-)  # their trainings take half a minute each
+WITH_TORCH = {  # whose train.py forms a process group; elsewhere, ranks show their variables
+    "README.md": (),
+    "docs/start.md": (pytest.mark.long,),
+    "docs/guides/runs.md": (pytest.mark.long,),
+    **dict.fromkeys(
+        ("docs/guides/training.md", "docs/guides/reports.md", "docs/guides/simulate.md"),
+        (pytest.mark.long, pytest.mark.nightly),
+    ),
+}
+LONG = ("recipes", "command-line", "planning", "launching", "images", "cluster-run")  # take 5 to 10 s each
+MARKS = {**{f"docs/guides/{name}.md": (pytest.mark.long,) for name in LONG}, **WITH_TORCH}
 HANGS_S = 1800.0  # for all blocks of a page; the first training also compiles the oneCCL backend
-WITH_TORCH = (*LONG, "README.md")  # whose train.py forms a process group; elsewhere, ranks show their variables
 THEIRS = """
 import torch
 import torch.distributed as dist
@@ -61,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.long] if name_of(page) in LONG else [])
+        pytest.param(page, marks=MARKS.get(name_of(page), ()))
         for page in PAGES
         if any(block.tag == "sh" for block in blocks(page))
     ],

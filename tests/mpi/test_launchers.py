@@ -195,6 +195,7 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
     """The documents' `mpirun -np N -ppn N`, and what `plan RECIPE` prints with a relative path, from another folder."""
     write_images(tmp_path / "images", train=4, val=1)

@@ -195,6 +195,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
             assert job.returncode == 0 and out.count("done\n") == PPN, f"{name}: {err}"
 
 
+@pytest.mark.long
 def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
     """`| head`, a full disk, an output that was closed before the start."""
     code = "import time; print('one', flush=True); time.sleep(1.5); print('two', flush=True); print(3 * 'x' * 99999)"

@@ -148,13 +148,17 @@ FAULTS = (
     damaged("a flipped bit in a rank's own state", flipped(RANK, 0.9), f"{RANK} is damaged", nightly=True),
     damaged("a flipped bit in the header of the weights", flipped(MODEL, 0.001), f"{MODEL} is damaged", nightly=True),
     damaged("a flipped bit in checkpoint.json", flipped(MANIFEST), f"{MANIFEST} is damaged", nightly=True),
-    damaged("checkpoint.json edited by hand", edited_by_hand, f"{MANIFEST} is damaged: its checksum is wrong"),
+    damaged(
+        "checkpoint.json edited by hand", edited_by_hand, f"{MANIFEST} is damaged: its checksum is wrong", nightly=True
+    ),
     damaged("a page of zeros in the weights", zeroed_page, f"{MODEL} is damaged: the checksum of", nightly=True),
     damaged("a torn file of weights", torn, f"{MODEL} is damaged"),
-    damaged("a missing file of a rank's state", without(RANK), f"cannot read run/checkpoints/{NEWEST}/{RANK}"),
+    damaged(
+        "a missing file of a rank's state", without(RANK), f"cannot read run/checkpoints/{NEWEST}/{RANK}", nightly=True
+    ),
     damaged("a missing checkpoint.json", without(MANIFEST), f"has no {MANIFEST}"),
     damaged("a checkpoint that was not finished", unfinished, "continues after step 20", loses=0, nightly=True),
-    damaged("foreign files among the checkpoints", foreign, "continues after step 20", loses=0),
+    damaged("foreign files among the checkpoints", foreign, "continues after step 20", loses=0, nightly=True),
     Fault(
         kind=KIND,
         name="kill -9 of all while one is written, then --resume",
@@ -184,6 +188,7 @@ FAULTS = (
         "--resume with twice the workers and so another global batch",
         resumed(nothing, ppn=2),
         "the global batch is 8 with 2 workers, but 4 in the run in run (1 worker): set batch.global=4",
+        nightly=True,
     ),
     Fault(
         kind=KIND,

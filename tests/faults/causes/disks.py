@@ -109,6 +109,7 @@ FAULTS = (
         on_disk("run/logs", 4, *RESUME, "max_steps=500"),
         0,
         "run/logs/rank-0.log: No space left on device; the job continues without this log",
+        nightly=True,
     ),
     fault(
         "full: usage/",
@@ -116,9 +117,9 @@ FAULTS = (
         0,
         f"{FULL}; the run continues without recording resource use",
     ),
-    fault("full: recipe.yaml", on_disk("run", 4, *TRAIN, before=False), 1, FULL, "run/recipe.yaml"),
+    fault("full: recipe.yaml", on_disk("run", 4, *TRAIN, before=False), 1, FULL, "run/recipe.yaml", nightly=True),
     fault("full: plan.json", on_disk("run", 12, *TRAIN, before=False), 1, FULL, "run/plan.json", nightly=True),
-    fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 2, "output run", FULL),
+    fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 2, "output run", FULL, nightly=True),
     fault("full: report.html", on_disk("run", 10_000, "report", "run", ballast=True), 1, FULL, "run/report.html"),
     fault("read-only: a new run's folder", on_disk("run", 100, *TRAIN, options="ro", before=False), 2, "run"),
     fault(

@@ -147,8 +147,8 @@ def second_training(place: Place) -> Seen:
 
 FAULTS = (
     recipe("a recipe of aliases that stand for gigabytes", ALIASES, "*a is an alias; write out its value"),
-    recipe("a recipe of 50 MB", f"name: {'x' * 50_000_000}", "has more than 100,000 bytes"),
-    recipe("a recipe of 3,000 levels", "{a: " * 3000, "more than 16 levels of nesting"),
+    recipe("a recipe of 50 MB", f"name: {'x' * 50_000_000}", "has more than 100,000 bytes", nightly=True),
+    recipe("a recipe of 3,000 levels", "{a: " * 3000, "more than 16 levels of nesting", nightly=True),
     recipe(
         "a recipe that runs a command",
         'name: !!python/object/apply:os.system ["touch was-executed"]',
@@ -167,7 +167,9 @@ FAULTS = (
         "seed must be a whole number",
         nightly=True,
     ),
-    refused("--nodes 99999999999", command(*cputrain("plan", "--nodes", "99999999999")), "more than 200,000"),
+    refused(
+        "--nodes 99999999999", command(*cputrain("plan", "--nodes", "99999999999")), "more than 200,000", nightly=True
+    ),
     refused(
         "--hosts n[1-99999999999]",
         command(*cputrain("plan", "--hosts", "n[1-99999999999]")),

@@ -121,10 +121,10 @@ FAULTS = (
     killed("a rank while it starts", rank(1), starting, "rank 1 on", loses=0, real=True),
     killed("a rank after the first step", rank(1), after(1), "was ended by SIGKILL", nightly=True),
     killed("rank 0, which serves the store, in mid-epoch", rank(0), after(33), "rank 0 on", real=True),
-    killed("a rank in mid-epoch", rank(1), after(33), "rank 1 on"),
-    killed("a rank while a checkpoint is written", rank(0), saving, "rank 0 on"),
+    killed("a rank in mid-epoch", rank(1), after(33), "rank 1 on", nightly=True),
+    killed("a rank while a checkpoint is written", rank(0), saving, "rank 0 on", nightly=True),
     killed("a rank during an evaluation", rank(1), evaluating, "rank 1 on", *EVALUATED, loses=4, nightly=True),
-    killed("a rank after the last step", rank(1), at_the_end, "rank 1 on", *SHORT),
+    killed("a rank after the last step", rank(1), at_the_end, "rank 1 on", *SHORT, nightly=True),
     killed("a rank over ccl", rank(1), after(33), "rank 1 on", "comm.backend=ccl"),
     Fault(
         kind=KILL,

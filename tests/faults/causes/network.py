@@ -166,6 +166,7 @@ FAULTS = (
         cause=slow_link(stalls_every=50, stall_s=0.3),
         status=0,
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=KIND,
@@ -188,6 +189,7 @@ FAULTS = (
         says=("rank 1 cannot reach the job's store", "rank 0 lost a peer"),
         loses=30,
         within_s=60,
+        nightly=True,
     ),
     Fault(
         kind=KIND,

@@ -123,6 +123,7 @@ FAULTS = (
         cause=unequal((), ("data.path=newer",)),
         status=2,
         says=("rank 1 on", "in train images: 36 (checksum"),
+        nightly=True,
     ),
     Fault(
         kind=KIND,

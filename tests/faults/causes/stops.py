@@ -146,6 +146,7 @@ FAULTS = (
         status=1,
         says=("stopped by a signal after step", "rank 1 on", "was ended by SIGTERM"),
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=END,
@@ -154,6 +155,7 @@ FAULTS = (
         status=143,
         says=("SIGTERM: 2 workers save and stop after the next step", "stopped by a signal after step"),
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=END,
@@ -162,6 +164,7 @@ FAULTS = (
         status=130,
         says=("stopped by a signal after step",),
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=END,
@@ -197,6 +200,7 @@ FAULTS = (
         says=("rank 0 on", "has been stopped"),
         loses=MOST,
         within_s=15,
+        nightly=True,
     ),
     Fault(
         kind=STOP,
@@ -225,5 +229,6 @@ FAULTS = (
             "in lost_in_a_loop",
         ),
         within_s=60,
+        nightly=True,
     ),
 )

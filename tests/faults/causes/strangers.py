@@ -187,7 +187,7 @@ def unimpressed(name: str, attack: Attack, nightly: bool = False) -> Fault:
 
 FAULTS = (
     unimpressed("30,000 brackets to a launch's port", sends(b"[" * 30_000 + b"\n"), nightly=True),
-    unimpressed("10 MB without a line's end", sends(b"x" * 10_000_000)),
+    unimpressed("10 MB without a line's end", sends(b"x" * 10_000_000), nightly=True),
     unimpressed("a browser", sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), nightly=True),
     unimpressed("a guessed token", sends(b"0" * 32 + b"\n" + b"f" * 64 + b' {"type": "Stop", "grace_s": 0}\n')),
     unimpressed("3,000 idle connections", idle_connections, nightly=True),
