@@ -2,9 +2,10 @@
 
 train                  train a network of its own, or a recipe's: train(network, loss, data, settings=[...])
 cputrain.affinity      plan a machine and bind processes: find_machine, Request, plan_machine, bind_process
-cputrain.comm          oneCCL as a backend of torch.distributed: import cputrain.comm.ccl
+cputrain.comm          oneCCL for torch.distributed, gradients as bfloat16: import cputrain.comm.ccl, compress_bf16
 cputrain.data          read images for a loop of its own: ImageLoader, Transform, Augmentation
-cputrain.optim         optimizers for large batches: Lars, Lamb, AdagradDA
+cputrain.optim         optimizers for large batches: Lars, Lamb, AdagradDA, param_groups
+cputrain.schedule      learning rates by step, a warm-up and a decay: Schedule, lr_at
 
 Everything else is internal and may change. The command `cputrain --help` lists what needs no script.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "train"]
-PACKAGES = ("affinity", "comm", "data", "optim")
+PACKAGES = ("affinity", "comm", "data", "optim", "schedule")
 
 
 def __getattr__(name: str) -> "Any":

@@ -1,7 +1,8 @@
 """Optimizers LARS (You et al. 2017), LAMB (You et al. 2020) and dual-averaging AdaGrad (Duchi et al. 2011); the
 optimizer of a recipe, one of these or torch's; and each layer's norms and trust ratio.
 
-Lars, Lamb and AdagradDA work with any model: `from cputrain.optim import Lars`. Lars and Lamb are for large batches.
+Lars, Lamb, AdagradDA and param_groups work with any model: `from cputrain.optim import Lars`. Lars and Lamb are for
+large batches.
 """
 
 import math
@@ -25,6 +26,7 @@ __all__ = [
     "LarsVariant",
     "build_optimizer",
     "layer_ratios",
+    "param_groups",
     "set_lr_and_decay",
 ]
 
@@ -468,25 +470,46 @@ class AdagradDA(GroupOptimizer):
 ParamGroups = list[dict[str, Any]]
 
 
+def param_groups(
+    *modules: nn.Module, weight_decay: float, decay_bn_and_bias: bool = False, adapt_bn_and_bias: bool = False
+) -> list[dict[str, Any]]:
+    """Return the parameters of networks (and losses) that require gradients as two groups, for any optimizer.
+
+    The second has biases and batch-norm's parameters, with those that a network's no_weight_decay() names: in timm's
+    networks position embeddings and class tokens. Its weight_decay is 0 unless decay_bn_and_bias is True, and Lars and
+    Lamb adapt its rates only if adapt_bn_and_bias is True. A parameter of several modules stands once.
+    Source: MLPerf's reference of ResNet-50, whose LARS leaves these parameters out.
+    """
+    apart: dict[Tensor, bool] = {}
+    for module in modules:
+        exempt: Callable[[], Iterable[str]] | None = getattr(module, "no_weight_decay", None)
+        names = set(exempt()) if callable(exempt) else set()
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                apart.setdefault(p, p.ndim <= 1 or name in names)
+    return [
+        {"params": [p for p, is_apart in apart.items() if not is_apart], "weight_decay": weight_decay},
+        {
+            "params": [p for p, is_apart in apart.items() if is_apart],
+            "weight_decay": weight_decay if decay_bn_and_bias else 0.0,
+            "adapt": adapt_bn_and_bias,
+        },
+    ]
+
+
 def build_optimizer(model: nn.Module, optim: "OptimSection", loss: nn.Module | None = None) -> Optimizer:
     """Build the optimizer of all parameters that require gradients, those of a loss included, with lr=0: the rate is
-    set before each step.
-
-    Biases and batch-norm parameters form a separate group, with those that the network's no_weight_decay() names: in
-    timm's networks position embeddings and class tokens.
-    """
-    exempt: Callable[[], Iterable[str]] | None = getattr(model, "no_weight_decay", None)
-    apart = set(exempt()) if callable(exempt) else set()
-    named = [*model.named_parameters(), *(() if loss is None else loss.named_parameters())]
-    trained = {p: p.ndim <= 1 or name in apart for name, p in reversed(named) if p.requires_grad}
-    trained = dict(reversed(trained.items()))
-    layers = {"params": [p for p, is_apart in trained.items() if not is_apart], "decays": True}
-    channels = {
-        "params": [p for p, is_apart in trained.items() if is_apart],
-        "decays": optim.decay_bn_and_bias,
-        "adapt": optim.adapt_bn_and_bias,
-    }
-    optimizer = OPTIMIZERS[optim.name]([layers, channels], optim)
+    set before each step."""
+    modules = (model,) if loss is None else (model, loss)
+    groups = param_groups(
+        *modules,
+        weight_decay=optim.weight_decay,
+        decay_bn_and_bias=optim.decay_bn_and_bias,
+        adapt_bn_and_bias=optim.adapt_bn_and_bias,
+    )
+    for group, decays in zip(groups, (True, optim.decay_bn_and_bias), strict=True):
+        group["decays"] = decays
+    optimizer = OPTIMIZERS[optim.name](groups, optim)
     set_lr_and_decay(optimizer, 0.0, optim.weight_decay)
     return optimizer
 

@@ -21,11 +21,12 @@ from torch.nn import functional
 
 from cputrain.bench.figures import seconds_of
 from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
-from cputrain.comm.group import HOOKS, AllReduceHook, end_group
+from cputrain.comm.group import end_group
+from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import RankContext
 from cputrain.models.evidence import measuring
-from cputrain.recipe.derivation import lr_at
+from cputrain.recipe.derivation import step_lr
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.entry import build_state
 from cputrain.training.session import Session, endless_batches, start_session, with_measured_engine
@@ -265,7 +266,7 @@ def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorde
     settings = StepSettings(
         images=sizes.global_batch,
         passes=sizes.accumulation_steps,
-        lr=lr_at(0, recipe, sizes),
+        lr=step_lr(0, recipe, sizes),
         weight_decay=recipe.optim.weight_decay,
     )
     start = time.perf_counter()

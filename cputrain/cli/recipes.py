@@ -18,7 +18,7 @@ from cputrain.cli.output import curve, format_option, print_json, sampled
 from cputrain.cli.words import catalog_group, command_or_list, complete_key, complete_recipe
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.measurements import BF16_GAIN, bf16_line
-from cputrain.recipe.derivation import derive, explain, lr_at, rate_warning
+from cputrain.recipe.derivation import derive, explain, rate_warning, step_lr
 from cputrain.recipe.keys import KeyReference, SectionReference, other_names, reference
 from cputrain.recipe.loading import ShippedRecipe, recipe_names, shipped_recipe, shipped_recipes
 from cputrain.recipe.schema import Recipe
@@ -190,7 +190,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
     if warning := rate_warning(recipe, global_batch=sizes.global_batch):
         text += f"\nwarning: {warning}"
     if with_curve:
-        rates = sampled(lambda step: lr_at(step, recipe, sizes), sizes.total_steps)
+        rates = sampled(lambda step: step_lr(step, recipe, sizes), sizes.total_steps)
         text += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return text
 

@@ -1,9 +1,10 @@
-from .group import AllReduceHook as AllReduceHook
-from .group import Bf16AllReduceHook as Bf16AllReduceHook
 from .group import check_consistency as check_consistency
 from .group import choose_backend as choose_backend
 from .group import convert_lost_peer_errors as convert_lost_peer_errors
 from .group import describe_difference as describe_difference
+from .hooks import AllReduceHook as AllReduceHook
+from .hooks import Bf16AllReduceHook as Bf16AllReduceHook
+from .hooks import compress_bf16 as compress_bf16
 from .store import SignedKeys as SignedKeys
 from .store import connect_store as connect_store
 from .watchdog import HeartbeatThread as HeartbeatThread

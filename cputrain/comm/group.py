@@ -1,21 +1,16 @@
 """Process group of a training: choose the backend, join, check that all ranks have the same settings, leave; its
-all-reduces, and DistributedDataParallel's communication hooks, in float32 or bfloat16.
-
-The hooks sum gradients over ranks. DDP would divide the sums by the number of ranks, in an extra pass over the
-gradients; here the loss includes this factor.
-"""
+all-reduces."""
 
 import faulthandler
 import gc
 import json
-import operator
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -28,9 +23,7 @@ import torch.distributed as dist
 # If this module were imported later (as by DDP and torchvision), its default arguments would hold the current group;
 # gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
-from torch.futures import Future
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import running_on
@@ -321,105 +314,3 @@ def measure_alpha_beta() -> tuple[float, float]:
     slowest = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return fit_alpha_beta(list(zip(map(float, MEASURED_BYTES), slowest.tolist(), strict=True)))
-
-
-@dataclass(slots=True)
-class AllReduceHook:
-    """All-reduce hook that also records when a step's last bucket became ready, and that it did.
-
-    From then on, the backward pass only waits for communication. Without it (`finished` is False), a parameter had no
-    gradient, and its bucket is not summed.
-    """
-
-    last_ready_s: float = 0.0
-    finished: bool = False
-
-    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """All-reduce a bucket of gradients."""
-        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
-        return _all_reduce(bucket.buffer(), bucket, group, _itself)
-
-    def reset(self) -> None:
-        """Discard state from earlier gradients, which contained NaN or Inf."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bf16Bucket:
-    """Buffers of a bucket: its rounding errors, and its gradients as bfloat16."""
-
-    parameters: tuple[Tensor, ...]
-    errors: Tensor
-    compressed: Tensor
-
-    def holds(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether the bucket has these parameters, in this order."""
-        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
-
-
-@dataclass(slots=True)
-class Bf16AllReduceHook(AllReduceHook):
-    """All-reduce hook that sends gradients as bfloat16, half the bytes, with error feedback: each rank adds its
-    rounding errors to its next gradients (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, 3).
-
-    `residuals` has the flattened errors by parameter and not by bucket, because DDP rebuilds its buckets after the
-    first step.
-    """
-
-    residuals: dict[Tensor, Tensor] = field(default_factory=dict)
-    buckets: dict[int, Bf16Bucket] = field(default_factory=dict)
-
-    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """All-reduce a bucket of float32 gradients."""
-        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
-        gradients, kept = bucket.buffer(), self._kept(bucket)
-        gradients.add_(kept.errors)
-        kept.compressed.copy_(gradients)
-        # The copy converts bfloat16 to float32 first: operands of one dtype need no temporary copy.
-        torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)
-        return _all_reduce(kept.compressed, bucket, group, gradients.copy_)
-
-    def reset(self) -> None:
-        """Discard the rounding errors of gradients that contained NaN or Inf."""
-        self.residuals.clear()
-        self.buckets.clear()
-
-    def _kept(self, bucket: GradBucket) -> Bf16Bucket:
-        """Return the bucket's buffers; for a new bucket, allocate them and copy its parameters' errors into them."""
-        parameters = tuple(bucket.parameters())
-        kept = self.buckets.get(bucket.index())
-        if kept is None or not kept.holds(parameters):
-            errors = torch.zeros_like(bucket.buffer())
-            parts = torch.split(errors, [parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                if parameter in self.residuals:
-                    part.copy_(self.residuals[parameter])
-                self.residuals[parameter] = part
-            kept = Bf16Bucket(
-                parameters=parameters, errors=errors, compressed=torch.empty_like(errors, dtype=torch.bfloat16)
-            )
-            self.buckets[bucket.index()] = kept
-        return kept
-
-
-def _all_reduce(
-    values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
-) -> Future[Tensor]:
-    """All-reduce `values` in place and return a future of `finish(values)`.
-
-    This has less overhead than dist.all_reduce, which matters for small networks. It waits for the last bucket at once,
-    because no computation is left to overlap; a callback would run in the backend's thread and need the GIL there.
-    """
-    work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
-    if bucket.is_last():
-        work.wait()
-        summed: Future[Tensor] = Future()
-        summed.set_result(finish(values))
-        return summed
-    return work.get_future().then(lambda done: finish(done.value()[0]))
-
-
-def _itself(summed: Tensor) -> Tensor:
-    return summed
-
-
-HOOKS = {"none": AllReduceHook, "bf16": Bf16AllReduceHook}

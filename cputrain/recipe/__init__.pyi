@@ -2,10 +2,10 @@ from .derivation import EpochSettings as EpochSettings
 from .derivation import TrainingSizes as TrainingSizes
 from .derivation import derive as derive
 from .derivation import explain as explain
-from .derivation import lr_at as lr_at
 from .derivation import rate_warning as rate_warning
-from .derivation import scheduled_lr as scheduled_lr
+from .derivation import schedule_of as schedule_of
 from .derivation import settings_at as settings_at
+from .derivation import step_lr as step_lr
 from .keys import TRAIN_OPTIONS as TRAIN_OPTIONS
 from .keys import all_keys as all_keys
 from .keys import describe_key as describe_key

@@ -1,13 +1,7 @@
-"""Derive phases, steps, batches and the learning rate of each step from a recipe, with explanations.
-
-Learning rates are pure functions of the step, counted from 0: a gradual warm-up, then one of several decays. Sources:
-linear: the 256-node ResNet-50 run (0.1 -> 4.8 in 260 steps, 0 at 4,680); poly: MLPerf's ResNet-50 (power 2, end rate
-1e-4); poly_from_start: Intel Caffe, whose polynomial also counts the warm-up steps; steps: Goyal et al. 2017,
-arXiv:1706.02677; cosine: Loshchilov and Hutter 2017, arXiv:1608.03983.
-"""
+"""Derive phases, steps, batches and the learning rate of each step from a recipe, with explanations."""
 
 from dataclasses import dataclass
-from math import ceil, cos, pi
+from math import ceil
 from typing import Literal
 
 from cputrain.affinity.errors import InputError
@@ -15,6 +9,7 @@ from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.rules import most_per_pass, passes_of
 from cputrain.affinity.wording import plural
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
+from cputrain.schedule import Schedule, lr_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +262,9 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
     )
 
 
-def lr_at(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
+def step_lr(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
     """Return the learning rate of a step: the schedule's, or the last phase's so far that restarts it."""
-    rate = scheduled_lr(step, recipe.schedule, sizes)
+    rate = lr_at(step, schedule_of(recipe.schedule, sizes))
     for phase in recipe.phases:
         first = phase.from_epoch * sizes.steps_per_epoch
         if phase.restart_rate is not None and step >= first:
@@ -278,24 +273,19 @@ def lr_at(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
     return rate
 
 
-def scheduled_lr(step: int, schedule: ScheduleSection, sizes: TrainingSizes) -> float:
-    """Return the schedule's learning rate of a step: linear warm-up from start_rate to the peak, then the decay."""
-    warmup, total, peak = sizes.warmup_steps, sizes.total_steps, sizes.peak_rate
-    if step < warmup:
-        return schedule.start_rate + (peak - schedule.start_rate) * step / warmup
-    if schedule.name == "constant":
-        return peak
-    if schedule.name == "steps":
-        passed = sum(step >= round(epoch * sizes.steps_per_epoch) for epoch in schedule.milestones)
-        return peak * schedule.milestone_factor**passed
-    end = schedule.end_rate
-    if step >= total:
-        return end
-    first = 0 if schedule.name == "poly_from_start" else warmup
-    remaining = (total - step) / (total - first)
-    if schedule.name == "cosine":
-        return end + (peak - end) * (1 + cos(pi * (1 - remaining))) / 2
-    return end + (peak - end) * (remaining if schedule.name == "linear" else remaining**schedule.power)
+def schedule_of(section: ScheduleSection, sizes: TrainingSizes) -> Schedule:
+    """Return a recipe's schedule in steps."""
+    return Schedule(
+        total_steps=sizes.total_steps,
+        peak_lr=sizes.peak_rate,
+        warmup_steps=sizes.warmup_steps,
+        start_lr=section.start_rate,
+        end_lr=section.end_rate,
+        decay=section.name,
+        power=section.power,
+        milestones=tuple(round(epoch * sizes.steps_per_epoch) for epoch in section.milestones),
+        milestone_factor=section.milestone_factor,
+    )
 
 
 def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> list[Reason]:

@@ -34,7 +34,8 @@ from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES, redraws
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import remove_partial
-from cputrain.comm.group import AllReduceHook, abandon_group, all_gather, end_group, no_exit_limit, run_on_main_rank
+from cputrain.comm.group import abandon_group, all_gather, end_group, no_exit_limit, run_on_main_rank
+from cputrain.comm.hooks import AllReduceHook
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_text

@@ -13,7 +13,7 @@ from cputrain.affinity.wording import first_named, plural
 from cputrain.comm.group import all_gather, all_reduce_sum
 from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
-from cputrain.recipe.derivation import lr_at, rate_warning, settings_at
+from cputrain.recipe.derivation import rate_warning, settings_at, step_lr
 from cputrain.runs.events import timestamps
 from cputrain.training.engine import bf16_speedups
 from cputrain.training.evaluation import evaluate
@@ -198,7 +198,7 @@ class TrainingLoop:
         settings = StepSettings(
             images=sizes.images_until(self.step + 1) - sizes.images_until(self.step),
             passes=sizes.accumulation_steps,
-            lr=lr_at(self.step, session.recipe, sizes),
+            lr=step_lr(self.step, session.recipe, sizes),
             weight_decay=weight_decay,
             measure_layers=session.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
             key=(self.step, session.rank.rank),

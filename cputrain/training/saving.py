@@ -53,7 +53,8 @@ from cputrain.checkpoints import (
     write_manifest,
     write_tensors,
 )
-from cputrain.comm.group import Bf16AllReduceHook, all_gather, run_on_main_rank
+from cputrain.comm.group import all_gather, run_on_main_rank
+from cputrain.comm.hooks import Bf16AllReduceHook
 from cputrain.comm.store import SignedKeys
 from cputrain.files import CHECKPOINTS
 from cputrain.models.sizes import state_copies

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.step_time import bucket_bytes
 from cputrain.affinity.wording import MIB, first_named, plural
-from cputrain.comm.group import HOOKS, AllReduceHook, all_gather, measure_alpha_beta
+from cputrain.comm.group import all_gather, measure_alpha_beta
+from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.recipe.schema import CommSection, Recipe
 from cputrain.training.engine import autocast
 

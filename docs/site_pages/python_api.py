@@ -10,8 +10,9 @@ from site_pages.text import plain
 
 INTRODUCTION = """# Python API
 
-The functions and classes that a script may import. Three guides use them: [your own network](../guides/own-code.md),
-[images for your own loop](../guides/image-loader.md) and [oneCCL in any program](../guides/oneccl.md).
+The functions and classes that a script may import. Four guides use them: [your own network](../guides/own-code.md),
+[parts for your own loop](../guides/parts.md), [images for your own loop](../guides/image-loader.md) and
+[oneCCL in any program](../guides/oneccl.md).
 Everything else is internal and may change.
 """
 SECTIONS = {
@@ -19,7 +20,10 @@ SECTIONS = {
     "Images": {
         "cputrain.data": ("ImageLoader", "ImageLoader.open", "ImageLoader.set_epoch", "Transform", "Augmentation"),
     },
-    "Optimizers and schedules": {"cputrain.optim": ("Lars", "Lamb", "AdagradDA")},
+    "Optimizers and schedules": {
+        "cputrain.optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
+        "cputrain.schedule": ("Schedule", "lr_at"),
+    },
     "Plans": {
         "cputrain.affinity.planner": ("plan_this_machine",),
         "cputrain.affinity": (
@@ -34,7 +38,7 @@ SECTIONS = {
             "bind_process",
         ),
     },
-    "oneCCL": {"cputrain.comm": ("ccl",)},
+    "Communication": {"cputrain.comm": ("ccl", "compress_bf16")},
     "Errors": {"cputrain.affinity": ("InputError", "RunError")},
 }
 

@@ -9,14 +9,14 @@ from cputrain.recipe import (
     BatchSection,
     DataSection,
     Recipe,
-    ScheduleSection,
-    TrainingSizes,
     derive,
     explain,
     load_recipe,
     rate_warning,
-    scheduled_lr,
+    schedule_of,
+    step_lr,
 )
+from cputrain.schedule import lr_at
 
 
 def test_the_sizes_of_the_256_node_run() -> None:
@@ -218,70 +218,22 @@ def test_too_few_images_for_many_hosts_are_refused(nodes: int, advice: str) -> N
         derive(load_recipe("imagefolder", []), ppn=4, nodes=nodes, images=10)
 
 
-@given(
-    warmup=st.integers(0, 300),
-    rest=st.integers(1, 5_000),
-    start=st.floats(0, 1),
-    peak=st.floats(0, 50),
-    data=st.data(),
-)
-def test_the_schedule_is_two_straight_lines(
-    warmup: int, rest: int, start: float, peak: float, data: st.DataObject
-) -> None:
-    total = warmup + rest
-
-    schedule = ScheduleSection(start_rate=start)
-    sizes = TrainingSizes(
-        global_batch=1,
-        images_per_epoch=1,
-        used_images_per_epoch=1,
-        steps_per_epoch=1,
-        warmup_steps=warmup,
-        total_steps=total,
-        peak_rate=peak,
-    )
-
-    def rate(step: int) -> float:
-        return scheduled_lr(step, schedule, sizes)
-
-    assert rate(0) == (start if warmup else peak)
-    assert rate(warmup) == peak
-    assert rate(total) == rate(total + 1) == 0
-    step = data.draw(st.integers(1, total - 1)) if total > 1 else 0
-    if step and step != warmup:
-        assert rate(step + 1) - rate(step) == pytest.approx(rate(step) - rate(step - 1), abs=1e-9)
-    assert 0 <= rate(step) <= max(start, peak) * (1 + 1e-12)
-
-
 def test_the_256_node_schedule() -> None:
     recipe = load_recipe("resnet50-skx-256node")
     sizes = derive(recipe, ppn=2, nodes=256, images=1_281_167)
-    assert scheduled_lr(130, recipe.schedule, sizes) == pytest.approx(2.45)
-    assert scheduled_lr(2_470, recipe.schedule, sizes) == pytest.approx(2.4)
+    assert step_lr(130, recipe, sizes) == pytest.approx(2.45)
+    assert step_lr(2_470, recipe, sizes) == pytest.approx(2.4)
 
 
-def sizes_of(**how: object) -> TrainingSizes:
-    known = {"global_batch": 1, "images_per_epoch": 1, "used_images_per_epoch": 1, "steps_per_epoch": 100}
-    return TrainingSizes(**{**known, "warmup_steps": 400, "total_steps": 4000, "peak_rate": 32.0, **how})
-
-
-def test_every_decay_is_that_of_its_source() -> None:
-    """Rates worked out by hand from the published formulas."""
-    caffe = ScheduleSection(name="poly_from_start", start_rate=1.0)  # AlexNet-BN at 32K: 32 (1 - step / 4000)^2
-    expected = {0: 1.0, 200: 16.5, 400: 32 * 0.9**2, 2000: 8.0, 3999: 32 * (1 / 4000) ** 2, 4000: 0.0}
-    assert {step: scheduled_lr(step, caffe, sizes_of()) for step in expected} == pytest.approx(expected)
-    mlperf = ScheduleSection(name="poly", end_rate=1e-4)
-    expected = {400: 32.0, 2200: 1e-4 + (32 - 1e-4) / 4, 4000: 1e-4, 9000: 1e-4}
-    assert {step: scheduled_lr(step, mlperf, sizes_of()) for step in expected} == pytest.approx(expected)
-    goyal = ScheduleSection(name="steps", milestones=(30.0, 60.0, 80.0))
-    expected = {2999: 32.0, 3000: 3.2, 5999: 3.2, 6000: 0.32, 8000: 0.032}
-    found = {step: scheduled_lr(step, goyal, sizes_of(total_steps=9000)) for step in expected}
-    assert found == pytest.approx(expected)
-    cosine = ScheduleSection(name="cosine")
-    expected = {400: 32.0, 1300: 16 * (1 + 2**-0.5), 2200: 16.0, 4000: 0.0}
-    assert {step: scheduled_lr(step, cosine, sizes_of()) for step in expected} == pytest.approx(expected)
-    constant = ScheduleSection(name="constant")
-    assert scheduled_lr(3999, constant, sizes_of()) == scheduled_lr(10**6, constant, sizes_of()) == 32.0
+def test_a_recipe_s_schedule_is_in_steps() -> None:
+    recipe = load_recipe(
+        "imagefolder", ["schedule.name=steps", "schedule.milestones=[1.5,3]", "schedule.warmup_epochs=1", "epochs=4"]
+    )
+    sizes = derive(recipe, ppn=1, nodes=1, images=100 * recipe.batch.local)
+    schedule = schedule_of(recipe.schedule, sizes)
+    assert schedule.milestones == (150, 300) and schedule.total_steps == 400
+    assert schedule.peak_lr == sizes.peak_rate and schedule.warmup_steps == sizes.warmup_steps
+    assert [step_lr(step, recipe, sizes) for step in range(400)] == [lr_at(step, schedule) for step in range(400)]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_train_s_help_has_examples_and_names_where_recipes_and_keys_are_listed()
 @pytest.mark.slow
 def test_a_script_sees_what_it_may_use() -> None:
     """In dir() and help(); the names in help() exist, and have the packages of the page of the Python API."""
-    assert dir(cputrain) == ["__version__", "affinity", "comm", "data", "optim", "train"]
+    assert dir(cputrain) == ["__version__", "affinity", "comm", "data", "optim", "schedule", "train"]
     assert cputrain.train.__name__ == "train"
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = cputrain.trian

@@ -1,0 +1,146 @@
+"""DistributedDataParallel's communication hooks: the all-reduce of gradients, in float32 or as bfloat16.
+
+The trainer's hooks sum gradients over ranks. DDP would divide the sums by the number of ranks, in an extra pass over
+the gradients; the trainer's loss includes this factor. For any other loop, gradients are the mean:
+`from cputrain.comm import compress_bf16`.
+"""
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(slots=True)
+class AllReduceHook:
+    """All-reduce hook that also records when a step's last bucket became ready, and that it did.
+
+    From then on, the backward pass only waits for communication. Without it (`finished` is False), a parameter had no
+    gradient, and its bucket is not summed.
+    """
+
+    last_ready_s: float = 0.0
+    finished: bool = False
+
+    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+        """All-reduce a bucket of gradients."""
+        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
+        return _all_reduce(bucket.buffer(), bucket, group, _itself)
+
+    def reset(self) -> None:
+        """Discard state from earlier gradients, which contained NaN or Inf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bf16Bucket:
+    """Buffers of a bucket: its rounding errors, and its gradients as bfloat16."""
+
+    parameters: tuple[Tensor, ...]
+    errors: Tensor
+    compressed: Tensor
+
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether the bucket has these parameters, in this order."""
+        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
+
+
+@dataclass(slots=True)
+class Bf16AllReduceHook(AllReduceHook):
+    """All-reduce hook that sends gradients as bfloat16, half the bytes, with error feedback: each rank adds its
+    rounding errors to its next gradients (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, 3).
+
+    `residuals` has the flattened errors by parameter and not by bucket, because DDP rebuilds its buckets after the
+    first step.
+    """
+
+    mean: bool = False  # the mean over ranks in place of the sum, for one more pass over the gradients
+    residuals: dict[Tensor, Tensor] = field(default_factory=dict)
+    buckets: dict[int, Bf16Bucket] = field(default_factory=dict)
+
+    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+        """All-reduce a bucket of float32 gradients."""
+        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
+        gradients, kept = bucket.buffer(), self._kept(bucket)
+        gradients.add_(kept.errors)
+        kept.compressed.copy_(gradients)
+        # The copy converts bfloat16 to float32 first: operands of one dtype need no temporary copy.
+        torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)
+        ranks = dist.get_world_size(group) if self.mean else 1
+        return _all_reduce(kept.compressed, bucket, group, partial(_copied, gradients, ranks))
+
+    def reset(self) -> None:
+        """Discard the rounding errors of gradients that contained NaN or Inf."""
+        self.residuals.clear()
+        self.buckets.clear()
+
+    def _kept(self, bucket: GradBucket) -> Bf16Bucket:
+        """Return the bucket's buffers; for a new bucket, allocate them and copy its parameters' errors into them."""
+        parameters = tuple(bucket.parameters())
+        kept = self.buckets.get(bucket.index())
+        if kept is None or not kept.holds(parameters):
+            errors = torch.zeros_like(bucket.buffer())
+            parts = torch.split(errors, [parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter in self.residuals:
+                    part.copy_(self.residuals[parameter])
+                self.residuals[parameter] = part
+            kept = Bf16Bucket(
+                parameters=parameters, errors=errors, compressed=torch.empty_like(errors, dtype=torch.bfloat16)
+            )
+            self.buckets[bucket.index()] = kept
+        return kept
+
+
+def _all_reduce(
+    values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
+) -> Future[Tensor]:
+    """All-reduce `values` in place and return a future of `finish(values)`.
+
+    This has less overhead than dist.all_reduce, which matters for small networks. It waits for the last bucket at once,
+    because no computation is left to overlap; a callback would run in the backend's thread and need the GIL there.
+    """
+    work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
+    if bucket.is_last():
+        work.wait()
+        summed: Future[Tensor] = Future()
+        summed.set_result(finish(values))
+        return summed
+    return work.get_future().then(lambda done: finish(done.value()[0]))
+
+
+def _itself(summed: Tensor) -> Tensor:
+    return summed
+
+
+def _copied(gradients: Tensor, ranks: int, summed: Tensor) -> Tensor:
+    gradients.copy_(summed)
+    return gradients if ranks == 1 else gradients.div_(ranks)
+
+
+HOOKS = {"none": AllReduceHook, "bf16": Bf16AllReduceHook}
+
+
+def compress_bf16(ddp: DistributedDataParallel) -> Bf16AllReduceHook:
+    """Send the gradients of a DistributedDataParallel network as bfloat16: half the bytes, with error feedback.
+
+    ddp: a network with float32 parameters, before its first backward pass. As without this, gradients are the mean over
+    ranks. Each rank adds its rounding errors of a step to its gradients of the next one, and stores them: 4 bytes a
+    parameter, and 2 for the bfloat16. The sums over ranks are rounded, too. Source: Seide et al., 1-Bit Stochastic
+    Gradient Descent, Interspeech 2014, 3.
+    Returns the hook, whose reset() discards these errors after gradients with NaN or Inf.
+    Raises ValueError if a trained parameter is not float32, and DDP's RuntimeError if it has a hook already.
+    """
+    other = {p.dtype for p in ddp.parameters() if p.requires_grad} - {torch.float32}
+    if other:
+        raise ValueError(f"compress_bf16 needs float32 parameters, some are {', '.join(sorted(map(str, other)))}")
+    hook = Bf16AllReduceHook(mean=True)
+    ddp.register_comm_hook(None, hook.hook)
+    return hook
