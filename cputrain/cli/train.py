@@ -14,6 +14,7 @@ import click
 from cputrain.affinity.errors import InputError, as_recipe_key
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.start import isolated_command
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, plural, spread
 from cputrain.checkpoints import is_checkpoint
@@ -313,7 +314,8 @@ IMAGES = "data/digits-folder"  # data.path gets the shards
 @click.command("demo")
 @settings_argument
 def demo_command(settings: tuple[str, ...]) -> None:
-    """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50, evaluate it and write the report.
+    """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50 with 2 workers, evaluate it and write
+    the report.
 
     Everything is written to the working directory: data/, and runs/demo, which replaces an earlier demo's run. It takes
     minutes on two cores; KEY=VALUE sets a recipe key, as in max_steps=10 for a trial of a few seconds. The digits come
@@ -326,7 +328,8 @@ def demo_command(settings: tuple[str, ...]) -> None:
     for each, words in ((plan_command, ("plan",)), (prepare_command, ("prepare", "digits", IMAGES, shards))):
         click.echo(f"cputrain {shlex.join(words)}")
         each.main(args=list(words[1:]), prog_name="cputrain", standalone_mode=False)
-    training = ("train", RECIPE, *settings, "--overwrite")
+    both = len(this_machine().allowed_cores) > 1 and not any(each.startswith("plan.ppn=") for each in settings)
+    training = ("train", RECIPE, *(("plan.ppn=2",) if both else ()), *settings, "--overwrite")
     click.echo(f"cputrain {shlex.join(training)}")
     sys.stdout.flush()
     os.execv(sys.executable, (*isolated_command("cputrain"), *training))
