@@ -11,7 +11,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import Dataset, Images, open_dataset
-from tests.support.images import survey, write_images
+from tests.support.images import jpeg, survey, write_files, write_images
 
 
 @pytest.fixture
@@ -140,3 +140,45 @@ def test_mnist_s_own_files_are_named_with_the_command_that_packs_them(tmp_path: 
     for read in (open_dataset, survey):
         with pytest.raises(InputError, match=r"MNIST's original files: pack them with cputrain prepare mnist .* OUT"):
             read(str(tmp_path))
+
+
+def deep(root: Path, *folders: str) -> Path:
+    """A folder with 6 images in each of these folders."""
+    return write_files(root, {f"{name}/{i}.jpg": jpeg(i) for name in folders for i in range(6)})
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("cat/images", "dog/images"),
+        ("cat/cat", "dog/dog"),
+        ("cat/2020", "dog/2021"),
+        ("cat", "dog/2020", "dog/2021"),
+        ("train/cat/2020", "train/cat/2021", "train/dog/2020", "train/dog/2021"),
+    ],
+)
+def test_subfolders_of_classes_are_read_if_they_cannot_be_the_classes(folders: tuple[str, ...], tmp_path: Path) -> None:
+    folder = deep(tmp_path / "photos", *folders)
+    dataset = open_dataset(str(folder), val_fraction=0)
+    assert dataset.classes == survey(str(folder)).classes == ("cat", "dog")
+    named = {dataset.classes[k] in dataset.train.name(i) for i, k in enumerate(dataset.train.labels.tolist())}
+    assert named == {True} and len(dataset.train) == 6 * len(folders)
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (("cat/2020", "cat/2021", "dog/2020", "dog/2021"), "cat/2020, dog/2020, so .* cat, dog or 2020, 2021: for the"),
+        (("2020/cat", "2020/dog", "2021/cat"), "2020/cat, 2021/cat, so its classes may be 2020, 2021 or cat, dog: for"),
+        (("animals/cat", "animals/dog", "cars/bus"), "may be animals, cars or bus, cat, dog: for the first, move"),
+        (("cat/1", "cow/2", "dog/2"), "may be cat, cow, dog or 1, 2: .*; for the second, give one of them, or move"),
+        (("a/b/cat", "a/b/dog", "c/b/cat"), "has images in a/b, c/b, so its classes may be a, c or b: for the first"),
+        (("photos/train/cat", "photos/train/dog", "docs/figures"), "may be docs, photos or figures, train: .* give"),
+        (("photos/train/cat", "more/train/cat"), "has no train/ folder, but more, photos: an image folder has"),
+    ],
+)
+def test_classes_on_either_of_two_levels_are_refused_with_both(
+    folders: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=told):
+        survey(str(deep(tmp_path / "photos", *folders)))

@@ -170,9 +170,11 @@ def split_folders(root: Path) -> dict[str, Path]:
     root, found = _folders_by_split(root)
     if VAL not in found and TEST in found and folders_in(found[TEST]):
         found[VAL] = found.pop(TEST)
-    if not any(folders_in(folder) for folder in found.values()) and (with_images := _folders_with_images(root)):
-        _check_are_classes(root, with_images)
-        return {TRAIN: root}
+    if not any(folders_in(folder) for folder in found.values()):
+        if names := _class_folders_without_splits(root):
+            _check_are_classes(root, names)
+            return {TRAIN: root}
+        _check_is_one_level(root)
     if TRAIN not in found:
         _check_are_no_arrays(root)
     if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
@@ -208,12 +210,49 @@ def class_folders_with_images(root: Path) -> list[str]:
         folder = found.get(TRAIN)
         names = [name for name in folders_in(folder) if _has_image_below(folder / name)] if folder else []
     else:
-        folder, names = top, _folders_with_images(top)
+        folder, names = top, _class_folders_without_splits(top)
         if _are_splits(names):
             return []
     if folder is None or _are_parts(names):
         return []
     return [str((folder / name).relative_to(root)) for name in names] if len(names) > 1 else []
+
+
+def _class_folders_without_splits(root: Path) -> list[str]:
+    """Return the subfolders with images of their own. Without any, return those with all their images in one subfolder,
+    if these subfolders as classes would give the same labels, or one class: CLASS/CLASS/*, CLASS/images/*.
+    """
+    if names := _folders_with_images(root):
+        return names
+    below = _folders_below_with_images(root)
+    inner = [(name, folder) for name, folders in below.items() for folder in folders]
+    labels = {folder for _, folder in inner}
+    same_labels = len(inner) == len(below) and len(labels) in (1, len(inner))
+    if not same_labels or any(_are_splits([label]) for label in labels):
+        return []
+    return list(below) if all(has_image(root / name / folder) for name, folder in inner) else []
+
+
+def _folders_below_with_images(root: Path) -> dict[str, list[str]]:
+    """Return the subfolders that contain an image at any depth, each with those of its own subfolders that do."""
+    found = {
+        name: [inner for inner in folders_in(root / name) if _has_image_below(root / name / inner)]
+        for name in folders_in(root)
+    }
+    return {name: inner for name, inner in found.items() if inner}
+
+
+def _check_is_one_level(root: Path) -> None:
+    """Raise InputError if the subfolders have all their images in subfolders, and either may be the classes."""
+    below = _folders_below_with_images(root)
+    inner = sorted({name for names in below.values() for name in names})
+    if len(below) > 1 and not any(map(_are_splits, (list(below), inner))) and not _are_parts(list(below)):
+        places = [f"{name}/{names[0]}" for name, names in below.items()]
+        raise InputError(
+            f"{root} has images in {first_named(places)}, so its classes may be {first_named(list(below))} or "
+            f"{first_named(inner)}: for the first, move these folders into {root / TRAIN}; for the second, give one of "
+            "them, or move the images of each class into one folder"
+        )
 
 
 def folders_of_images(root: Path) -> list[str]:
