@@ -135,6 +135,11 @@ def plan_command(
 
         command = training_command(recipe, settings, here)
     job = planned_job(options, cluster, command)
+    derived = None
+    if training is not None and len(cluster.groups) == 1:  # the recipe's sizes assume equal hosts
+        from cputrain.cli.recipes import derivation
+
+        derived = derivation(training, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve)  # in each format
     if write is not None:
         click.echo(write_plan_files(job, options, write, training, env, partial(click.echo, err=True)))
     elif output_format == "command":
@@ -145,7 +150,7 @@ def plan_command(
     elif output_format in FORMATS:
         print_file(f"{formatted(cluster, output_format)}\n")
     else:
-        _show(cluster, job, options, training, env, explained=explained, with_curve=with_curve)
+        _show(cluster, job, options, training, derived, env, explained=explained)
     return None
 
 
@@ -176,29 +181,27 @@ def _show(
     job: Job,
     options: PlanningOptions,
     recipe: "Recipe | None",
+    derived: str | None,
     env: Mapping[str, str],
     *,
     explained: bool,
-    with_curve: bool,
 ) -> None:
     started = start_command(job, options, env) if recipe is not None or len(job.hosts) > 1 else None
-    click.echo(cluster_text(cluster, colored=shows_color(sys.stdout, env), explained=explained))
+    lines = [cluster_text(cluster, colored=shows_color(sys.stdout, env), explained=explained)]
     settings = network_settings(options)
     if settings:
         rows = [(f"  {name}={value}", why) for name, value, why in settings]
-        click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
-    if recipe is not None and len(cluster.groups) == 1:  # the recipe's sizes assume equal hosts
-        from cputrain.cli.recipes import derivation, precision_lines
+        lines.append(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
+    if recipe is not None and derived is not None:
+        from cputrain.cli.recipes import precision_lines
         from cputrain.simulate.output import predicted
 
-        click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
-        for line in predicted(recipe, cluster.groups[0].plan, options, env):
-            click.echo(line)
-        for line in precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ():
-            click.echo(line)
+        lines += [f"\n{derived}", *predicted(recipe, cluster.groups[0].plan, options, env)]
+        lines += precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ()
     if started is not None:
         command, hint = started
-        click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
+        lines += ["\ncommand", f"  {command}", *([f"  {hint}"] if hint else [])]
+    click.echo("\n".join(lines))
 
 
 TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")

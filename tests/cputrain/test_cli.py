@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cputrain.cli import main
 from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
 from tests.support.images import survey, write_images
 
@@ -165,6 +166,23 @@ def test_plan_and_a_dry_run_warn_of_a_rate_tuned_for_another_batch() -> None:
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
     result = here("plan", "demo-digits", cwd=tmp_path)
     assert result.returncode == 0 and "data/digits, which does not exist here" in result.stdout
+
+
+@pytest.mark.parametrize("form", ["text", "json", "yaml", "env", "command", "svg"])
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("batch.local=512", "needs 262,144 images per step, but an epoch has 60,000: set batch.local to 117 or less"),
+        ("optim.name=lars", "needs a scaling rule for the learning rate, but optim.name=lars has none"),
+    ],
+)
+def test_plan_refuses_a_recipe_in_every_format_and_prints_nothing(
+    form: str, setting: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ("--machine", "skx-8160-2s", "--nodes", "256", "--ppn", "2")
+    assert main(["plan", "mnist-linear-study", *machine, "--format", form, setting, "schedule.peak_rate=auto"]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and not printed.out
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
