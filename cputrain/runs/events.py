@@ -248,14 +248,17 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_repeated(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events without those from steps that were repeated later."""
+    """Return the events without those from steps that were repeated later, and without those of epochs that were
+    evaluated again."""
     events: list[dict[str, Any]] = []
-    last = 0
+    last = dict.fromkeys(("step", "epoch"), 0)
     for event in written:
-        if event["event"] == "step":
-            if event["step"] <= last:
-                events = [earlier for earlier in events if _step_of(earlier) < event["step"]]
-            last = event["step"]
+        name = event["event"]
+        if name in last:
+            step = event["step"]
+            if step <= last[name]:  # a repeated step repeats all that followed it
+                events = [e for e in events if _step_of(e) < step or (name == "epoch" and e["event"] != "epoch")]
+            last[name] = step
         events.append(event)
     return events
 
@@ -430,7 +433,7 @@ def export(recipe: Recipe) -> None:
     folder = recipe.folder
     if "csv" in recipe.log:
         for name in CSV_FIELDS:
-            _write_lines(folder / METRICS / f"{name}s.csv", csv_lines(name, written_events(folder)))
+            _write_lines(folder / METRICS / f"{name}s.csv", csv_lines(name, read_events(folder)))
     if "mlperf" in recipe.log:
         _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(recipe, written_events(folder)))
 
@@ -439,11 +442,10 @@ def _write_lines(path: Path, lines: Iterable[str]) -> None:
     write_with(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
 
 
-def csv_lines(name: str, written: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the header and the rows of all steps or epochs, with empty cells for missing values; steps that a resumed
-    run has repeated appear twice."""
+def csv_lines(name: str, events: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the header and the rows of all steps or epochs, with empty cells for missing values."""
     yield ",".join(CSV_FIELDS[name])
-    for event in written:
+    for event in events:
         if event["event"] == name:
             values = [event.get(field) for field in CSV_FIELDS[name]]
             yield ",".join("" if value is None else str(value) for value in values)

@@ -44,6 +44,34 @@ def test_csv_files_have_one_heading_however_often_the_run_is_resumed(tmp_path: P
     assert len(read_events(tmp_path / "run")) == 8
 
 
+def column(run: Path, file: str, name: str) -> list[str]:
+    return [row[name] for row in csv.DictReader((run / f"metrics/{file}.csv").open())]
+
+
+def test_csv_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: Path) -> None:
+    """Fails after step 7 of epochs of four steps, with a checkpoint after step 4; then before a step; then after
+    step 6, with epoch 1 evaluated again; then repeats from step 5."""
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("csv",))
+    expected = (
+        (range(1, 8), "1 2 3 4 5 6 7", "50.0"),
+        ((), "1 2 3 4 5 6 7", "50.0"),
+        ((4, 5, 6), "1 2 3 4 5 6", "52.0"),
+        (range(5, 9), "1 2 3 4 5 6 7 8", "52.0 53.0"),
+    )
+    for start, (steps, kept, accuracies) in enumerate(expected):
+        with pytest.raises(ArithmeticError), open_events(recipe) as events:
+            events.write("start", **START)
+            for step in steps:
+                if step != 4 or start != 2:
+                    events.write("step", step=step, loss=step + start / 10, **STEP)
+                if step % 4 == 0:
+                    events.write("epoch", step=step, epoch=step // 4, val_top1=50.0 + start, **EPOCH)
+            raise ArithmeticError
+        assert " ".join(column(tmp_path, "steps", "step")) == kept
+        assert " ".join(column(tmp_path, "epochs", "val_top1")) == accuracies
+    assert column(tmp_path, "steps", "loss") == ["1.0", "2.0", "3.0", "4.0", "5.3", "6.3", "7.3", "8.3"]
+
+
 def test_a_training_that_fails_leaves_files_of_what_it_has_logged(tmp_path: Path) -> None:
     recipe = Recipe(name="demo", output=str(tmp_path), log=("csv",))
     (tmp_path / "metrics").mkdir()
@@ -52,7 +80,7 @@ def test_a_training_that_fails_leaves_files_of_what_it_has_logged(tmp_path: Path
         for step in (1, 2, 1):
             events.write("step", step=step, loss=2.0, **STEP)
         raise ArithmeticError
-    assert [row["step"] for row in csv.DictReader((tmp_path / "metrics/steps.csv").open())] == ["1", "2", "1"]
+    assert column(tmp_path, "steps", "step") == ["1"], "those that were repeated are left out"
 
 
 def test_mlperf_lines_are_an_interval_of_the_run_with_its_evaluations(tmp_path: Path) -> None:
