@@ -13,7 +13,8 @@ import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_void_p
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -268,7 +269,7 @@ def decode_by_pillow(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> lis
 def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
     """Decode one of the images with Pillow into its place of `out`; return its error, or None."""
     try:
-        with bytes_of_pixels(open_image(encoded[place])) as image:
+        with _without_warnings(), bytes_of_pixels(open_image(encoded[place])) as image:  # of large crops, too
             crop = crops(place, image.width, image.height)
             part = image.crop((crop.left, crop.top, crop.left + crop.width, crop.top + crop.height))
             scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
@@ -282,13 +283,40 @@ def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels)
 
 def open_image(data: bytes, *, load: bool = True) -> Image.Image:
     """Open an image with Pillow, and decode it with `load`."""
-    with warnings.catch_warnings():
-        # Pillow warns about odd metadata, which does not affect the pixels, and about half the pixels that it refuses.
-        warnings.simplefilter("ignore")
+    # Pillow warns about odd metadata, which does not affect the pixels, and about half the pixels that it refuses.
+    with _without_warnings():
         image = Image.open(io.BytesIO(data))
         if load:
             image.load()
         return image
+
+
+class _Decoding(threading.local):
+    """Pattern of a filter for warnings: matches any text in the threads that decode an image now, none in others."""
+
+    now = False
+
+    def match(self, _text: str) -> bool:
+        """Return whether this thread decodes an image."""
+        return self.now
+
+
+DECODING = _Decoding()
+IGNORED: Any = ("ignore", DECODING, Warning, None, 0)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore the warnings of this thread. `warnings.catch_warnings` changes those of all threads, and leaves them
+    changed if two threads overlap; this filter stays, and has no effect on other code."""
+    filters: Any = warnings.filters
+    if not (filters and filters[0] is IGNORED):  # the program may have put its own in front
+        filters.insert(0, IGNORED)
+    before, DECODING.now = DECODING.now, True
+    try:
+        yield
+    finally:
+        DECODING.now = before
 
 
 def bytes_of_pixels(image: Image.Image) -> Image.Image:

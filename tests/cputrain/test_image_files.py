@@ -6,6 +6,9 @@ import zlib
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, Thread, get_ident
+from typing import Any
+from warnings import warn
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_image, open_dataset, read_folder
-from cputrain.data.pixels import Decode, center_crop, choose_decoder, decode_by_pillow
+from cputrain.data.pixels import Crop, Decode, center_crop, choose_decoder, decode_by_pillow
 from cputrain.data.prepare import ImageError, Options, encode, prepare
 from cputrain.data.sources import read_caltech256
 from tests.cputrain.test_sources import archive
@@ -208,6 +211,38 @@ def test_too_large_an_image_is_damaged_with_every_decoder_and_in_prepare(
         encode(allowed, short_side=None, quality=quality, jpeg_only=False)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     assert decode([large, allowed], center_crop(16, 16), out) == [None, None], "a script may lift the limit"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    crop = Crop(0, 0, 50, 39, 20, 16, 2, 0, 16)
+    assert decode([allowed], lambda *_: crop, out[:1]) == [None], "Pillow warns of large crops, too"
+
+
+@pytest.mark.filterwarnings("always")
+def test_warnings_of_pillow_in_two_threads_leave_those_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The first thread ends while the second decodes."""
+    image = encoded(np.zeros((40, 50, 3), np.uint8), "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    real, turns = Image.open, Barrier(2, timeout=60)
+
+    def paused(file: Any) -> Image.Image:
+        turns.wait()
+        if second.ident == get_ident():
+            first.join()
+        return real(file)
+
+    def decode() -> None:
+        assert decode_by_pillow([image], center_crop(16, 16), np.empty((1, 16, 16, 3), np.uint8)) == [None]
+
+    monkeypatch.setattr(Image, "open", paused)
+    first, second = Thread(target=decode), Thread(target=decode)
+    first.start()
+    second.start()
+    first.join()
+    warn("while one decodes", stacklevel=1)
+    second.join()
+    warn("afterwards", stacklevel=1)
+    assert [str(each.message) for each in recwarn] == ["while one decodes", "afterwards"]
 
 
 @pytest.mark.parametrize("form", ["AVIF", "DDS", "WEBP", "JPEG2000", "TIFF", "GIF", "PNG"])
