@@ -29,6 +29,16 @@ def as_recipe_key(name: str, value: str | None) -> str:
     return key if value is None else f"{key}={value}"
 
 
+def as_argument(name: str, value: str | None) -> str:
+    """Spell a setting for a script that calls `cputrain.train`: its argument resume=True, a key of its settings
+    (plan.ppn), or, for the binding's check, the option of the command that has bound the script."""
+    if name == "verify":
+        return f"cputrain launch {as_option(name, value)}"
+    if name in ("resume", "overwrite"):
+        return name if value is None else f"{name}={value.capitalize()}"
+    return as_recipe_key(name, value)
+
+
 def render(text: str, wording: Wording) -> str:
     """Replace each setting in braces, `{ppn}` or `{oversubscribe=true}`, by `wording(name, value)`."""
     return SETTING.sub(lambda match: wording(match[1], match[2]), text)
@@ -54,15 +64,18 @@ class RunError(Exception):
 class SettingsError(Exception):
     """An error whose message names settings in braces, `{ppn}` or `{oversubscribe=true}`.
 
-    `str()` spells them as fields of `Request`; command lines and recipes spell them differently: see `describe`.
+    `str()` spells them by `wording`, as fields of `Request` unless it is set; command lines and recipes spell them
+    differently: see `describe`.
     """
+
+    wording: Wording = staticmethod(as_field)
 
     def render(self, wording: Wording) -> str:
         """Return the message with each setting spelled by `wording(name, value)`."""
         return render(str(self.args[0]), wording)
 
     def __str__(self) -> str:
-        return self.render(as_field)
+        return self.render(self.wording)
 
 
 class RequestError(SettingsError, InputError):

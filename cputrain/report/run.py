@@ -21,9 +21,10 @@ from cputrain.files import ENVIRONMENT, PLAN, RECIPE
 from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_records, total
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import Recipe
+from cputrain.recipe.schema import USER_SAMPLES, Recipe
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
+from cputrain.runs.folder import wording_for
 
 LOOPBACK = "lo"
 MB = 1e6
@@ -344,11 +345,13 @@ def best_of(run: Run) -> tuple[str, str, dict[str, Any]] | None:
 
 
 def status_text(run: Run, status: str) -> str:
-    """Describe the run's status in a sentence, with the command that continues it."""
+    """Describe the run's status in a sentence, with what continues it."""
     last, total = _last_step(run), run.start.get("last_step")
     at = f"step {last:,}" + (f" of {total:,}" if total else "")
     seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
     resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
+    if run.recipe is not None and run.recipe.data.path == USER_SAMPLES:
+        resume = f"{wording_for(run.recipe)('resume', 'true')} in the script"
     return {
         DONE: f"all {plural(last, 'step')} done",
         STOPPED: f"stopped after {at}; continue with {resume}",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cputrain import __version__
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, Wording, as_argument, as_option
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.wording import plural
 from cputrain.checkpoints import (
@@ -225,6 +225,12 @@ def describe_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def wording_for(recipe: Recipe) -> Wording:
+    """Return how messages spell `resume` and `overwrite`: as arguments of `cputrain.train` for a script's run, else as
+    options."""
+    return as_argument if recipe.data.path == USER_SAMPLES else as_option
+
+
 def changes_training(found: Differences, new: Recipe) -> Differences:
     """Return the differences that would change what the training computes from now on."""
     endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
@@ -237,14 +243,15 @@ def reason_not_to_resume(
 ) -> str | None:
     """Return why a run cannot continue with this recipe and these workers, and what to do; None if it can."""
     changed = changes_training(differences(old, new), new)
+    resume = wording_for(new)("resume", "true")
     if changed:
         return (
-            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes; undo this, or "
+            f"{resume}: {describe_differences(changed)} would change what the run in {folder} computes; undo this, or "
             f"start a new run from its weights: model.weights={folder}/checkpoints/best and another output"
         )
     if old.data.kind != new.data.kind:
         return (
-            f"--resume: the run in {folder} was trained on {old.data.kind}, but data.path={new.data.path} is "
+            f"{resume}: the run in {folder} was trained on {old.data.kind}, but data.path={new.data.path} is "
             f"{new.data.kind}: restore data.path, or start a new run with another output"
         )
     if before is None:
@@ -253,19 +260,19 @@ def reason_not_to_resume(
         restore = "restore data.train_images" if new.data.generated else "set data.path to the same images"
         same_data = "use the same data" if new.data.path == USER_SAMPLES else restore
         return (
-            f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
+            f"{resume}: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, but the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
             f"{same_data}"
         )
     if now.global_batch != before.global_batch:
         return (
-            f"--resume: the global batch is {now.global_batch:,} with {plural(now.workers, 'worker')}, but "
+            f"{resume}: the global batch is {now.global_batch:,} with {plural(now.workers, 'worker')}, but "
             f"{before.global_batch:,} in the run in {folder} ({plural(before.workers, 'worker')}): set "
             f"batch.global={before.global_batch}"
         )
     if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
         return (
-            f"--resume: {plural(now.workers, 'worker')} instead of {before.workers} would change the learning rate of "
+            f"{resume}: {plural(now.workers, 'worker')} instead of {before.workers} would change the learning rate of "
             f"the run in {folder}, as optim.scale_rate_by=workers: start {plural(before.workers, 'worker')} again"
         )
     return None
@@ -345,13 +352,16 @@ def check_folder(
     A run that has not trained a step may be replaced by any other. Returns a line about that, or about where a resumed
     run continues and what changes; "" for a new run.
     """
-    folder = recipe.folder
+    folder, spell = recipe.folder, wording_for(recipe)
+    to_resume, to_overwrite = spell("resume", "true"), spell("overwrite", "true")
     if resume and overwrite:
-        raise InputError("--resume and --overwrite cannot be used together: remove one")
+        raise InputError(f"{to_resume} and {to_overwrite} cannot be used together: remove one")
     check_writable(folder, "output")
     is_free = check_unlocked(folder, restarted=restarted, job=job)
     if resume and not has_run(folder):
-        raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
+        raise InputError(
+            f"{to_resume}: {folder} contains no run: remove {to_resume}, or set output to the run's folder"
+        )
     if not is_marked(folder):
         if not is_empty(folder):
             raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
@@ -373,10 +383,11 @@ def check_folder(
     if changed := changes_training(differences(old, recipe), recipe):
         raise InputError(
             f"output {folder} contains a run of another recipe ({describe_differences(changed)}): set output to "
-            "another folder, or add --overwrite to delete that run"
+            f"another folder, or add {to_overwrite} to delete that run"
         )
     raise InputError(
-        f"output {folder} contains a run of this recipe: add --resume or --overwrite, or set output to another folder"
+        f"output {folder} contains a run of this recipe: add {to_resume} or {to_overwrite}, or set output to another "
+        "folder"
     )
 
 

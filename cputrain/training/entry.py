@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, SettingsError, as_argument
 from cputrain.affinity.filesystem import write_bytes
 from cputrain.affinity.kernel.binding import bind_process, bind_thread
 from cputrain.affinity.kernel.bound_plan import (
@@ -55,7 +55,15 @@ from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import USER_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, check_log_formats, open_events, time_spent
-from cputrain.runs.folder import check_folder, continues_run, finished, locked, make_folder, with_same_global_batch
+from cputrain.runs.folder import (
+    check_folder,
+    continues_run,
+    finished,
+    locked,
+    make_folder,
+    with_same_global_batch,
+    wording_for,
+)
 from cputrain.runs.trackers import Trackers
 from cputrain.training.engine import bf16_speedups, convert_weights, has_bf16, optimize_training, prepare_model
 from cputrain.training.log import (
@@ -93,7 +101,7 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     folder = recipe.folder / CHECKPOINTS
     if session.is_main_rank:
         remove_partial(folder)
-    found = load_newest(folder, rank) if options.resume else None
+    found = load_newest(folder, rank, wording_for(recipe)) if options.resume else None
     state, notes = build_state(session, found)
     position = found.position if found else Position()
     progress = Progress(
@@ -329,8 +337,8 @@ def _make_run(session: Session, stack: ExitStack, options: StartOptions, *, ends
 def _print_summary(session: Session, result: TrainResult, peak_bytes: int) -> None:
     folder = session.recipe.folder
     estimate = session.context.worker.memory_bytes
-    steps, kind = session.sizes.total_steps, session.recipe.data.kind
-    print("\n".join(summary_lines(result, steps, time_spent(folder), kind, peak_bytes, estimate)))
+    steps, spent = session.sizes.total_steps, time_spent(folder)
+    print("\n".join(summary_lines(result, steps, spent, session.recipe, peak_bytes, estimate)))
     if result.accuracy is not None:
         print(f"report               {write_report(folder)}")
 
@@ -427,6 +435,9 @@ def train(
     try:
         with handlers_restored(), environment_restored(env):
             return _train_own(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
+    except SettingsError as error:
+        error.wording = as_argument
+        raise
     finally:
         restore_layers(network)
 
@@ -458,7 +469,7 @@ def _train_own(training: Recipe, own: UserTask, env: MutableMapping[str, str], o
         found.append(result)
 
     if rank.world_size > 1:
-        run_rank(rank, work)
+        run_rank(rank, work, as_argument)
         return found[0]
     try:
         work()

@@ -20,6 +20,7 @@ from cputrain.files import CHECKPOINTS
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog, TimeSpent
+from cputrain.runs.folder import wording_for
 from cputrain.training.session import Session
 from cputrain.training.step import Accuracy, StepResult, StepSettings, TrainResult, Watcher
 from cputrain.variables import job_in, shown_variables
@@ -262,13 +263,13 @@ class TrainingLog(Watcher):
 
 
 def summary_lines(
-    result: TrainResult, steps: int, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
+    result: TrainResult, steps: int, spent: TimeSpent, recipe: Recipe, peak_bytes: int, estimate_bytes: int | None
 ) -> list[str]:
-    """Return the summary: times, accuracies, and memory of one worker. `steps` is the number of steps in all epochs,
-    `kind` the recipe's data.kind."""
-    accuracy = result.accuracy
+    """Return the summary: times, accuracies, and memory of one worker. `steps` is the number of steps in all epochs."""
+    accuracy, kind = result.accuracy, recipe.data.kind
     if accuracy is None:
-        return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with --resume"]
+        resume = wording_for(recipe)("resume", "true")
+        return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with {resume}"]
     resumed = spent.starts > 1
     of_last = ", of the last start" if resumed else ""
     starts = f" over {spent.starts} starts" if resumed else ""

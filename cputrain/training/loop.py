@@ -15,6 +15,7 @@ from cputrain.data.formats.dataset import causes
 from cputrain.data.loader import Batch
 from cputrain.recipe.derivation import rate_warning, settings_at, step_lr
 from cputrain.runs.events import timestamps
+from cputrain.runs.folder import wording_for
 from cputrain.training.engine import bf16_speedups
 from cputrain.training.evaluation import evaluate
 from cputrain.training.log import TrainingLog
@@ -69,6 +70,7 @@ class TrainingLoop:
             warn=warn,
             wait=wait,
             same_after=position.step,
+            wording=wording_for(recipe),
         )
         self.watchers = [  # called in this order after each step
             NonFiniteHandler(recipe=recipe, rank=rank, state=state, warn=warn, position=position, wait=wait),

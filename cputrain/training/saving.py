@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cputrain import __version__
-from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError, Wording, as_option
 from cputrain.affinity.filesystem import errors_name, write_bytes
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.wording import first_named, plural
@@ -322,11 +322,11 @@ def rename_damaged(loaded: Loaded, warn: Callable[[int, str], None], step: int, 
         warn(step, f"{problem}; renamed to {name}.damaged, using {loaded.path.name}")
 
 
-def load_newest(folder: Path, rank: int) -> Loaded | None:
+def load_newest(folder: Path, rank: int, wording: Wording = as_option) -> Loaded | None:
     """Load the newest checkpoint that every rank can read, or return None if there are no checkpoints. All ranks must
     call this.
 
-    Raises InputError if all are damaged, or one is of another version.
+    Raises InputError if all are damaged, or one is of another version; `wording` spells the remedy.
     """
     names = all_gather([path.name for path in list_checkpoints(folder)])[0]
     damaged: dict[str, str] = {}
@@ -344,7 +344,7 @@ def load_newest(folder: Path, rank: int) -> Loaded | None:
         count, newest = plural(len(damaged), "checkpoint"), next(iter(damaged.values()))
         raise InputError(
             f"none of the {count} in {folder} can be used, the newest because {newest}: restore one from a copy, or "
-            "start again with --overwrite"
+            f"start again with {wording('overwrite', 'true')}"
         )
     return None
 

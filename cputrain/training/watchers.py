@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cputrain.affinity.errors import RunError
+from cputrain.affinity.errors import RunError, Wording, as_option
 from cputrain.affinity.kernel.binding import threads_of
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import first_named, plural
@@ -76,6 +76,7 @@ class ReplicaCheck(Watcher):
     wait: Callable[[], None]
     same_after: int
     _reads_s: deque[float] = field(default_factory=lambda: deque(maxlen=READS))
+    wording: Wording = as_option
     hosts: tuple[str, ...] = field(init=False)
     _alike: bool = field(init=False)
     _warned: bool = False
@@ -123,7 +124,7 @@ class ReplicaCheck(Watcher):
             names = [name for name in of_ranks[0] if len({sums.get(name) for sums in of_ranks}) > 1]
             trained = {name for name, weight in self.network.named_parameters() if weight.requires_grad}
             untrained = [name for name in names if name not in trained] if trained.isdisjoint(names) else []
-            raise RunError(describe_difference(differing, self.hosts, step, self.same_after, untrained))
+            raise RunError(describe_difference(differing, self.hosts, step, self.same_after, untrained, self.wording))
         dist.barrier()  # the rank that raises exits, which ends this wait
 
     def _rounded(self, tensors: Iterable[Tensor]) -> bool:
@@ -197,10 +198,16 @@ def odd_ranks(sums: Sequence[int]) -> list[int]:
 
 
 def describe_difference(
-    differing: Sequence[int], hosts: Sequence[str], step: int, same_after: int, untrained: Sequence[str] = ()
+    differing: Sequence[int],
+    hosts: Sequence[str],
+    step: int,
+    same_after: int,
+    untrained: Sequence[str] = (),
+    wording: Wording = as_option,
 ) -> str:
     """Return the error message about ranks whose replicas differ; `untrained` names the tensors that differ if all of
     them are buffers and parameters without gradients, which only the network's own code changes."""
+    resume = wording("resume", "true")
     named = first_named([f"{rank} on {hosts[rank]}" for rank in differing])
     since = f"after step {step:,} (equal after step {same_after:,})"
     if untrained:
@@ -211,7 +218,7 @@ def describe_difference(
         )
     others = plural(len(hosts) - len(differing), "other rank")
     if len(differing) == len(hosts):
-        test = "test memory and processors of their hosts, then continue with --resume"
+        test = f"test memory and processors of their hosts, then continue with {resume}"
         return f"ranks {named} have different weights {since}: {test}"
     if len(differing) == 1:
         who = f"rank {named} differs from the {others} in its weights {since}"
@@ -219,7 +226,7 @@ def describe_difference(
     else:
         who = f"ranks {named} differ from the {others} in their weights {since}"
         blame = "these hosts, whose memory or processors may be faulty"
-    return f"{who}: exclude {blame}, and continue with --resume"
+    return f"{who}: exclude {blame}, and continue with {resume}"
 
 
 STEAL = 7  # field of a line in /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice

@@ -11,6 +11,7 @@ from cputrain.affinity.errors import (
     InputError,
     RequestError,
     RunError,
+    as_argument,
     as_option,
     as_recipe_key,
     describe,
@@ -29,6 +30,7 @@ def test_a_request_that_does_not_fit_is_worded_as_fields_options_or_recipe_keys(
         (None, "ppn=64", "ppn", "oversubscribe=true"),
         (as_option, "--ppn 64", "--ppn", "--oversubscribe"),
         (as_recipe_key, "plan.ppn=64", "plan.ppn", "plan.oversubscribe=true"),
+        (as_argument, "plan.ppn=64", "plan.ppn", "plan.oversubscribe=true"),
     ):
         message = str(refused.value) if wording is None else describe(refused.value, wording)
         assert message == f"{ppn} needs 64 cores; {fits.format(name)} {oversubscribe}"
@@ -38,6 +40,7 @@ def test_settings_have_the_names_of_the_command() -> None:
     batch = RequestError("set {local_batch} to 4 or fewer")
     assert describe(batch, wording_of(["train", "imagefolder"])) == "set batch.local to 4 or fewer"
     assert describe(batch, wording_of(["plan"])) == "set --local-batch (with a recipe: batch.local) to 4 or fewer"
+    assert describe(BindingError("or {verify=false}"), as_argument) == "or cputrain launch --no-verify"
     for arguments in (["launch"], ["train"], []):
         assert describe(BindingError("or {verify=false}"), wording_of(arguments)) == "or --no-verify"
 

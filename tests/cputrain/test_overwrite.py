@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,38 @@ def test_a_run_that_may_have_trained_a_step_is_kept(recipe: Recipe, line: str) -
             check_folder(other, SCALE, resume=False, overwrite=False)
         make_folder(other, overwrite=False)
         assert (recipe.folder / "events.jsonl").read_text() == BEGUN + line
+
+
+@pytest.mark.parametrize(
+    ("options", "of_command", "of_script"),
+    [
+        ({}, "add --resume or --overwrite, or set", "add resume=True or overwrite=True, or set"),
+        (
+            {"resume": True, "overwrite": True},
+            "--resume and --overwrite",
+            "resume=True and overwrite=True",
+        ),
+        ({"seed": 2}, "or add --overwrite to delete", "or add overwrite=True to delete"),
+        (
+            {"resume": True, "seed": 2},
+            "^--resume: seed: 1 -> 2 would",
+            "^resume=True: seed: 1 -> 2 would",
+        ),
+        ({"resume": True, "output": "new"}, "^--resume: .* remove --resume", "^resume=True: .* remove resume=True"),
+    ],
+)
+def test_messages_name_options_of_the_command_or_arguments_of_a_script(
+    options: dict[str, Any], of_command: str, of_script: str, recipe: Recipe, run: Path
+) -> None:
+    flags = {name: options.get(name, False) for name in ("resume", "overwrite")}
+    changed = {"seed": options.get("seed", 1), "output": options.get("output", recipe.output)}
+    own = recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": "own"})})
+    for each, told in ((recipe, of_command), (own, of_script)):
+        shutil.rmtree(run)
+        make_folder(each, overwrite=False)
+        (run / "checkpoints/step-0000001").mkdir(parents=True)
+        with pytest.raises(InputError, match=told):
+            check_folder(each.model_copy(update=changed), SCALE, **flags)
 
 
 def test_a_checkpoint_or_a_training_of_another_process_is_kept(recipe: Recipe, run: Path) -> None:

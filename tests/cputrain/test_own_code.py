@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cputrain import train
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.training.entry import _own_recipe
@@ -44,6 +45,13 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
     ):
         assert main([str(tmp_path / word) if word == "whole" else word for word in words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_errors_of_a_plan_name_the_settings_of_a_script(tmp_path: Path) -> None:
+    rows = [(torch.zeros(2), torch.zeros(1))] * 8
+    settings = {"plan.threads": 999, "output": str(tmp_path / "run"), "epochs": 5}
+    with pytest.raises(InputError, match=r"^plan\.threads=999: .* set plan\.threads to \d+ or fewer"):
+        train(nn.Linear(2, 1), nn.MSELoss(), rows, settings=settings)
 
 
 @pytest.mark.long

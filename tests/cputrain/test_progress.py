@@ -58,9 +58,9 @@ SPENT = TimeSpent(training_s=2.0, wall_s=2.0, starts=1)
 ACCURACY = Accuracy(top1=50.0, top5=100.0, loss=0.5, images=8, damaged=())
 
 
-def lines(step: int, accuracy: Accuracy | None) -> list[str]:
+def lines(step: int, accuracy: Accuracy | None, path: str | None = None) -> list[str]:
     result = TrainResult(accuracy=accuracy, test=None, step=step, trained_s=1.0, ended={"time": 0.0})
-    return summary_lines(result, 1_200, SPENT, "images", 1 << 30, None)
+    return summary_lines(result, 1_200, SPENT, Recipe(name="demo", data={"path": path}), 1 << 30, None)
 
 
 def test_an_end_by_max_steps_is_said() -> None:
@@ -72,3 +72,4 @@ def test_an_end_by_max_steps_is_said() -> None:
 def test_a_training_that_was_stopped_says_how_to_continue() -> None:
     """Ranks that cputrain watches are stopped by one signal, whichever it has got."""
     assert lines(7, None) == ["stopped by a signal  after step 7, checkpoint saved: continue with --resume"]
+    assert lines(7, None, "own")[0].endswith("continue with resume=True"), "by cputrain.train of a script"

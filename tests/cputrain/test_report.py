@@ -136,6 +136,8 @@ def test_the_status_of_a_run_in_every_state(tmp_path: Path) -> None:
     assert read_run(write_run(tmp_path / "e", events=[end])).status() == STOPPED
     html = write_report(tmp_path / "e").read_text()
     assert "continue with cputrain train " in html and "of 240" in html and "best top-1" in html
+    (tmp_path / "e/recipe.yaml").write_text("name: x\ndata: {path: own}\n")
+    assert "continue with resume=True in the script" in write_report(tmp_path / "e").read_text(), "of cputrain.train"
 
 
 def test_faults_that_a_run_survived_are_told(tmp_path: Path) -> None:
