@@ -31,7 +31,7 @@ from cputrain.affinity.kernel.bound_plan import (
     plan_in_memory,
 )
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
-from cputrain.affinity.terminal import CODES, redraws
+from cputrain.affinity.terminal import CODES
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import abandon_group, all_gather, end_group, no_exit_limit, run_on_main_rank
@@ -104,12 +104,15 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     found = load_newest(folder, rank, wording_for(recipe)) if options.resume else None
     state, notes = build_state(session, found)
     position = found.position if found else Position()
+    # Under cputrain's launcher the job redraws the bar or prints it as lines; a notebook redraws it, too.
+    redrawn = session.context.startup.redrawn or not isinstance(sys.stderr, TextIOWrapper)
     progress = Progress(
         sizes.images_until(position.step),
         sizes.images_until(sizes.last_step(recipe.max_steps)),
         unit=" img" if recipe.data.unit == "images" else f" {recipe.data.unit}",
         shown=session.is_main_rank,
-        bar=not options.quiet and (redraws(sys.stderr, env) or not sys.stderr.isatty()),
+        bar=not options.quiet,
+        redrawn=redrawn,
         redraw_s=float(env.get("TQDM_MININTERVAL", REDRAW_S)),
     )
     log = TrainingLog(

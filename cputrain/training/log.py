@@ -4,6 +4,7 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -97,19 +98,47 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
 
 
 REDRAW_S = 0.5
+PLAIN_S = 10.0  # between lines of progress, as of a job that cputrain launches
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
 LINES = 10  # progress lines of an evaluation without a terminal
 FORMAT = "{desc} |{bar:12}| {percentage:3.0f}% {remaining} left {rate_fmt}{postfix}"
 DECAY = 0.9  # per step, in the exponential average of wait times
 
 
+class BarLines:
+    """Stream for a bar that prints it as lines of standard output."""
+
+    @property
+    def encoding(self) -> str:
+        """Encoding of standard output, which decides how tqdm draws."""
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> None:
+        """Print the bar, unless it is erased."""
+        if line := text.strip("\r "):
+            print(line, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing: each line is flushed."""
+
+
 class Progress:
-    """Printed lines of a training and, with `bar`, a progress bar in images or points; silent unless `shown`."""
+    """Printed lines of a training and, with `bar`, a progress bar in images or points; silent unless `shown`. If the
+    bar is not `redrawn`, it is printed as a line every PLAIN_S seconds, or `redraw_s` if that is more."""
 
     def __init__(
-        self, done: int, images: int, *, unit: str, shown: bool, bar: bool, redraw_s: float = REDRAW_S
+        self,
+        done: int,
+        images: int,
+        *,
+        unit: str,
+        shown: bool,
+        bar: bool,
+        redrawn: bool = True,
+        redraw_s: float = REDRAW_S,
     ) -> None:
-        self.shown = shown
+        self.shown, self._redrawn = shown, redrawn
+        interval_s = redraw_s if redrawn else max(redraw_s, PLAIN_S)
         self._whole_s = self._data_s = self._comm_s = 0.0
         self._bar: Any = tqdm(
             total=images,
@@ -117,9 +146,10 @@ class Progress:
             disable=not (shown and bar),
             desc="first step",
             unit=unit,
-            file=sys.stderr,
+            file=sys.stderr if redrawn else BarLines(),
             bar_format=FORMAT,
-            mininterval=redraw_s,
+            mininterval=interval_s,
+            delay=0 if redrawn else interval_s,
             leave=False,
         )
 
@@ -137,8 +167,8 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a permanent line above the bar."""
         if self.shown:
-            tqdm.write(printable_lines(text), file=sys.stdout)
-            sys.stdout.flush()
+            with tqdm.external_write_mode() if self._redrawn else nullcontext():
+                print(printable_lines(text), flush=True)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -23,9 +23,10 @@ RESULT = StepResult(
 EPOCH: dict[str, Any] = {"train_loss": 1.0, "train_top1": 50.0, "accuracy": None, "seconds": 9.0, "images": 640}
 
 
-def train(*, quiet: bool) -> None:
+def train(*, quiet: bool, redrawn: bool = True) -> None:
     """Two steps of a second and an epoch."""
-    progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redraw_s=0.0)
+    progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redrawn=redrawn, redraw_s=0.0)
+    progress.line("a note")
     sizes = {"last_step": 540, "steps_per_epoch": 36}
     log = TrainingLog(recipe=Recipe(epochs=15), progress=progress, events=SilentEvents(), **sizes, quiet=quiet)
     settings = StepSettings(images=32, passes=1, lr=0.1, weight_decay=0.0)
@@ -48,10 +49,27 @@ def test_the_bar_has_epoch_step_speed_loss_rate_time_left_and_the_shares_of_wait
     assert "epoch 1/15  loss 1.0000  acc 50.00  9.0 s" in out and "warning: the disk is almost full" in out
 
 
+def test_without_a_terminal_the_bar_is_a_line_at_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(quiet=False, redrawn=False)
+    out, err = capsys.readouterr()
+    assert [line.partition("  ")[0] for line in out.splitlines()] == [
+        "a note",
+        "epoch 1/15",
+        "warning: the disk is almost full",
+    ]
+    monkeypatch.setattr("cputrain.training.log.PLAIN_S", 0.0)
+    train(quiet=False, redrawn=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("epoch 1/15 step 2/540 |")] and not err
+    assert "a note" in lines and "\r" not in out
+
+
 def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     train(quiet=True)
     out, err = capsys.readouterr()
-    assert out == "warning: the disk is almost full\n" and "step" not in err
+    assert out == "a note\nwarning: the disk is almost full\n" and "step" not in err
 
 
 SPENT = TimeSpent(training_s=2.0, wall_s=2.0, starts=1)
