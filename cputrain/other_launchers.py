@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -573,6 +574,13 @@ def _with_inner(outer: ParsedCommand, started: "StartedCommand", inner: Program)
 VALUE = re.compile(r"[0-9.]+[smhd]?|[A-Z0-9]+")  # of a wrapper's option: seconds, a signal, a buffering mode
 SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 BINDERS = ("taskset", "numactl", "hwloc-bind", "likwid-pin", "likwid-mpirun")
+# Words with which such a program or a launcher only prints; the options of some of them must come first.
+HELP = frozenset(("-h", "-help", "--help", "-V", "-version", "--version"))
+PRINTING = {
+    "numactl": ("-H", "--hardware", "-s", "--show"),
+    "hwloc-bind": ("--get", "--get-last-cpu-location"),
+    "likwid-pin": ("-p",),
+}
 
 
 def binder_in(command: tuple[str, ...]) -> str:
@@ -583,6 +591,8 @@ def binder_in(command: tuple[str, ...]) -> str:
 
 def _binds_again(words: tuple[str, ...]) -> str:
     name = PurePath(words[0]).name
+    if _only_prints(name, words[1:]):
+        return ""
     if name in BINDERS:
         return (
             f"{name} in the command replaces the plan's binding of each worker: remove it, or put it before cputrain "
@@ -594,6 +604,14 @@ def _binds_again(words: tuple[str, ...]) -> str:
             "line with cputrain import"
         )
     return ""
+
+
+def _only_prints(name: str, words: tuple[str, ...]) -> bool:
+    """Whether a program with these words binds and starts nothing, as it prints a binding, the hardware or its help."""
+    if name == "taskset" and any(word == "--pid" or re.fullmatch("-[ac]*p[ac]*", word) for word in words):
+        return sum(not word.startswith("-") for word in words) == 1  # a process; with a mask before it, it is bound
+    first = takewhile(lambda word: word.startswith("-"), words)
+    return HELP.issuperset(words) or not {*PRINTING.get(name, ())}.isdisjoint(first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
