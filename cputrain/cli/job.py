@@ -18,7 +18,13 @@ from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import join_or
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
 from cputrain.cli.output import number_option, parse_clock, print_file, print_json
-from cputrain.cli.words import FullSummaryGroup, complete_recipe, complete_recipe_or_setting, complete_setting
+from cputrain.cli.words import (
+    FullSummaryGroup,
+    complete_recipe,
+    complete_recipe_or_setting,
+    complete_setting,
+    refuse_options_as_keys,
+)
 from cputrain.jobs.kubernetes import (
     KINDS,
     MOST_CPUS,
@@ -121,6 +127,7 @@ SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         shell_complete=complete_recipe_or_setting,
         nargs=-1,
         type=click.UNPROCESSED,
+        callback=refuse_options_as_keys,
         metavar="[RECIPE [KEY=VALUE]... | -- CMD...]",
     ),
     click.option(

@@ -23,7 +23,7 @@ from cputrain.affinity.planner.request import (
 )
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.cli.output import FiniteRange, number_option, path_option
-from cputrain.cli.words import complete_machine, complete_setting
+from cputrain.cli.words import complete_machine, complete_setting, refuse_options_as_keys
 from cputrain.launch.options import PlanningOptions, requested_hosts, workers_per_host
 from cputrain.mpi.fabric import FABRICS
 from cputrain.mpi.hosts.schedulers import allocation
@@ -257,7 +257,9 @@ host_groups_option = click.option(
     help="plan these hosts as MACHINE, as in 'n[001-128]=skx-8160-2s'; repeatable, once per group of equal hosts",
 )
 # KEY=VALUE arguments that override keys of the recipe.
-settings_argument = click.argument("settings", shell_complete=complete_setting, nargs=-1, metavar="[KEY=VALUE]...")
+settings_argument = click.argument(
+    "settings", shell_complete=complete_setting, nargs=-1, callback=refuse_options_as_keys, metavar="[KEY=VALUE]..."
+)
 no_verify_option = click.option(
     "--no-verify", is_flag=True, help="continue even if the kernel gave a worker other CPUs or memory than planned"
 )

@@ -20,7 +20,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from cputrain.affinity.errors import Wording, as_option, as_recipe_key
+from cputrain.affinity.errors import InputError, Wording, as_option, as_recipe_key
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import join_or
@@ -106,6 +106,21 @@ def no_such_option(error: click.NoSuchOption) -> str:
     if not hint and len(keys) == 1:
         hint = f"did you mean cputrain train RECIPE {keys[0]}=VALUE?"
     return f"No such option {typed}{f': {hint}' if hint else '.'} See {context.command_path} --help"
+
+
+def refuse_options_as_keys(context: click.Context, _param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words after a command. Raises InputError if one is an option of the command without its dashes
+    (nodes=2), which no recipe key is called."""
+    options = {word: each for each in context.command.params for word in each.opts if word.startswith("--")}
+    for word in () if context.params.get("prepare") else words:
+        name, equals, value = word.partition("=")
+        option = options.get(f"--{name.replace('_', '-')}")
+        if equals and option is not None and not _keys(name):
+            written = option.opts[0] if getattr(option, "is_flag", False) else f"{option.opts[0]} {value}"
+            raise InputError(
+                f"{word} is no key of a recipe: did you mean the option {written} of {context.command_path}?"
+            )
+    return words
 
 
 def _commands_with(option: str, group: click.Command) -> list[str]:

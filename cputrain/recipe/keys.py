@@ -133,7 +133,7 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
         found = keys_elsewhere(last)
     if not found:
         siblings = fields_of(tuple(above))
-        found = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.5)]
+        found = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.65)]
     if not found:
         by_last = {key.rpartition(".")[2]: key for key in every}
         found = [by_last[near] for near in get_close_matches(last, by_last, n=1, cutoff=0.75)]

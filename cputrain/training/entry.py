@@ -488,6 +488,8 @@ def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -
         settings = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     for setting in settings:
         key = setting.partition("=")[0]
+        if key in ("resume", "overwrite", "quiet"):
+            raise InputError(f"setting {key} is no recipe key: give train the argument {key}=True")
         if key.startswith(REPLACED_KEYS) and key not in KEPT_KEYS:
             raise InputError(f"setting {key} has no effect with your own network, loss and data: remove it")
     settings = (*settings, f"data.path={USER_SAMPLES}")

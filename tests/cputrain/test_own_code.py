@@ -138,6 +138,8 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
     for key in ("model.name=lenet", "data.crop=32", "label_smoothing=0.1", "loss=mse", "data.path=x"):
         with pytest.raises(InputError, match=f"setting {key.partition('=')[0]} has no effect with your own network"):
             _own_recipe(None, [key])
+    with pytest.raises(InputError, match=r"^setting resume is no recipe key: .* argument resume=True$"):
+        _own_recipe(None, {"resume": True})
     with pytest.raises(InputError, match="unknown key"):
         _own_recipe(None, {"optim.nam": "lars"})
     recipe = _own_recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
