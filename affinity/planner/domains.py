@@ -244,6 +244,7 @@ def divide_group(group: Cores, count: int) -> list[Cores]:
 
 MOST_CORES_PER_WORKER = 24
 SMALL_HOST_CORES = 4
+AMX = "amx_tile"  # the flag of processors on which one worker is the fastest on a small host
 NEAR_EQUAL = 4 / 3
 WORKER_COUNT_FIGURES = (
     Reason(
@@ -254,10 +255,11 @@ WORKER_COUNT_FIGURES = (
     ),
     Reason(
         what="hosts with a worker per core",
-        value=f"at most {SMALL_HOST_CORES} cores",
-        why="measured on 2 cores of AMD Zen 3: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; on 2 of a "
-        "Xeon with AMX 0.9-0.95 times. Not measured on larger hosts, where each additional worker costs memory and a "
-        "rank in every all-reduce; `cputrain tune` measures a host, and its plan replaces the rule's",
+        value=f"at most {SMALL_HOST_CORES} cores, without AMX",
+        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2 on AMD Zen 3, about as "
+        "fast on AMD Zen 4, 0.9-0.95 times as fast on a Xeon with AMX. Not measured on larger hosts, where each "
+        "additional worker costs memory and a rank in every all-reduce; `cputrain tune` measures a host, and its plan "
+        "replaces the rule's",
     ),
     Reason(
         what="near-equal workers",
@@ -275,16 +277,17 @@ def plausible_workers(cores: Cores) -> set[int]:
 
 
 def choose_layout(
-    cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool
+    cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool, amx: bool
 ) -> tuple[Layout, str]:
     """Choose the number of workers and their cores, and return the layout with the reason.
 
     Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Among the nearly fastest layouts the
     order is: near-equal workers, speed, whole level-3 caches, fewest workers. `headroom` is the smallest ratio of a
     worker's memory to its need; if the layout lacks memory, fewer workers get more each. `most`: limit on the workers.
+    `amx`: whether the processor has AMX.
     """
-    suited = _layout_by_cores(cores, proportional=proportional)
-    why = _explain_layout(cores, suited)
+    suited = _layout_by_cores(cores, proportional=proportional, amx=amx)
+    why = _explain_layout(cores, suited, amx=amx)
     if most is not None and most < len(suited.parts):
         suited = best_layout(cores, most, headroom, proportional=proportional)
         why = formatted("the batch and the images suffice for {most_workers:worker} per host", most_workers=most)
@@ -299,12 +302,12 @@ def choose_layout(
     return max([suited, *fewer], key=headroom), "no worker count fits in the memory; this one comes nearest"
 
 
-def _layout_by_cores(cores: Cores, *, proportional: bool) -> Layout:
+def _layout_by_cores(cores: Cores, *, proportional: bool, amx: bool) -> Layout:
     """Choose a layout by the cores alone, without regard to memory.
 
-    On small hosts each core has a worker, except slow cores whose worker would delay all others.
+    On small hosts without AMX each core has a worker, except slow cores whose worker would delay all others.
     """
-    if len(cores) <= SMALL_HOST_CORES:
+    if len(cores) <= SMALL_HOST_CORES and not amx:
         fastest = [[core for core in cores if core.speed >= speed] for speed in {core.speed for core in cores}]
         single = [Layout(parts=tuple((core,) for core in kept)) for kept in fastest]
         return max(single, key=lambda one: (one.pace(proportional=proportional), len(one.parts)))
@@ -330,18 +333,23 @@ def _whole_caches(layout: Layout) -> bool:
     return sum(map(len, each)) == len(set().union(*each))
 
 
-def _explain_layout(cores: Cores, layout: Layout) -> str:
+def _explain_layout(cores: Cores, layout: Layout, *, amx: bool) -> str:
     """Explain the layout that `_layout_by_cores` chose."""
     count, groups, places = len(layout.parts), uniform_groups(layout.used), memory_places(layout.used)
     nodes = len(places.nodes)
     if len(cores) == 1:
         why = "one for the only core"
-    elif len(cores) <= SMALL_HOST_CORES:
+    elif len(cores) <= SMALL_HOST_CORES and not amx:
         which = "each core" if count == len(cores) else "each of the {used} fastest of {cores} cores"
         why = (
-            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, one thread per worker trains fastest on most "
-            "processors (two cores of AMD Zen 3: 1.2-1.35x over one worker of two threads; of a Xeon with AMX: "
-            "0.9-0.95x); cputrain tune measures this host"
+            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer, a worker per core is no slower without AMX (two "
+            "cores of AMD Zen 3: 1.2-1.35x over one worker of two threads; of Zen 4: about equal); cputrain tune "
+            "measures this host"
+        )
+    elif len(cores) <= SMALL_HOST_CORES and count == 1:
+        why = (
+            f"one for the host: with {SMALL_HOST_CORES} cores or fewer and AMX, one worker is faster (two cores of a "
+            "Xeon with AMX: 1.05-1.1x over two workers of one thread); cputrain tune measures this host"
         )
     elif count == len(groups) == 1:
         some = "" if len(layout.used) == len(cores) else "{used} of "
@@ -430,7 +438,7 @@ def partition_host(
         return headroom(domains_of(cores, layout))
 
     if ppn is None:
-        layout, ppn_why = choose_layout(cores, most, room, proportional=proportional)
+        layout, ppn_why = choose_layout(cores, most, room, proportional=proportional, amx=AMX in machine.isa)
     else:
         layout = best_layout(cores, ppn, room, proportional=proportional)
     faster = None if ppn is None or proportional else _faster_layout(cores, layout, room)
@@ -637,8 +645,8 @@ def _without_occupied(machine: Machine, request: Request) -> UsableCores:
     kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
     if not kept:
         raise RequestError(
-            f"{{share=true}}: processes of other plans use all {len(cores)} cores available to this process on host "
-            f"{machine.name}; wait until they end, or plan without {{share}}"
+            f"{{share=true}}: processes of other plans use all {plural(len(cores), 'core')} available to this process "
+            f"on host {machine.name}; wait until they end, or plan without {{share}}"
         )
     why = "the others are in use by processes of other plans ({share=true})"
     return _narrowed(machine, kept, why, unused_why="on cores in use by processes of other plans")

@@ -120,6 +120,22 @@ def test_workers_of_ordinary_machines(machine, workers: int, intra: int) -> None
     assert [worker.intra_op for worker in plan.workers] == [intra] * workers
 
 
+@pytest.mark.parametrize(
+    ("machine", "workers", "intra"),
+    [((1, 1, 2, 1), 1, 2), ((1, 1, 4, 2), 1, 4), ((2, 1, 2, 1), 2, 2), ((1, 1, 1, 1), 1, 1), ((2, 1, 24, 2), 2, 23)],
+)
+def test_a_small_host_with_amx_has_one_worker_in_each_node(machine, workers: int, intra: int) -> None:
+    """Measured on two cores of a Xeon with AMX: one worker of two threads is faster than two of one."""
+    with_amx = replace(build_machine(*machine), isa=("avx2", "avx512f", "amx_tile"))
+    plan = plan_machine(with_amx, Request(), RUNTIME)
+    assert [worker.intra_op for worker in plan.workers] == [intra] * workers
+    (why,) = (reason.why for reason in plan.reasons if reason.what == "workers per host")
+    measured = (
+        "(two cores of a Xeon with AMX: 1.05-1.1x over two workers of one thread); cputrain tune measures this host"
+    )
+    assert why.endswith(measured) == (workers == 1 and intra > 1)
+
+
 def test_the_published_evaluation_on_one_worker(golden) -> None:
     """The 256-node document's 5a: OMP_NUM_THREADS=46, --num_inter_threads 2, on one host of 2 x 24 cores."""
     plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=1, threads=46, inter_op=2), RUNTIME)

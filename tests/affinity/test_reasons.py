@@ -118,8 +118,9 @@ NUMBERS: dict[str, dict[str, Callable[[Facts], object]]] = {
 }
 # Numbers of texts that stand in the rules, in sources, in names and in lists of CPUs and nodes.
 CONSTANT = re.compile(
-    r"with 4 cores or fewer|Zen 3: 1\.2-1\.35x|AMX: 0\.9-0\.95x|at most 24|24-core packages \(intra-op 22, inter-op 2\)"
-    r"|ResNet-50 at 224 x 224|NUMA nodes? [\d,-]+|\d+ of speed \d\.\d\d|lib(?:gomp|iomp5): .*|" + PUBLISHED
+    r"with 4 cores or fewer|Zen 3: 1\.2-1\.35x|of Zen 4|AMX: 1\.05-1\.1x|at most 24"
+    r"|24-core packages \(intra-op 22, inter-op 2\)|ResNet-50 at 224 x 224|NUMA nodes? [\d,-]+|\d+ of speed \d\.\d\d"
+    r"|lib(?:gomp|iomp5): .*|" + PUBLISHED
 )
 WARNINGS: list[Pattern] = [
     (
