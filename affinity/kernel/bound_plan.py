@@ -39,7 +39,7 @@ from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS,
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.wording import MIB, first_named
+from cputrain.affinity.wording import MIB, first_named, plural
 
 # The path of the plan that a command was bound by, and the local rank of its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
@@ -371,7 +371,7 @@ def comparison(processes: Sequence[Running]) -> str:
             lines.append(f"  planned  worker {worker.local_rank}: CPUs {format_list(worker.pus)}, memory {memory}")
         policy = process.memory_policy and f", memory {_policy_text(process.memory_policy, process.policy_nodes)}"
         sizes = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
-        used = f"CPUs {format_list({pu for pus in by_cpus for pu in pus})} to {len(process.threads)} threads"
+        used = f"CPUs {format_list({pu for pus in by_cpus for pu in pus})} to {plural(len(process.threads), 'thread')}"
         lines.append(f"  actual   {used}{policy or ''}" + (f"; {sizes}" if sizes else ""))
         if len(by_cpus) > 1:
             lines += [f"  threads  CPUs {format_list(pus)}: {format_list(ids)}" for pus, ids in by_cpus.items()]
@@ -440,11 +440,12 @@ def contention_warnings(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[st
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
     if not found:
         return ()
+    process, them, end = ("process", "it", "it ends") if len(found) == 1 else ("processes", "them", "they end")
     named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
     occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
     try:
         plan_machine(plan.machine, replace(plan.request, occupied=occupied), plan.runtime, plan.measured)
-        remedy = "{share=true} avoids them"
+        remedy = f"{{share=true}} avoids {them}"
     except InputError:
-        remedy = "wait until they end, as too few cores are free of them"
-    return (f"cores of this plan are in use by processes {named} of another plan: {remedy}",)
+        remedy = f"wait until {end}, as too few cores are free of {them}"
+    return (f"cores of this plan are in use by {process} {named} of another plan: {remedy}",)

@@ -122,7 +122,7 @@ def train_command(
         if dry_run:
             if warning := rate_warning(training, global_batch=planned.sizes.global_batch):
                 click.echo(f"warning: {warning}")
-            click.echo("\n" + plan_to_text(planned.plan))
+            click.echo("\n" + plan_to_text(planned.plan, wording=as_recipe_key))
             return 0
         for warning in planned.plan.render(as_recipe_key).warnings if failure is None else ():
             print_line(f"warning: {warning}")
@@ -149,9 +149,10 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
 def _show_sizes(planned: PlannedTraining) -> None:
     recipe = planned.recipe
     threads = spread([worker.intra_op for worker in planned.plan.workers], "thread")
+    each = " each" if planned.ppn > 1 else ""
     print_line(
         f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
-        f"{plural(planned.ppn, 'worker')} of {threads} each"
+        f"{plural(planned.ppn, 'worker')} of {threads}{each}"
     )
     for note in planned.survey.notes:
         print_line(note)

@@ -69,7 +69,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
     assert f"{plain[0]} (CPUs {','.join(map(str, taken))})" in warning
-    assert warning.endswith(" of another plan: {share=true} avoids them")
+    assert warning.endswith(" of another plan: {share=true} avoids it") and "by process " in warning
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
         plan = json.loads(out)
@@ -89,7 +89,8 @@ def test_a_training_shares_the_host_or_warns_that_it_takes_others_cores(tmp_path
     (pid, status, out, err), around = beside(
         tmp_path, CORES[0].pus, (*train, "--dry-run"), (*train, "plan.share=true", "plan.ppn=1", "output=run")
     )
-    assert status == 0 and f"{pid} (CPUs" in " ".join(out.split()), err
+    assert status == 0 and f"{pid} (CPUs" in (shown := " ".join(out.split())), err
+    assert "plan.share=true avoids it" in shown
     assert around[1] == 0, around[3]
     assert "in use" not in around[2]
     start = json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[0])
@@ -150,8 +151,8 @@ def test_sharing_is_advised_only_where_the_other_cores_are_enough(
 ) -> None:
     plan = plan_machine(build_machine(1, 1, 4, 1), request_, Runtime())
     (warning,) = contention_warnings(plan, (Neighbor(pid=7, pus=taken),))
-    assert ("{share=true} avoids them" in warning) == helps
-    assert warning.endswith("wait until they end, as too few cores are free of them") != helps
+    assert ("{share=true} avoids it" in warning) == helps
+    assert warning.endswith("wait until it ends, as too few cores are free of it") != helps
 
 
 def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:

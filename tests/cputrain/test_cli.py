@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cputrain.affinity.kernel import bound_plan
+from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.cli import main
 from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
 from tests.support.images import survey, write_images
@@ -183,6 +185,16 @@ def test_plan_refuses_a_recipe_in_every_format_and_prints_nothing(
     assert main(["plan", "mnist-linear-study", *machine, "--format", form, setting, "schedule.peak_rate=auto"]) == 2
     printed = capsys.readouterr()
     assert told in printed.err and not printed.out
+
+
+def test_a_dry_run_of_a_training_names_keys_of_its_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = read_machine(Path("/")).allowed_cores[0].pus
+    monkeypatch.setattr(bound_plan, "find_neighbors", lambda _env: (bound_plan.Neighbor(pid=7, pus=taken),))
+    assert main(["train", "linear-regression", "plan.ppn=1", "plan.threads=1", "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "in use by process 7 " in shown and ("plan.share=true avoids it" in shown) == (CORES > 1)
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
