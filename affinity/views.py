@@ -10,7 +10,7 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import RESNET50, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.machine import Core, Machine, format_list
-from cputrain.affinity.wording import memory_text
+from cputrain.affinity.wording import memory_text, plural
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
@@ -257,7 +257,8 @@ def plan_differences(a: Plan, b: Plan, *, wording: Wording = as_field) -> list[s
             lines.append(f"worker {rank}: removed")
         elif rank >= len(a.workers):
             worker = b.workers[rank]
-            lines.append(f"worker {rank}: added on CPUs {format_list(worker.pus)} with {worker.intra_op} threads")
+            threads = plural(worker.intra_op, "thread")
+            lines.append(f"worker {rank}: added on CPUs {format_list(worker.pus)} with {threads}")
         else:
             lines += [f"worker {rank} {line}" for line in _worker_differences(a.workers[rank], b.workers[rank])]
     before_unused = {item.why: format_list(item.pus) for item in a.unused}
@@ -342,7 +343,7 @@ def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
         threads = f"{worker.intra_op} intra-op, {worker.inter_op} inter-op threads"
         nodes_used = ",".join(map(str, worker.memory_nodes))
         line = f"worker {worker.local_rank} {letter(worker.local_rank)}: {threads}, memory {worker.memory_policy}"
-        batch = "" if worker.local_batch is None else f", {worker.local_batch} images per step"
+        batch = "" if worker.local_batch is None else f", {plural(worker.local_batch, 'image')} per step"
         y = _text(parts, GAP + 18, y, f"{line} {nodes_used}".rstrip() + batch)
     for reason in plan.reasons:
         for line in wrap(f"{reason.what} {reason.value}: {reason.why}", LETTERS_PER_LINE):

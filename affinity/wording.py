@@ -10,8 +10,8 @@ SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural: "1 worker", "2,048 workers"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return a number with its noun in singular or plural: "1 worker", "2,048 workers", "10 classes"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def spread(numbers: Collection[int], noun: str = "") -> str:

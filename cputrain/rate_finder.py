@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_reduce_sum, end_group
 from cputrain.files import write_text
 from cputrain.launch.rank_process import RankContext
@@ -152,6 +153,6 @@ def find_rate(
         return
     suggested = "no learning rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
     print(f"{suggested}: {found.why}", flush=True)
-    print(f"{len(test.rates):,} steps with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
+    print(f"{plural(len(test.rates), 'step')} with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
     if picture is not None:
         print(picture, flush=True)

@@ -99,7 +99,7 @@ def batch_reasons(
     why = "the default, as neither a recipe nor {local_batch} sets it" if default else SET
     if request.global_batch is not None:
         why = formatted(
-            "equal parts of the global batch of {global_batch} images on {workers:worker}, in as few backward passes "
+            "equal parts of the global batch of {global_batch:image} on {workers:worker}, in as few backward passes "
             "as possible",
             global_batch=request.global_batch,
             workers=request.nodes * len(workers),
@@ -137,7 +137,7 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
     memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
     costs = [
         "{ranks:rank} in each all-reduce",
-        *(["{images:,} images in one backward pass of all workers"] if images else []),
+        *(["{images:image} in one backward pass of all workers"] if images else []),
         *(["{memory:GiB .1f} GiB on a host"] if memory else []),
     ]
     value = formatted(", ".join(costs), ranks=ranks, images=request.nodes * sum(images), memory=sum(memory))

@@ -17,6 +17,7 @@ from cputrain.affinity.planner.request import Measured, Reason, Unused, check_re
 from cputrain.affinity.ranks.host_names import find_host, find_this_host
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import Core, Count, Ids, Machine, NumaNode, OneOrMore
+from cputrain.affinity.wording import plural
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
@@ -292,5 +293,6 @@ def _is_group(group: Any) -> bool:
 def worker_of(plan: Plan, local_rank: int) -> WorkerPlan:
     """Return a plan's worker by its local rank. Raises InputError if there is none."""
     if not 0 <= local_rank < len(plan.workers):
-        raise InputError(f"local rank {local_rank} is not in the plan, which has {len(plan.workers)} workers per host")
+        found = f"{plural(len(plan.workers), 'worker')} per host"
+        raise InputError(f"local rank {local_rank} is not in the plan, which has {found}")
     return plan.workers[local_rank]

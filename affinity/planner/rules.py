@@ -28,7 +28,7 @@ from cputrain.affinity.planner.request import (
     training_name,
 )
 from cputrain.affinity.topology.machine import Core, Machine
-from cputrain.affinity.wording import formatted
+from cputrain.affinity.wording import formatted, plural
 
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # mean over a whole training step
 BF16_GFLOPS = {"avx512_bf16": 150.0}  # processors with AMX have avx512_bf16, too; without it bf16 is emulated
@@ -383,8 +383,8 @@ def worker_sizes(
     (comm, why_comm), (loader, why_loader) = _reserved_cores(rates, request, default_why, domain, ppn)
     if comm + loader - len(domain.spare) >= len(domain.cores):
         raise RequestError(
-            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores for "
-            "computing: reserve fewer cores, or set a smaller {ppn}"
+            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s "
+            f"{plural(len(domain.cores), 'core')} for computing: reserve fewer cores, or set a smaller {ppn}"
         )
     compute = reserve(domain, comm + loader, at_end=request.reserve_last).compute
     candidates = compute_candidates(compute, smt=request.smt)

@@ -62,12 +62,12 @@ def info(folder: Path, label_column: str | None, output_format: str) -> None:
         print_json(found)
         return
     more = ", ..." if len(dataset.classes) > 5 else ""
-    click.echo(f"{len(dataset.classes):,} classes: {printable(', '.join(dataset.classes[:5]))}{more}")
+    click.echo(f"{plural(len(dataset.classes), 'class')}: {printable(', '.join(dataset.classes[:5]))}{more}")
     for note in dataset.notes:
         click.echo(printable(note))
     for split, each in found["splits"].items():
         counts = f"{min(each['images_of_class']):,} to {max(each['images_of_class']):,} per class"
-        click.echo(f"{split}: {each['images']:,} images, {each['bytes'] / 1e6:,.1f} MB, {counts}")
+        click.echo(f"{split}: {plural(each['images'], 'image')}, {each['bytes'] / 1e6:,.1f} MB, {counts}")
         click.echo(_mixing(each["classes_in_window"], each["expected_classes_in_window"]))
         if found["prepared_with"] is not None:
             unusual = "".join(f", {name}: {count:,}" for name, count in sorted(each["unusual"].items()))
@@ -123,7 +123,7 @@ def verify(folder: Path, output_format: str) -> int:
     if output_format == "json":
         print_json({"folder": str(folder), "samples": total, "damaged": damaged})
     else:
-        click.echo(f"{folder}: {len(damaged):,} of {total:,} samples damaged")
+        click.echo(f"{folder}: {len(damaged):,} of {plural(total, 'sample')} damaged")
     return int(bool(damaged))
 
 

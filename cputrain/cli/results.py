@@ -274,6 +274,6 @@ def export_command(
 
     done = export(found, file, choose_format(file, format_name), os.environ, image_files(images))
     click.echo(
-        f"{file}: {done.tensors} tensors of {found}; logits of {done.images} images differ from an evaluation's by at "
-        f"most {done.difference:.1g} of the largest one"
+        f"{file}: {done.tensors} tensors of {found}; logits of {plural(done.images, 'image')} differ from an "
+        f"evaluation's by at most {done.difference:.1g} of the largest one"
     )

@@ -229,7 +229,7 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
         text = (
             f"({one.status}: {one.why})"
             if isinstance(one, InvalidTraining)
-            else f"(global batch {one.sizes.global_batch:,}, {one.sizes.total_steps:,} steps)"
+            else f"(global batch {one.sizes.global_batch:,}, {plural(one.sizes.total_steps, 'step')})"
         )
         click.echo(f"{number:>3}/{len(planned)}  {' '.join(variant.arguments)}  {text}")
     invalid = [one for _, one in planned if isinstance(one, InvalidTraining)]

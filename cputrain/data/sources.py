@@ -95,7 +95,7 @@ def read_mnist(source: Path) -> Source:
         path = _find(source, f"{images}-idx3-ubyte")
         pixels, numbers = read_idx(path, 3), read_idx(_find(source, f"{labels}-idx1-ubyte"), 1)
         if len(pixels) != len(numbers):
-            raise InputError(f"{path} has {len(pixels):,} images, but there are {len(numbers):,} labels")
+            raise InputError(f"{path} has {plural(len(pixels), 'image')}, but there are {len(numbers):,} labels")
         splits[split] = ArrayImages(pixels, numbers, path)
     count = 1 + max(int(split.labels.max()) for split in splits.values())
     found = {split: opened(images) for split, images in splits.items()}

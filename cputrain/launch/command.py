@@ -460,7 +460,7 @@ def request_of_rank(options: PlanningOptions, base: Request, rank: Rank) -> Requ
     ppn = options.given["ppn"]
     if ppn not in (None, "auto", rank.local_world_size):
         raise InputError(
-            f"--ppn {ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
+            f"--ppn {ppn}, but this host has {plural(rank.local_world_size, 'rank')}: remove --ppn, or "
             f"set it to {rank.local_world_size}"
         )
     return request_of_options(options, base)

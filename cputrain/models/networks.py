@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import plural
 from cputrain.models.vision import build_of_library, import_torchvision
 from cputrain.recipe.schema import RESNETS, TIMM, DataSection, ModelSection
 
@@ -234,7 +235,7 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
     """
     if section.classes is not None and section.classes < classes:
         raise InputError(
-            f"model.classes={section.classes}, but the data has {classes} classes: set it to {classes} or null"
+            f"model.classes={section.classes}, but the data has {plural(classes, 'class')}: set it to {classes} or null"
         )
     outputs = section.classes or classes
     if features is not None:

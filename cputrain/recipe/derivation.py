@@ -94,7 +94,7 @@ def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
     has_rule = recipe.optim.name in RULES
     other = "optim.scale_rate_by=batch" if has_rule else f"tune schedule.peak_rate for {global_batch:,}"
     return (
-        f"schedule.peak_rate={rate:g} was tuned for a global batch of {reference:,} images, but this job's is "
+        f"schedule.peak_rate={rate:g} was tuned for a global batch of {plural(reference, 'image')}, but this job's is "
         f"{global_batch:,}: set batch.global={reference}, or {other}"
     )
 
@@ -182,11 +182,12 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
     epoch_images = recipe.data.images_per_epoch or images
     if epoch_images > images:
         raise InputError(
-            f"data.images_per_epoch={epoch_images:,} is more than the {images:,} images in train/: lower it, or remove "
-            "it"
+            f"data.images_per_epoch={epoch_images:,} is more than the {plural(images, 'image')} in train/: lower it, "
+            "or remove it"
         )
     if images < workers:
-        fewer = f"set plan.ppn to {images // nodes} or less" if nodes <= images else f"use {images} hosts or fewer"
+        hosts = f"use {plural(images, 'host')} or fewer"
+        fewer = f"set plan.ppn to {images // nodes} or less" if nodes <= images else hosts
         raise InputError(
             f"{plural(workers, 'worker')} need at least {plural(workers, 'image')}, but train/ has {images}: {fewer}"
         )
@@ -252,8 +253,8 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
     """Return the error for an epoch with fewer images than a step."""
     if batch.global_ is not None:
         return (
-            f"batch.global={global_batch:,} is more than the {epoch_images:,} images of an epoch: set batch.global to "
-            f"{epoch_images} or less"
+            f"batch.global={global_batch:,} is more than the {plural(epoch_images, 'image')} of an epoch: set "
+            f"batch.global to {epoch_images} or less"
         )
     fitting = max(epoch_images // (workers * batch.accumulation), 1)
     return (

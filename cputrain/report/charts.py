@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cputrain.affinity.wording import GIB
+from cputrain.affinity.wording import GIB, plural
 from cputrain.mpi.usage import HostUse, WorkerUse
 from cputrain.report.run import LOOPBACK, Run, Usage, busy, interfaces_of, mb_per_s, running_time, unit_of
 
@@ -392,7 +392,8 @@ def time_heat(run: Run) -> Heat | None:
         at=tuple(records[c[-1]]["step"] for c in columns),
         measures={name: _largest(values, groups, columns) for name, values in measures.items()},
         words=(
-            f"{ranks} ranks over {len(records)} records, the last one at step {records[-1]['step']:,}; rank {slowest} "
+            f"{plural(ranks, 'rank')} over {plural(len(records), 'record')}, the last one at step "
+            f"{records[-1]['step']:,}; rank {slowest} "
             f"computes longest, {compute[slowest].mean():.4g} s per step on average (all: {compute.mean():.4g} s)"
         ),
     )
@@ -437,8 +438,8 @@ def trust_heat(run: Run) -> Heat | None:
         at=tuple(records[c[-1]]["step"] for c in columns),
         measures={name: _largest(values, singles, columns) for name, values in measures.items()},
         words=(
-            f"{len(layers)} layers over {len(records)} records; at the last one {next(iter(measures))} is highest in "
-            f"{layers[int(known.argmax())]} ({known.max():.4g})"
+            f"{plural(len(layers), 'layer')} over {plural(len(records), 'record')}; at the last one "
+            f"{next(iter(measures))} is highest in {layers[int(known.argmax())]} ({known.max():.4g})"
         ),
         log=True,
     )

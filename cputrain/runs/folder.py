@@ -260,9 +260,9 @@ def reason_not_to_resume(
         restore = "restore data.train_images" if new.data.generated else "set data.path to the same images"
         same_data = "use the same data" if new.data.path == USER_SAMPLES else restore
         return (
-            f"{resume}: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
-            f"classes, but the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
-            f"{same_data}"
+            f"{resume}: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of "
+            f"{plural(now.classes, 'class')}, but the run in {folder} was trained on {before.train_images:,} of "
+            f"{before.classes}: {same_data}"
         )
     if now.global_batch != before.global_batch:
         return (
@@ -469,7 +469,7 @@ def finished(folder: Path, last_step: int) -> str | None:
     ]
     if not figures and end.get("val_loss") is not None:
         figures = [f"validation loss {end['val_loss']:.4f}"]
-    result = ", ".join([f"{end['steps']:,} steps", *figures])
+    result = ", ".join([plural(end["steps"], "step"), *figures])
     return f"{folder} is finished: {result}; nothing to do"
 
 

@@ -109,7 +109,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     setup = reference.setup
     layers = reuse_slowness(layers_of(scenario.recipe), reference.setup.layers)
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
-    workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
+    workers = f"{setup.hosts} x {plural(setup.workers, 'worker')} with {plural(setup.local_batch, 'image')}"
     rest = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"
     fabric = f"{link.name}: {link.source}"
 
@@ -192,8 +192,8 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     axes.set(
         xlim=(0, MS * step.step_s),
         xlabel="ms",
-        title=f"{scenario.recipe.name}: a step on {setup.hosts} x {setup.workers} workers, "
-        f"{setup.local_batch} images each",
+        title=f"{scenario.recipe.name}: a step on {setup.hosts} x {plural(setup.workers, 'worker')}, "
+        f"{plural(setup.local_batch, 'image')} each",
     )
     axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     return figure_svg(made)
@@ -243,7 +243,8 @@ def _predicted(recipe: Recipe, plan: Plan, fabric: str, measured: MeasuredTraini
 
 
 def _line(row: Row, epochs: int) -> str:
-    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {rough_duration(row.time_to_train_s)}"
+    took = row.time_to_train_s
+    time = "" if took is None else f"; {plural(epochs, 'epoch')} in {rough_duration(took)}"
     return (
         f"predicted: {row.images_per_s:,.0f} images/s ({row.low:,.0f} to {row.high:,.0f}), "
         f"{100 * row.efficiency:.0f} % of {plural(row.nodes, 'single host')}{time} (cputrain simulate)"

@@ -39,7 +39,7 @@ from cputrain.affinity.planner.step_time import (
 )
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import first_named, join_or
+from cputrain.affinity.wording import first_named, join_or, plural
 from cputrain.launch.local import request_of
 from cputrain.models.sizes import state_copies
 from cputrain.recipe.derivation import TrainingSizes, derive
@@ -252,7 +252,7 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
     if found is None:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
-            f"{reference.setup.ranks} workers; check the rate"
+            f"{plural(reference.setup.ranks, 'worker')}; check the rate"
         )
     return found
 
@@ -509,8 +509,8 @@ def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
         if not near:
             raise InputError(f"batch.global={batch} does not divide among {workers} workers per host; set plan.ppn")
         raise InputError(
-            f"batch.global={batch} does not divide among {count} hosts of {workers} workers; the nearest numbers of "
-            f"hosts are {join_or([str(n) for n in near])}"
+            f"batch.global={batch} does not divide among {plural(count, 'host')} of {plural(workers, 'worker')}; the "
+            f"nearest numbers of hosts are {join_or([str(n) for n in near])}"
         )
 
 
@@ -548,7 +548,7 @@ def best_plan(scenario: Scenario, hosts: int, most_images: int | None) -> tuple[
     ]
     if not found:
         raise InputError(
-            f"--batch-limit {limit:,} leaves less than one image to each worker of {hosts} hosts; raise it"
+            f"--batch-limit {limit:,} leaves less than one image to each worker of {plural(hosts, 'host')}; raise it"
         )
     allowed = [each for each in (own, *others) if each.setup.global_batch <= limit]
     return (own, *others, replace(min((*allowed, *found), key=lambda each: each.time_to_train_s), name="best"))

@@ -242,7 +242,7 @@ def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     share = None if limit is None else limit // planned.ppn
     if workload is not None and peak is not None and share is not None and peak > share:
         raise DoesNotFitError(
-            f"{workload.name} with {planned.recipe.batch.local} images per step needs {peak / GIB:.2f} GiB; "
+            f"{workload.name} with {plural(planned.recipe.batch.local, 'image')} per step needs {peak / GIB:.2f} GiB; "
             f"--memory leaves {share / GIB:.2f} GiB to each of {plural(planned.ppn, 'worker')}",
             largest=largest_batch(workload, share),
         )

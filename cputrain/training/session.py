@@ -283,8 +283,8 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
     images = sizes.used_images_per_epoch // sizes.steps_per_epoch
     if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(
-            f"{images} images a step, split in proportion to {batches}, leave a rank without images in some of "
-            f"{plural(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
+            f"{plural(images, 'image')} a step, split in proportion to {batches}, leave a rank without images in some "
+            f"of {plural(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches
 

@@ -485,7 +485,7 @@ def likely_cause(pace: StepStats, typical: StepStats) -> tuple[str, str]:
     if pace.mhz and pace.mhz < CLOCK * typical.mhz:
         return "clock", f"its cores run at {pace.mhz:,.0f} MHz, the median rank's at {typical.mhz:,.0f} MHz"
     if pace.threads < typical.threads:
-        threads = f"it has {pace.threads:.0f} threads, the median rank {typical.threads:.0f}"
+        threads = f"it has {plural(round(pace.threads), 'thread')}, the median rank {typical.threads:.0f}"
         return "threads", f"{threads} (set plan.balance=batch)"
     if typical.read_s and pace.read_s > READING * typical.read_s:
         times = pace.read_s / typical.read_s

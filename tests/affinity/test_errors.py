@@ -18,6 +18,7 @@ from cputrain.affinity.errors import (
 )
 from cputrain.affinity.planner import Request, plan_machine
 from cputrain.affinity.terminal import exit_status, one_line
+from cputrain.affinity.wording import plural
 from cputrain.cli.words import wording_of
 from tests.support.machines import build_machine
 
@@ -34,6 +35,13 @@ def test_a_request_that_does_not_fit_is_worded_as_fields_options_or_recipe_keys(
     ):
         message = str(refused.value) if wording is None else describe(refused.value, wording)
         assert message == f"{ppn} needs 64 cores; {fits.format(name)} {oversubscribe}"
+
+
+@pytest.mark.parametrize(("cores", "counted"), [(1, "1 core for computing"), (2, "2 cores for computing")])
+def test_a_count_of_one_has_a_singular(cores: int, counted: str) -> None:
+    with pytest.raises(RequestError, match=rf"leave none of worker 0's {counted}:"):
+        plan_machine(build_machine(1, 1, cores, 1), Request(ppn=1, comm_cores=cores))
+    assert (plural(1, "class"), plural(2, "class"), plural(2000, "rank")) == ("1 class", "2 classes", "2,000 ranks")
 
 
 def test_settings_have_the_names_of_the_command() -> None:

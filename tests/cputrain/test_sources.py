@@ -106,7 +106,7 @@ def append_twice(folder: Path) -> None:
     [
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
         (lambda f: (f / SYNSETS[0]).unlink(), "6 images, but no labels: put "),
-        (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
+        (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 line, .* 6 images"),
         (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' in .* is not a class of"),
         (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip in .* contains no image"),
         (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "has member 'readme.txt', not SYNSET.tar"),

@@ -169,7 +169,7 @@ def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None
     check_ranks(plainly([*mpirun, "cputrain", "launch", "--", sys.executable, "x.py"], tmp_path))
     assert not (tmp_path / "runs").exists()
     refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
-    assert refused.returncode != 0 and f"--ppn 7, but {WORKERS} ranks were started on this host" in refused.stderr
+    assert refused.returncode != 0 and f"--ppn 7, but this host has {WORKERS} ranks: remove --ppn" in refused.stderr
     command = ("plan", "--ppn", str(WORKERS), "--launcher", name.removesuffix("4"), "--format", "command")
     shown = here(*command, **path).stdout.replace("CMD...", f"{PYTHON} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))

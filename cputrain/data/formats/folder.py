@@ -55,8 +55,8 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
     found = [folder / name for name in (*FILES, DEVKIT) for folder in folders if (folder / name).is_file()]
     if not found:
         raise InputError(
-            f"{images} has {len(files):,} images, but no labels: put {FILES[0]}, {DEVKIT} or {SYNSETS[0]} next to it, "
-            "or sort the images into class folders"
+            f"{images} has {plural(len(files), 'image')}, but no labels: put {FILES[0]}, {DEVKIT} or {SYNSETS[0]} next "
+            "to it, or sort the images into class folders"
         )
     source = found[0]
     if source.name == DEVKIT:
@@ -71,7 +71,7 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
             raise InputError(f"{source} has no line for {absent} in {images}: is it from another data set?")
         return [by_name[PurePosixPath(name).stem] for name in files], source
     if len(rows) != len(files):
-        raise InputError(f"{source} has {len(rows):,} lines, but {images} has {len(files):,} images")
+        raise InputError(f"{source} has {plural(len(rows), 'line')}, but {images} has {plural(len(files), 'image')}")
     return [words[0] for words in rows], source
 
 
@@ -106,7 +106,7 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
     except Exception as error:  # noqa: BLE001  tarfile, zlib and scipy raise many types for a damaged file
         raise InputError(f"cannot read {archive}: {type(error).__name__} {error}; is the download complete?") from None
     if len(named) != count:
-        raise InputError(f"{archive} has {len(named):,} labels, but {images} has {count:,} images")
+        raise InputError(f"{archive} has {plural(len(named), 'label')}, but {images} has {plural(count, 'image')}")
     return named
 
 

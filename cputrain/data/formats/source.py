@@ -251,8 +251,9 @@ class DatasetSummary:
         if self.kind == "images":
             counts = [f"{self.train:,} training", f"{self.val:,} validation"]
             splits = f"{', '.join(counts)} and {self.test:,} test" if self.test else " and ".join(counts)
-            return f"{splits} images, {len(self.classes):,} classes"
-        return f"{self.kind}: {self.train:,} images of random pixels, {len(self.classes):,} classes, no evaluation"
+            return f"{splits} images, {plural(len(self.classes), 'class')}"
+        classes = plural(len(self.classes), "class")
+        return f"{self.kind}: {self.train:,} images of random pixels, {classes}, no evaluation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
