@@ -13,7 +13,7 @@ from tests.lab.topologies import Node, Topology
 ISOLATED = Topology(cores=6, nodes=(Node(cpus="0-5", mib=1536),), workers=(), words=("isolcpus=2-5",))
 
 
-@pytest.mark.parametrize("kernel", ["6.1", "newer"])
+@pytest.mark.parametrize("kernel", [pytest.param("6.1", marks=pytest.mark.nightly), "newer"])
 def test_each_thread_on_isolated_cpus_is_bound_alone(kernel: str, tmp_path: Path) -> None:
     boot.compile_modules("tests.lab.guest.isolated")
     command = f"{shlex.quote(sys.executable)} -S -m tests.lab.guest.isolated /mnt/results.json"

@@ -9,8 +9,8 @@ from tests.lab.table import merged, table
 from tests.lab.topologies import SLOW_TO_BOOT, TOPOLOGIES
 
 SLOW = {name: [pytest.mark.slow] if name in SLOW_TO_BOOT else [] for name in TOPOLOGIES}
-# .ci/run boots each machine with the newer kernel, and these with the older one, too.
-BOTH = ("two-sockets", "hbm-cxl")
+# .ci/run boots each machine with the newer kernel, and the one with all kinds of memory with the older one, too.
+BOTH = ("hbm-cxl",)
 RARELY = {name: [] if name in BOTH else [pytest.mark.nightly] for name in TOPOLOGIES}
 CASES = [
     pytest.param(name, kernel, id=f"{name}-{kernel}", marks=[*marks, *(RARELY[name] if kernel == KERNELS[0] else [])])
