@@ -23,6 +23,7 @@ from cputrain.launch.options import (
     request_of_options,
 )
 from cputrain.mpi.supervise.signals import SAVE_S
+from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import dump_recipe, load_recipe
 from cputrain.recipe.schema import Recipe
 
@@ -349,7 +350,8 @@ class SizedWork:
 def recipe_work(
     options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
 ) -> SizedWork:
-    """Return the training of the recipe words[0] with the settings words[1:]."""
+    """Return the training of the recipe words[0] with the settings words[1:]. Raises InputError if the recipe knows its
+    number of images and these do not suffice for a step of the workers."""
     check_local_batch(options.given["local_batch"])
     recipe = load_recipe(words[0], words[1:])
     if recipe.plan.share or recipe.plan.oversubscribe:
@@ -362,6 +364,9 @@ def recipe_work(
             "--stage copies the recipe's data.path, which is not a folder: set it to a folder, or remove --stage"
         )
     ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
+    images = recipe.data.train_images or recipe.data.images_per_epoch
+    if images and ppn is not None and listed is None:
+        derive(recipe, ppn=ppn, nodes=len(options.hosts), images=images)  # fail now, not after a wait in the queue
     fixed_ppn = ppn if options.machine != THIS_MACHINE else options.given["ppn"]
     work = Training(
         recipe=dump_recipe(recipe.model_copy(update={"output": ""})),

@@ -377,6 +377,18 @@ def test_a_job_of_a_command_that_binds_again_is_noted(job: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_batch_that_the_images_do_not_fill_is_refused_before_the_job(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("job", scheduler, "mnist-linear-study", "--time", "1:00:00", "--machine", "skx-8160-2s")
+    assert main([*job, "--nodes", "256", "batch.local=512"]) == 2
+    printed = capsys.readouterr()
+    assert "needs 262,144 images per step, but an epoch has 60,000: set batch.local to 117 or less" in printed.err
+    assert not printed.out and main([*job, "--nodes", "256", "batch.local=117"]) == 0
+    assert main([*job, "--nodes", "256", "--array", "batch.local=10,512"]) == 0, "each of the array decides by itself"
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_a_job_says_that_its_data_is_not_here(scheduler: str, tmp_path: Path) -> None:
     job = ("job", scheduler, *(("--ncpus", "8") if scheduler == "pbs" else ()), "--nodes", "256", "--time", "1:00:00")
     made = here(*job, "resnet50-skx-256node", cwd=tmp_path)
