@@ -24,10 +24,10 @@ from cputrain.models.evidence import (
     Native,
     are_maps,
     gradients_by_torch,
-    is_as_written,
     is_dense,
     is_gradient_of,
     is_vector,
+    methods_are_plain,
     runs_eagerly,
 )
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
@@ -195,11 +195,11 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
     constant = False
     """Whether to normalize by the running statistics also in training."""
 
-    def forward(self, images: Tensor, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W); a residual has the same shape."""
         relu = relu or self.relu
-        if not self._supports(images, residual):
-            return _continued(super().forward(images), residual, relu=relu)
+        if not self._supports(input, residual):
+            return _continued(self.by_torch(input), residual, relu=relu)
         batch = self.training and not self.constant
         if batch and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -208,13 +208,13 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
             kernels=self.kernels,
             eps=self.eps,
             relu=relu,
-            ghosts=self.ghosts(len(images)),
+            ghosts=self.ghosts(len(input)),
             all_ranks=self.all_ranks,
             running=(self.running_mean, self.running_var),
             momentum=self.momentum if batch else None,
         )
         apply: Any = _FusedBatchNorm.apply
-        outputs, second = apply(images, residual, self.weight, self.bias, options)
+        outputs, second = apply(input, residual, self.weight, self.bias, options)
         if second is not None and second.requires_grad:
             setattr(outputs, SECOND_USE, (second, outputs._version))
         return cast(Tensor, outputs)
@@ -231,8 +231,10 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
 
     def _supports(self, images: Tensor, residual: Tensor | None) -> bool:
         """Return whether the kernels compute what torch would, which raises an error for one value per channel."""
+        if not (runs_eagerly() and methods_are_plain(self, "forward", "_check_input_dim")):
+            return False
         weight = self.weight
-        if not (runs_eagerly() and is_as_written(self.plain, "forward")) or weight is None or weight.dim() != 1:
+        if weight is None or weight.dim() != 1:
             return False
         channels = len(weight)
         options = isinstance(self.eps, float) and self.eps > 0 and isinstance(self.momentum, int | float)

@@ -34,6 +34,7 @@ from cputrain.models.evidence import (
     is_gradient_of,
     is_silent,
     is_vector,
+    methods_are_plain,
     random_numbers_kept,
     runs_eagerly,
 )
@@ -260,30 +261,35 @@ def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tenso
     return output, padded_gradient[:, :, 1:-1, 1:-1], weight_gradient
 
 
+METHODS = ("forward", "_conv_forward")
+"""Methods by which torch computes a convolution."""
+
+
 class WinogradConv2d(Native, nn.Conv2d):
     """A 3 x 3 convolution of stride 1 by Winograd's algorithm; calls that the kernels do not support use torch."""
 
     plain: ClassVar[type[nn.Module]] = nn.Conv2d
     kernels: ConvolutionKernels
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
-        dtype = _computed_dtype(self, images)
+        dtype = _computed_dtype(self, input)
         if dtype is None or not _is_winograd(self):
-            return super().forward(images)
+            return cast(Tensor, self.by_torch(input))
         padding = cast(int, self.padding[0])
-        if min(images.shape[2:]) + 2 * padding < 3:
-            return super().forward(images)
+        if min(input.shape[2:]) + 2 * padding < 3:
+            return cast(Tensor, self.by_torch(input))
         apply: Any = _Winograd.apply
-        return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, padding, self.kernels))
+        return cast(Tensor, apply(input.to(dtype), self.weight, self.bias, padding, self.kernels))
 
 
-def _computed_dtype(layer: nn.Conv2d, images: Tensor) -> torch.dtype | None:
+def _computed_dtype(layer: "WinogradConv2d | DirectConv2d", images: Tensor) -> torch.dtype | None:
     """Return the dtype in which torch computes a convolution that the kernels support, else None."""
+    if not (runs_eagerly() and methods_are_plain(layer, *METHODS)):
+        return None
     weight, bias = layer.weight, layer.bias
     if not (
-        runs_eagerly()
-        and is_dense(images)
+        is_dense(images)
         and images.dim() == 4
         and images.shape[1] == layer.in_channels
         and images.numel() > 0
@@ -391,12 +397,12 @@ class DirectConv2d(Native, nn.Conv2d):
     plain: ClassVar[type[nn.Module]] = nn.Conv2d
     kernels: ConvolutionKernels
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        if _computed_dtype(self, images) != torch.bfloat16 or not _is_direct(self):
-            return super().forward(images)
+        if _computed_dtype(self, input) != torch.bfloat16 or not _is_direct(self):
+            return cast(Tensor, self.by_torch(input))
         apply: Any = _DirectConvolution.apply
-        own = images.to(torch.bfloat16)
+        own = input.to(torch.bfloat16)
         return cast(Tensor, apply(own, self.weight, self.bias, self.stride, self.padding, self.kernels))
 
 
@@ -489,16 +495,17 @@ class PointwiseConv2d(Native, nn.Conv2d):
 
     plain: ClassVar[type[nn.Module]] = nn.Conv2d
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; calls that have no such product use torch."""
-        if not (runs_eagerly() and is_dense(images) and _is_pointwise(self)) or images.numel() == 0:
-            return super().forward(images)
-        autocasts = torch.is_autocast_enabled("cpu") and images.dtype in DTYPES
-        maps = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
-        if not maps or images.shape[1] != self.in_channels or not (autocasts or images.dtype == self.weight.dtype):
-            return super().forward(images)
+        plain = runs_eagerly() and methods_are_plain(self, *METHODS)
+        if not (plain and is_dense(input) and _is_pointwise(self)) or input.numel() == 0:
+            return cast(Tensor, self.by_torch(input))
+        autocasts = torch.is_autocast_enabled("cpu") and input.dtype in DTYPES
+        maps = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
+        if not maps or input.shape[1] != self.in_channels or not (autocasts or input.dtype == self.weight.dtype):
+            return cast(Tensor, self.by_torch(input))
         down, right = self.stride
-        pixels = images if down == right == 1 else images[:, :, ::down, ::right]
+        pixels = input if down == right == 1 else input[:, :, ::down, ::right]
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
         return _product(pixels, weight, self.bias)
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
+from torch.fx import Proxy, _symbolic_trace
+from torch.nn import functional
 from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -32,6 +34,13 @@ class Native(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
 
+    def by_torch(self, images: Any) -> Any:
+        """Compute the layer as its plain class does; in a trace by torch.fx record its call, as of torch's layers."""
+        if not isinstance(images, Proxy):
+            return self.plain.forward(self, images)
+        tracer: Any = images.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), (images,), {})
+
     def undo(self) -> None:
         """Undo what was done to the layer when its class was replaced."""
         vars(self).pop("kernels", None)
@@ -40,10 +49,15 @@ class Native(nn.Module):
 def restore(network: nn.Module) -> None:
     """Give all layers of a network the classes back that they had before native ones replaced them."""
     for layer in network.modules():
-        # A class derived from a native one, as by torch's parametrizations, has no `plain` of its own and stays.
-        if isinstance(layer, Native) and "plain" in vars(type(layer)):
+        kind = type(layer)
+        if not isinstance(layer, Native):
+            continue
+        if "plain" in vars(kind):
             layer.undo()
             layer.__class__ = cast(Any, layer.plain)
+        elif parametrize.is_parametrized(layer):  # later: torch has derived a class for this layer from the native one
+            layer.undo()
+            kind.__bases__, kind.__name__ = (layer.plain,), f"Parametrized{layer.plain.__name__}"
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -86,6 +100,11 @@ def calls_are_plain(*kinds: type[nn.Module]) -> bool:
     return not hooked and all(is_as_written(kind, "forward") for kind in kinds)
 
 
+def methods_are_plain(layer: Native, *names: str) -> bool:
+    """Return whether methods of a native layer's plain class are as written, and the layer has none of its own."""
+    return not vars(layer).keys() & set(names) and all(is_as_written(layer.plain, name) for name in names)
+
+
 def is_as_written(kind: type, name: str) -> bool:
     """Return whether a method is the one in the source of its class, not a function assigned to the class later."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
@@ -100,7 +119,7 @@ def _is_in_source(owner: type, name: str, method: Any) -> bool:
 
 def runs_eagerly() -> bool:
     """Return whether torch computes values here and now, and nothing but autograd follows its operators: no compiler,
-    tracer, functional transform, forward derivative or mode."""
+    tracer, functional transform, forward derivative, mode or other function in the place of torch's."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -109,7 +128,14 @@ def runs_eagerly() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
         or not all(isinstance(mode, DeviceContext) for mode in _modes())
+        or functional.conv2d is not torch.conv2d
+        or not all(_is_functional(getattr(functional, name)) for name in ("batch_norm", "relu"))
     )
+
+
+def _is_functional(function: Any) -> bool:
+    """Return whether a function is in the source of torch.nn.functional, not a profiler's in its place."""
+    return isfunction(function) and function.__code__.co_filename == functional.__file__
 
 
 def _modes() -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
 from cputrain.models.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.models.evidence import are_maps, is_silent
-from cputrain.models.fusion import FusedCaller, FusedResidualBlock, activated
+from cputrain.models.fusion import FusedResidualBlock, activated
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,8 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     own folded weights and shares all other layers. If the forward pass cannot be traced, the reason is logged and
     `network` is returned.
     """
-    plain = network
-    if isinstance(network, FusedCaller):  # the tracer reads the arguments of the class's forward
-        plain = object.__new__(network.plain)
-        vars(plain).update(vars(network))
     try:
-        graph = _Tracer().trace(plain)
+        graph = _Tracer().trace(network)
     except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for fx proxies
         logger.info("evaluation without folding: %s cannot be traced: %s", type(network).__name__, error)
         return network
@@ -55,7 +51,7 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         for unused in (*after.nodes, node, before):
             graph.erase_node(unused)
     _overwrite_residuals(graph, folded)
-    result = fx.GraphModule(plain, graph)
+    result = fx.GraphModule(network, graph)
     for name, layer in folded.items():
         result.set_submodule(name, layer)
     # Break the reference cycle, so that the folded weights are freed at once and not by a later garbage collection.

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from typing import Any, cast
 
@@ -114,7 +114,10 @@ METHODS = ("forward", "__iter__", "__call__", "__reduce__", "__reduce_ex__")
 
 
 def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
-    """Return how a module's batch-norm layers can be fused with the layers that it calls after them."""
+    """Return how a module's batch-norm layers can be fused with the layers that it calls after them; None if not, or if
+    they are already."""
+    if isinstance(module, FusedCaller):
+        return None
     name = f"{type(module).__module__}.{type(module).__name__}"
     if name in RESIDUAL_BLOCKS:
         return FusedResidualBlock
@@ -124,13 +127,18 @@ def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
     inherits = isinstance(module, nn.Sequential) and all(
         getattr(kind, method) is getattr(nn.Sequential, method) for method in METHODS
     )
-    return FusedSequential if inherits and not isinstance(module, FusedCaller) else None
+    return FusedSequential if inherits else None
 
 
 @cache
 def _fused_class(kind: Any, plain: Any) -> type[nn.Module]:
     """Return the class derived from `plain` that computes as `kind`."""
-    about = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+
+    @wraps(plain.forward)  # whose arguments tracers read
+    def forward(module: Any, *inputs: Any, **named: Any) -> Any:
+        return kind.forward(module, *inputs, **named)
+
+    about = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__, "forward": forward}
     return type(plain.__name__, (kind, plain), about)
 
 

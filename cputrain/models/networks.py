@@ -96,11 +96,11 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     ghost_batch: int
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W)."""
-        if not self.training or len(images) <= self.ghost_batch:
-            return super().forward(images)
-        ghosts = torch.tensor_split(images, -(-len(images) // self.ghost_batch))
+        if not self.training or len(input) <= self.ghost_batch:
+            return super().forward(input)
+        ghosts = torch.tensor_split(input, -(-len(input) // self.ghost_batch))
         assert self.running_mean is not None
         statistics = self.running_mean.new_zeros(len(ghosts), 2, self.num_features)
         normalized = [
@@ -117,12 +117,12 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 class SyncBatchNorm2d(nn.BatchNorm2d):
     """Batch-norm with the statistics over all ranks in training; torch's SyncBatchNorm does not run on CPUs."""
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W). N may differ between ranks."""
         if not self.training:
-            return super().forward(images)
+            return super().forward(input)
         apply: Any = _Normalize.apply
-        normalized, mean, variance, count = apply(images, self.weight, self.bias, self.eps)
+        normalized, mean, variance, count = apply(input, self.weight, self.bias, self.eps)
         update_running_stats(self, mean, variance * count / (count - 1))
         return cast(Tensor, normalized)
 
@@ -130,10 +130,10 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 class RunningBatchNorm2d(nn.BatchNorm2d):
     """Batch-norm with the running statistics also in training, without updating them."""
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W)."""
         return functional.batch_norm(
-            images, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+            input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
         )
 
 

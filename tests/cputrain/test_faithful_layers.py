@@ -391,6 +391,55 @@ def test_methods_assigned_to_a_class_are_called(monkeypatch: pytest.MonkeyPatch)
     assert_same(run(native(built())), run(built()))
 
 
+def all_native(network: nn.Module) -> nn.Module:
+    native(network)
+    use_winograd(network, load_convolutions(os.environ))
+    use_products(network)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (nn.BatchNorm2d, "_check_input_dim")),
+        *((functional, "conv2d"), (functional, "batch_norm"), (functional, "relu")),
+    ],
+)
+def test_functions_in_the_place_of_torch_s_are_called_as_by_torch(
+    owner: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of profilers, which count, here later than the layers became native."""
+    counts = []
+    networks = [built(), all_native(built())]
+    as_written = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **named: counts.append(name) or as_written(*args, **named))
+    for network in networks:
+        counts.append("next")
+        network(images())
+    first, second = "/".join(counts[1:]).split("next")
+    assert first.count(name) == second.count(name) > 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "method"), [("0", "_conv_forward"), ("3.0.conv1", "_conv_forward"), ("4", "forward")]
+)
+def test_a_layer_s_own_methods_are_called(layer: str, method: str) -> None:
+    results = []
+    for network in (built(), all_native(built())):
+        convolution = network.get_submodule(layer)
+        as_written = getattr(nn.Conv2d, method)
+        setattr(convolution, method, lambda *args, one=convolution, by=as_written: 2 * by(one, *args))
+        results.append(run(network))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", ["3.0.conv1", "4", "1", "3.0.bn2"])
+def test_layers_take_arguments_by_torch_s_names(name: str) -> None:
+    x = images(channels=16)
+    got, expected = (network.get_submodule(name)(input=x) for network in (all_native(built()), built()))
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
 def penalized(network: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     y = network(x)
@@ -500,6 +549,47 @@ def test_a_native_network_can_be_traced_exported_and_copied() -> None:
     assert type(copied) is type(network) and type(copied[3][0]) is type(network[3][0])
     for made in (traced, exported, copied):
         assert torch.allclose(made(x), expected, atol=1e-5)
+
+
+def test_torch_fx_records_a_native_network_as_torch_s() -> None:
+    """Also as torchvision's feature extraction does, at the same names."""
+    extraction = import_torchvision("models.feature_extraction")
+    features, names = [], []
+    for make in (lambda network: network, all_native):
+        torch.manual_seed(1)
+        network = make(resnet.resnet18(num_classes=4).to(memory_format=torch.channels_last))
+        names.append([str(node) for node in torch.fx.Tracer().trace(network).nodes])
+        extractor = extraction.create_feature_extractor(network, ["layer1.0.bn1", "layer2.1.relu", "layer3", "fc"])
+        features.append({name: maps.detach() for name, maps in extractor(images(side=64)).items()})
+    assert names[1] == names[0]
+    assert_same(features[1], features[0])
+
+
+def test_layers_become_native_once() -> None:
+    network = all_native(built())
+    kinds = [type(module) for module in network.modules()]
+    assert [type(module) for module in all_native(network).modules()] == kinds
+    assert_same(run(network), run(built()))
+
+
+def test_parametrized_layers_are_restored_and_keep_their_parametrizations() -> None:
+    """Set while the layers were native; torch removes them later."""
+
+    def parametrized(network: nn.Module) -> nn.Module:
+        torch.nn.utils.parametrize.register_parametrization(network[1], "weight", nn.Softplus())
+        torch.nn.utils.parametrizations.weight_norm(network[3][0].conv1)
+        return network
+
+    def described(network: nn.Module) -> list[object]:
+        return [(type(module).__name__, type(module).__bases__, set(vars(module))) for module in network.modules()]
+
+    network, plain = parametrized(all_native(built())), parametrized(built())
+    restore(network)
+    assert described(network) == described(plain)
+    assert_same(run(network), run(plain))
+    for each in (network, plain):
+        torch.nn.utils.parametrize.remove_parametrizations(each[1], "weight")
+    assert described(network) == described(plain)
 
 
 def test_restored_networks_have_their_own_classes() -> None:
