@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
+from inspect import isfunction
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
 from cputrain.models.convolution import CONVOLUTIONS
-from cputrain.models.evidence import Native, calls_are_plain, departure, is_silent, runs_eagerly
+from cputrain.models.evidence import Native, calls_are_plain, departure, is_silent, methods_are_plain, runs_eagerly
 from cputrain.models.vision import activate
 
 
@@ -36,12 +37,14 @@ RESIDUAL_BLOCKS = {
 }
 """Residual blocks (He et al. 2016, arXiv:1512.03385) of torchvision and timm, by class."""
 
+STAGES = tuple(pairwise(f"layer{i}" for i in range(1, 5)))
 FOLLOWED = {
-    "torchvision.models.resnet.ResNet": (("bn1", "relu"),),
+    "torchvision.models.resnet.ResNet": (("bn1", "relu"), *STAGES),
     "torchvision.models.densenet._DenseLayer": (("norm1", "relu1"), ("norm2", "relu2")),
-    "timm.models.resnet.ResNet": (("bn1", "act1"),),
+    "timm.models.resnet.ResNet": (("bn1", "act1"), *STAGES),
 }
-"""Pairs of batch-norm layer and following ReLU in modules of torchvision and timm, by class."""
+"""Children that are called one after the other in modules of torchvision and timm, by class: batch-norm layers and
+ReLUs, and stages of residual blocks."""
 
 
 def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
@@ -176,26 +179,37 @@ class FusedCaller(Native):
 
 
 class FusedPairs(FusedCaller):
-    """A module with pairs of batch-norm layer and following ReLU, listed in FOLLOWED."""
+    """A module with pairs of children, listed in FOLLOWED, of which the second gets the first's outputs and nobody else
+    has them: batch-norm and ReLU, or residual blocks."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute what the plain module does, with native layers in the place of pairs."""
-        plain = self.plain.forward
-        if not (runs_eagerly() and calls_are_plain(nn.ReLU)):
-            return plain(self, *inputs, **named)
-        # The plain forward sees the same attributes, but for the layers of the pairs.
+        if not (runs_eagerly() and calls_are_plain(nn.ReLU) and methods_are_plain(self, *self.methods())):
+            return self.plain.forward(self, *inputs, **named)
+        return self._with(self._together(), *inputs, **named)
+
+    def _with(self, children: dict[str, Callable[[Tensor], Tensor]], *inputs: Any, **named: Any) -> Any:
+        """Compute the plain forward with other children: it sees the same attributes, but for these."""
         view: Any = object.__new__(self.plain)  # not the class's own __new__, which may need arguments or count
-        vars(view).update(vars(self), _modules={**self._modules, **self._together()})
-        return plain(view, *inputs, **named)
+        vars(view).update(vars(self), _modules={**self._modules, **children})
+        return self.plain.forward(view, *inputs, **named)
 
     def _together(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return by name what computes the layers of fused pairs."""
         found: dict[str, Callable[[Tensor], Tensor]] = {}
+        recomputes = getattr(self, "grad_checkpointing", False)  # in timm's networks: the blocks themselves are called
         for first, second in self.pairs(self):
-            norm, relu = self._modules[first], self._modules[second]
-            if _is_fused(norm) and _is(nn.ReLU, relu):
-                found |= {first: partial(cast(nn.Module, norm), relu=True), second: _same}
+            made, used = self._modules[first], self._modules[second]
+            if _is_fused(made) and _is(nn.ReLU, used):
+                found |= {first: partial(cast(nn.Module, made), relu=True), second: _same}
+            elif not recomputes and _block_at(made, -1) and (block := _block_at(used, 0)) and block.keeps_nothing():
+                found[second] = partial(_used_twice, cast(Any, used))  # the first block adds up its outputs' gradients
         return found
+
+    @classmethod
+    def methods(cls) -> list[str]:
+        """Return the names of methods that call the children."""
+        return [name for name, method in vars(cls.plain).items() if isfunction(method)]
 
     @staticmethod
     def pairs(module: nn.Module) -> list[tuple[str, str]]:
@@ -229,6 +243,11 @@ def _same(images: Tensor) -> Tensor:
 class FusedSequential(FusedPairs):
     """An nn.Sequential, or a class derived from it without a forward of its own."""
 
+    @classmethod
+    def methods(cls) -> list[str]:
+        """Return the names of methods that call the children."""
+        return ["forward", "__iter__"]
+
     @staticmethod
     def pairs(module: nn.Module) -> list[tuple[str, str]]:
         """Return the names of neighbors."""
@@ -243,20 +262,25 @@ class FusedSequential(FusedPairs):
         ]
         return super().has_norms(module) or sum(blocks) > 1
 
-    def _together(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        found = super()._together()
-        for first, second in self.pairs(self):
-            made, block = self._modules[first], self._modules[second]
-            if not isinstance(made, FusedResidualBlock) or not isinstance(block, FusedResidualBlock):
-                continue
-            # Nobody else has the first block's outputs, whose two gradients the first block can add up.
-            if is_silent(made) and is_silent(block) and not block.reasons(block) and block.keeps_nothing():
-                found[second] = partial(_used_twice, block)
-        return found
+    def fused(self, images: Tensor, identity: Tensor) -> Tensor:
+        """Compute the layers, of which the first is a residual block; `identity` is an alias of the images."""
+        first, block = next(iter(self._modules.items()))
+        children = self._together() | {first: partial(cast(Any, block).fused, identity=identity)}
+        return cast(Tensor, self._with(children, images))
 
 
-def _used_twice(block: "FusedResidualBlock", images: Tensor) -> Tensor:
-    return block.fused(images, second_use(images))
+def _used_twice(module: "FusedSequential | FusedResidualBlock", images: Tensor) -> Tensor:
+    return module.fused(images, second_use(images))
+
+
+def _block_at(module: Any, end: int) -> "FusedResidualBlock | None":
+    """Return a residual block, or that at one end of an nn.Sequential, if its outputs or images are seen by no hook."""
+    if not isinstance(module, FusedCaller) or not is_silent(module):
+        return None
+    if isinstance(module, FusedSequential) and methods_are_plain(module, *module.methods()):
+        layers = [*module._modules.values()]
+        return _block_at(layers[end], end) if layers else None
+    return module if isinstance(module, FusedResidualBlock) else None
 
 
 class FusedResidualBlock(FusedCaller):
@@ -269,7 +293,10 @@ class FusedResidualBlock(FusedCaller):
         return self.fused(*inputs, *inputs)
 
     def keeps_nothing(self) -> bool:
-        """Return whether no layer that the images are given to can keep them, of which it might ask the gradient."""
+        """Return whether the block can be fused, and no layer that its images are given to can keep them, of which it
+        might ask the gradient."""
+        if self.reasons(self):
+            return False
         given = [self.conv1, *(() if self.downsample is None else cast(nn.Module, self.downsample).modules())]
         return all(type(layer) in KEEP_NOTHING and is_silent(cast(nn.Module, layer)) for layer in given)
 

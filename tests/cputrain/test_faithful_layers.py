@@ -440,6 +440,24 @@ def test_layers_take_arguments_by_torch_s_names(name: str) -> None:
     assert torch.allclose(got, expected, atol=1e-4)
 
 
+def test_methods_that_a_forward_calls_may_be_assigned_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the class or the module; here they leave out the ReLU after a batch-norm layer."""
+
+    def without_relu(network: nn.Module, x: Tensor) -> Tensor:
+        return network.layer1(network.bn1(network.conv1(x)))
+
+    results = []
+    for make in (lambda network: network, native):
+        torch.manual_seed(1)
+        network = make(resnet.resnet18().to(memory_format=torch.channels_last))
+        with monkeypatch.context() as patched:
+            patched.setattr(resnet.ResNet, "_forward_impl", without_relu)
+            of_class = network(images())
+        network._forward_impl = partial(without_relu, network)
+        results.append({"class": of_class.detach(), "module": network(images()).detach()})
+    assert_same(results[1], results[0])
+
+
 def penalized(network: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     y = network(x)

@@ -51,6 +51,44 @@ def test_gradients_of_two_uses_are_added_up_to_the_bit(
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+ALIASES = {"resnet18": 7, "resnet50": 15, "timm:resnet18": 7}
+"""Blocks whose images are another block's outputs."""
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+
+    def used(outputs: torch.Tensor) -> torch.Tensor:
+        given.append(second_use(outputs) is not outputs)
+        return second_use(outputs)
+
+    monkeypatch.setattr("cputrain.models.fusion.second_use", used)
+    if name.startswith("timm:"):
+        pytest.importorskip("timm")
+    network = build_model(ModelSection(name=name), 10, 32).to(memory_format=torch.channels_last)
+    fuse_batchnorms(network, load(os.environ))
+
+    def aliases() -> int:
+        given.clear()
+        network(images_of((2, 3, 32, 32), 1)).sum().backward()
+        return sum(given)
+
+    assert aliases() == ALIASES[name]
+    if name.startswith("timm:"):
+        network.set_grad_checkpointing()
+        assert aliases() == 0
+        return
+    hook = network.layer1.register_forward_hook(lambda *_: None)
+    assert aliases() == ALIASES[name] - 1
+    hook.remove()
+    as_written = type(network)._forward_impl
+    network._forward_impl = lambda x: as_written(network, x)
+    assert aliases() == ALIASES[name] - 3
+
+
 def test_changed_outputs_are_used_as_they_are_and_nothing_keeps_them() -> None:
     layer = fused(nn.BatchNorm2d(4))
     images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
