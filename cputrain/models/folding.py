@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
-from cputrain.models.batchnorm_relu import FusedBatchNorm2d
+from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
 from cputrain.models.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.models.evidence import are_maps, is_silent
 from cputrain.models.fusion import FusedResidualBlock, activated
@@ -35,9 +36,11 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     for node in list(graph.nodes):
         before: Any = node.args[0] if node.args else None
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
-        if not isinstance(norm, FusedBatchNorm2d) or calls[str(node.target)] > 1 or not _can_fold(conv, norm):
+        if not isinstance(norm, FusedBatchNorm2d) or type(norm) not in FUSED.values():
             continue
-        if len(before.users) > 1 or len(node.args) + len(before.args) > 2:
+        folds = calls[str(node.target)] == 1 and _can_fold(conv, norm) and len(before.users) == 1
+        if not folds or len(node.args) + len(before.args) > 2:
+            _join_relu(node, layers)
             continue
         after = _Following(last=node, relu=norm.relu) if norm.relu or activated(norm) else _following(node, layers)
         kind = FoldedWinogradConv2d if isinstance(conv, WinogradConv2d) else FoldedConv2d
@@ -57,6 +60,20 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     # Break the reference cycle, so that the folded weights are freed at once and not by a later garbage collection.
     result.graph.owning_module = None
     return result.eval()
+
+
+def _join_relu(norm: fx.Node, layers: dict[str, nn.Module]) -> None:
+    """Let a native batch-norm layer that is not folded compute the ReLU after it, if nothing else uses its outputs."""
+    user = next(iter(norm.users), None)
+    if user is not None and len(norm.users) == 1 and _is_relu(user, layers) and is_silent(layers[str(norm.target)]):
+        norm.kwargs = {**norm.kwargs, "relu": True}
+        user.replace_all_uses_with(norm)
+        norm.graph.erase_node(user)
+
+
+def _is_relu(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
+    layer = layers.get(str(node.target)) if _is_layer(node) else None
+    return node.target is functional.relu or (type(layer) is nn.ReLU and is_silent(layer))
 
 
 def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
@@ -96,12 +113,11 @@ def _following(norm: fx.Node, layers: dict[str, nn.Module]) -> _Following:
     while not relu and len(last.users) == 1:
         (user,) = last.users
         layer = layers.get(str(user.target)) if _is_layer(user) else None
-        if type(layer) in (nn.ReLU, nn.Identity) and is_silent(cast(nn.Module, layer)):
-            relu = type(layer) is nn.ReLU
-        elif not residual and _adds_residual(user, last, layers):
+        relu = _is_relu(user, layers)
+        if not relu and not (type(layer) is nn.Identity and is_silent(layer)):
+            if residual or not _adds_residual(user, last, layers):
+                break
             residual = (cast(fx.Node, user.args[1]),)
-        else:
-            break
         last, nodes = user, (user, *nodes)
     if residual and not relu:
         return _Following(last=norm, relu=False)

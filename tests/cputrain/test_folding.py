@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from cputrain.models import (
     CacheBlocked,
@@ -67,6 +68,55 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     assert torch.equal(got.argmax(1), expected.argmax(1))
     after = network.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def relus(folded: nn.Module) -> int:
+    """The number of ReLUs that a folded network computes apart."""
+    graph = cast(fx.GraphModule, folded).graph
+    layers = [folded.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
+    return sum(isinstance(layer, nn.ReLU) for layer in layers) + sum(n.target is functional.relu for n in graph.nodes)
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+@torch.inference_mode()
+def test_batch_norm_before_the_convolution_computes_its_relu() -> None:
+    """If nothing sees or uses what is between them."""
+    network = trained("torchvision:densenet121", 32)
+    images = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    expected = network(images)
+    assert relus(fold_batchnorms(network, torch.float32)) == 0
+    seen: list[Tensor] = []
+    block = network.get_submodule("features.denseblock1")
+    for layer in (block.denselayer1.norm1, block.denselayer2.relu1):
+        layer.register_forward_hook(lambda _layer, _inputs, outputs: seen.append(outputs.clone()))
+    folded = fold_batchnorms(network, torch.float32)
+    assert relus(folded) == 2
+    got = folded(images)
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert seen[0].min() < 0 <= seen[1].min()
+
+
+class Twice(nn.Module):
+    """Uses normalized maps with ReLU and without, and one batch-norm layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.norm(images)
+        second = self.norm(functional.relu(first) - first)
+        return self.relu(second) + self.norm(images + 1)
+
+
+@torch.inference_mode()
+def test_batch_norm_that_is_used_without_relu_keeps_it_apart() -> None:
+    network = Twice().eval()
+    fuse_batchnorms(network, load(os.environ))
+    images = torch.randn(4, 4, 6, 6).to(memory_format=torch.channels_last)
+    folded = fold_batchnorms(network, torch.float32)
+    assert relus(folded) == 1
+    assert torch.allclose(folded(images), network(images), atol=1e-5)
 
 
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
