@@ -167,7 +167,7 @@ def build_state(
     check_savable(learner)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
-    if winograd is not None:
+    if winograd:
         notes.append(f"convolutions by Winograd's algorithm: {plural(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim, task.loss_module)
     learner.network, optimizer = optimize_training(network, optimizer, session.engine)
