@@ -84,7 +84,7 @@ def left_to_torch(network: nn.Module) -> str:
 
 def _unfit(layer: nn.BatchNorm2d) -> str:
     """Return why a batch-norm layer stays torch's, "" if it can be native."""
-    if type(layer) not in FUSED:
+    if type(layer) not in FUSED and not _has_activation(layer):
         return "not torch's BatchNorm2d"
     options = {
         "affine=False": layer.weight is None,
@@ -99,7 +99,9 @@ def _unfit(layer: nn.BatchNorm2d) -> str:
 
 
 def _use_kernels(layer: nn.BatchNorm2d, kernels: Kernels) -> None:
-    layer.__class__ = FUSED[type(layer)]
+    plain: Any = type(layer)
+    kind: Any = _fused_class(FusedBatchNormAct2d, plain) if _has_activation(layer) else FUSED[plain]
+    layer.__class__ = kind
     norm = cast(FusedBatchNorm2d, layer)
     norm.kernels = kernels
     if activated(norm) and _is(nn.ReLU, norm.act) and _is(nn.Identity, norm.drop):
@@ -110,6 +112,10 @@ def _use_kernels(layer: nn.BatchNorm2d, kernels: Kernels) -> None:
 def activated(layer: nn.Module) -> bool:
     """Return whether the only hook of a batch-norm layer is its activation, as in timm's BatchNormAct2d."""
     return list(layer._forward_hooks.values()) == [activate]
+
+
+def _has_activation(layer: nn.Module) -> bool:
+    return f"{type(layer).__module__}.{type(layer).__name__}" == "timm.layers.norm_act.BatchNormAct2d"
 
 
 METHODS = ("forward", "__iter__", "__call__", "__reduce__", "__reduce_ex__")
@@ -163,7 +169,7 @@ class FusedCaller(Native):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and store the class, which has no name in a module, by what it was made of."""
-        kind = next(base for base in type(self).__mro__ if base in (FusedSequential, FusedPairs, FusedResidualBlock))
+        kind = next(base for base in type(self).__mro__ if base in CALLERS)
         reduced: Any = super().__reduce_ex__(protocol)
         return (_without_values, (kind, self.plain), *reduced[2:])
 
@@ -335,6 +341,26 @@ class FusedResidualBlock(FusedCaller):
         seen = [*norms, *relus, *(other for other in others if other is not None)]
         return [] if all(is_silent(cast(nn.Module, each)) for each in seen) else ["hooks of its layers"]
 
+
+class FusedBatchNormAct2d(FusedCaller, FusedBatchNorm2d):
+    """timm's BatchNormAct2d, which has a dropout and an activation as children."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """(N, C, H, W) -> (N, C, H, W)."""
+        if not self._supports(x, None):
+            return cast(Tensor, self.by_torch(x))
+        act, drop = (self.get_submodule(name) for name in ("act", "drop"))
+        if _is(nn.ReLU, act) and _is(nn.Identity, drop) and calls_are_plain(nn.ReLU, nn.Identity):
+            return super().forward(x, relu=True)
+        return cast(Tensor, act(drop(super().forward(x))))
+
+    @classmethod
+    def has_norms(cls, module: nn.Module) -> bool:
+        """Return False: the children are no batch-norm layers."""
+        return False
+
+
+CALLERS = (FusedSequential, FusedPairs, FusedResidualBlock, FusedBatchNormAct2d)
 
 KEEP_NOTHING = (
     *(nn.Sequential, _fused_class(FusedSequential, nn.Sequential), nn.Identity, nn.AvgPool2d),

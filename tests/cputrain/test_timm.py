@@ -1,14 +1,16 @@
 """model.name=timm:NAME: built, fused and folded like torchvision's, trained, evaluated, used and exported."""
 
 import copy
+import importlib
 import os
+import pickle
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import image_files
@@ -21,7 +23,9 @@ from cputrain.models import (
     fuse_batchnorms,
     import_torchvision,
     inputs_note,
+    left_to_torch,
     load,
+    restore,
 )
 from cputrain.optim import build_optimizer
 from cputrain.recipe import DataSection, ModelSection, OptimSection
@@ -132,6 +136,44 @@ def test_position_embeddings_and_class_tokens_do_not_decay() -> None:
     apart = {names[p] for p in optimizer.param_groups[1]["params"]}
     assert {"cls_token", "pos_embed", "norm.bias"} <= apart and "head.weight" not in apart
     assert optimizer.param_groups[1]["weight_decay"] == 0 < optimizer.param_groups[0]["weight_decay"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"act_layer": nn.SiLU}, {"apply_act": False}, {"drop_layer": lambda: nn.Dropout(0.0)}),
+        *({"momentum": None}, {"affine": False}),
+    ],
+)
+def test_a_user_s_batch_norm_with_activation_is_native_if_its_options_are(options: dict[str, object]) -> None:
+    import_torchvision("models")
+    layers = importlib.import_module("timm.layers")
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Conv2d(3, 16, 3), layers.BatchNormAct2d(16, **options), nn.Conv2d(16, 4, 1))
+    native = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    fuse_batchnorms(native, load(os.environ))
+    left = "not native, but torch's: 1 BatchNormAct2d" if options.keys() & {"momentum", "affine"} else ""
+    assert left_to_torch(native).partition(" (")[0] == left
+    images = torch.randn(4, 3, 8, 8)
+
+    def same_steps() -> None:
+        found = []
+        for network in (plain, native, copy.deepcopy(native), pickle.loads(pickle.dumps(native))):
+            found.append((network(images), network.eval()(images), network.train()[1].num_batches_tracked))
+        for got in found[1:]:
+            assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, found[0], strict=True))
+
+    same_steps()
+    for network in (plain, native):
+        network[1].act = nn.Tanh()
+    same_steps()
+    seen: list[Tensor] = []
+    native[1].act.register_forward_hook(lambda _layer, inputs, _outputs: seen.append(inputs[0]))
+    native(images)
+    assert len(seen) == 1
+    restore(native)
+    assert type(native[1]) is layers.BatchNormAct2d
 
 
 def test_a_network_of_timm_from_training_to_export(tmp_path: Path) -> None:
