@@ -38,7 +38,8 @@ class PendingCollective(NamedTuple):
 
     `group` is the key of a collective's group ("" if unknown; see name_of_group), `number` counts the group's
     collectives, and `digest` is a hash of all of them up to this number. `peers` are the possible sources or
-    destinations of a message.
+    destinations of a message. `waited_s` is how long the main thread has waited, not counting the time in which it
+    computed, or continued with other collectives, while this one was in flight.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PendingCollective(NamedTuple):
     number: int = 0
     digest: int = 0
     peers: Sequence[int] = ()
+    waited_s: float = 0.0
 
     @property
     def is_destruction(self) -> bool:
@@ -75,8 +77,8 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeartbeat(ProcessPlace):
-    """A rank's heartbeat; `waits_in` is the collective in which it waits, `group`, `number` and `waited_s` are its
-    group's key, its number there and the seconds so far.
+    """A rank's heartbeat; `waits_in` is the collective in flight, `group` and `number` are its group's key and its
+    number there, and `waited_s` is as in PendingCollective.
 
     `groups` maps each group's key to (number, digest, balance) of the last collective the rank has called in it,
     followed by those of some earlier collectives with round numbers. Number and digest are as in PendingCollective.
@@ -302,7 +304,6 @@ class HeartbeatThread:
         self._keys, self._rank, self._place, self._pending, self._groups = keys, rank, place, pending, groups
         self._copy = copy
         self._count = 0
-        self._since = time.monotonic(), PendingCollective("")
         self._stopped = threading.Event()
         self._send()
         self._thread = threading.Thread(target=self._run, name="cputrain-beat", daemon=True)
@@ -321,16 +322,14 @@ class HeartbeatThread:
 
     def _send(self, *, left: bool = False) -> None:
         self._count += 1
-        now, pending = time.monotonic(), self._pending()
-        if pending.name != self._since[1].name:
-            self._since = now, pending
+        pending = self._pending()
         heartbeat = StoreHeartbeat(
             **asdict(self._place),
             count=self._count,
             waits_in=pending.name or None,
             group=pending.group,
             number=pending.number,
-            waited_s=now - self._since[0] if pending.name else 0.0,
+            waited_s=pending.waited_s,
             groups=self._groups(),
             left=left,
         )

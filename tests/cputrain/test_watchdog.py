@@ -108,6 +108,43 @@ said["forged"] = ours.get("forged")
 os.write(1, json.dumps(said).encode())
 os._exit(0)
 """
+# Rank 1 is late for a collective of a second group, in which rank 0 does not wait at first, and then for one of the first.
+IN_FLIGHT = """
+import json, os, threading, time, torch
+import torch.distributed as dist
+from cputrain.comm import ccl
+dist.init_process_group("ccl")
+second = dist.new_group()
+dist.all_reduce(torch.ones(1))
+dist.all_reduce(torch.ones(1), group=second)
+rank, said = dist.get_rank(), {}
+def look(name):
+    said[name] = ccl._extension.pending_collective()[-1]
+def look_later(seconds, name):
+    threading.Timer(seconds, look, [name]).start()
+if rank == 0:
+    work = dist.all_reduce(torch.ones(1), group=second, async_op=True)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        pass
+    look("computes")
+for _ in range(10):
+    time.sleep(0.1)
+    dist.all_reduce(torch.ones(1))
+if rank == 0:
+    look("goes on")
+    look_later(2.0, "waits for a future")
+    work.get_future().wait()
+    look_later(1.0, "waits in a call")
+else:
+    time.sleep(2.2)
+    dist.all_reduce(torch.ones(1), group=second)
+    time.sleep(1.2)
+dist.all_reduce(torch.ones(1))
+look("has waited")
+dist.destroy_process_group()
+os.write(1, json.dumps(said).encode() if rank == 0 else b"")
+"""
 AT_THE_END = """
 import os, signal
 from cputrain.affinity.planner.plan import Request, plan_machine
@@ -303,6 +340,17 @@ def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
     said = json.loads(done.out)
     assert said.pop("counted") > 5
     assert said == {"guessed": None, "forged": None}  # as store.py signs and reads
+
+
+@needs_ccl
+@pytest.mark.slow
+def test_a_rank_that_computes_or_goes_on_does_not_wait_in_what_is_in_flight() -> None:
+    with started("-c", IN_FLIGHT) as ranks:
+        ends = [ended(rank) for rank in ranks]
+    assert [end.status for end in ends] == [0, 0], ends
+    said = json.loads(ends[0].out)
+    assert said["computes"] < 0.5 and said["goes on"] < 0.5 and said["has waited"] == 0.0, said
+    assert said["waits for a future"] > 0.5 and said["waits in a call"] > 0.5, said
 
 
 @pytest.mark.long

@@ -59,6 +59,7 @@ CclBackend::CclBackend(
   auto& engine = Engine::instance();
   const auto creation = "the creation of group " + name_;
   const auto begun = awake_now();
+  const Engine::Waiting waiting(engine);
   engine.publish_communicator({creation, {}, begun, begun + timeout});
   try {
     store_ = store->clone();
@@ -121,6 +122,7 @@ CclBackend::~CclBackend() {
   start_those_in_turn();
   if (engine.idle() && !awaits_messages()) {
     const auto begun = awake_now();
+    const Engine::Waiting waiting(engine);
     engine.publish_communicator({"the destruction of group " + name_, {}, begun, begun + options_->timeout});
     const auto lock = engine.enter();
     inbox_.reset();

@@ -8,6 +8,8 @@ namespace cputrain {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr auto kNever = Clock::time_point::max();
+
 constexpr auto kSuspension = std::chrono::seconds(7);  // longest gap between reads of the clock, normally every 2 s
 
 // Returns the steady clock's time without gaps of more than kSuspension between two reads by any thread of the process.

@@ -1,10 +1,12 @@
 #include "engine.hpp"
 
 #include <algorithm>
+#include <fstream>
 
 #include <oneapi/ccl.hpp>
 #include <pthread.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include "tensors.hpp"
 
@@ -20,6 +22,16 @@ constexpr int kSleepsIn = 8;
 constexpr size_t kEndedGroups = 16;  // destroyed groups that are still reported, for late ranks that wait in them
 constexpr auto kExplained = std::chrono::seconds(25);  // limit for a watchdog to explain oneCCL's error
 constexpr auto kLook = std::chrono::seconds(1);  // between timeout checks while callers drive, who check only their own
+// As in mpi/supervise/activity.py: an idle thread demands less than a fifth of a core, where time in a core's queue counts
+// up to eight times the CPU time.
+constexpr auto kIdleLook = std::chrono::milliseconds(500);
+constexpr int kIdleShare = 5;
+constexpr int64_t kQueuedPerUse = 8;
+
+bool is_main_thread() {
+  thread_local const bool is_main = gettid() == getpid();
+  return is_main;
+}
 
 }  // namespace
 
@@ -47,9 +59,10 @@ void Engine::submit(
     operation->finish_ = std::move(finish);
     operation->source_ = std::move(source);
     pending_.push_back(operation);
-    changed_ = Clock::now();
+    changed_ = awake_now();
     publish_current();  // before the call, which may block until a late rank arrives
     try {
+      const Waiting waiting(*this);
       operation->ended_ = operation->start_();
     } catch (const std::exception& error) {
       pending_.pop_back();
@@ -81,7 +94,7 @@ c10::intrusive_ptr<Operation> Engine::take_ended() {
   auto ended = *found;
   pending_.erase(found);
   publish_current();
-  changed_ = Clock::now();
+  changed_ = awake_now();
   return ended;
 }
 
@@ -156,7 +169,7 @@ void Engine::run() {
       continue;
     }
     drive();
-    std::this_thread::sleep_for(std::clamp((Clock::now() - changed_.load()) / kSleepsIn, kMinSleep, kMaxSleep));
+    std::this_thread::sleep_for(std::clamp((awake_now() - changed_.load()) / kSleepsIn, kMinSleep, kMaxSleep));
   }
 }
 
@@ -201,7 +214,37 @@ void Engine::publish_communicator(CurrentCollective current) {
 
 CurrentCollective Engine::current() {
   const std::lock_guard lock(published_mutex_);
-  return published_.collective.empty() ? communicator_ : published_;
+  auto current = published_.collective.empty() ? communicator_ : published_;
+  const auto now = awake_now();
+  const auto waits_since = std::min(waits_since_.load(), main_thread_.idle_since(now));
+  if (!current.collective.empty()) {
+    current.waited = now - std::clamp(waits_since, std::min(now, std::max(current.started, changed_.load())), now);
+  }
+  return current;
+}
+
+Engine::Waiting::Waiting(Engine& engine) : engine_(engine), outer_(engine.waits_since_) {
+  if (is_main_thread()) {
+    engine_.waits_since_ = awake_now();
+  }
+}
+
+Engine::Waiting::~Waiting() {
+  if (is_main_thread()) {
+    engine_.waits_since_ = outer_;
+  }
+}
+
+Clock::time_point MainThread::idle_since(Clock::time_point now) {
+  if (now - looked_ >= kIdleLook) {
+    int64_t ran = 0, queued = 0;  // nanoseconds
+    std::ifstream("/proc/self/schedstat") >> ran >> queued;
+    const auto used = ran - ran_;
+    const std::chrono::nanoseconds demand(used + std::min(queued - queued_, kQueuedPerUse * used));
+    idle_since_ = ran > 0 && demand < (now - looked_) / kIdleShare ? idle_since_ : now;
+    looked_ = now, ran_ = ran, queued_ = queued;
+  }
+  return idle_since_;
 }
 
 void Engine::set_absent_ranks(std::string collective, std::string absent) {

@@ -21,12 +21,15 @@
 
 namespace cputrain {
 
-// The collective in which this process waits ("" if none), and its start and deadline by awake_now.
+// The collective in flight ("" if none), and its start and deadline by awake_now. `waited` is how long the main thread
+// has waited: in a call that waits for other ranks, or idle, as while it waits for a future. It counts from the last time
+// when an operation began or ended, because a rank that computes, or continues with other operations, does not wait.
 struct CurrentCollective {
   std::string collective;
   Place place;
   Clock::time_point started;
   Clock::time_point deadline;
+  std::chrono::duration<double> waited{};
 };
 
 // The last collective of a group, and the last ones whose numbers are multiples of kMarks, so that ranks that report at
@@ -37,6 +40,17 @@ struct Progress {
   Place last;
   Place marks[std::size(kMarks)];
   std::vector<int> ranks;  // global ranks
+};
+
+// Measures for how long this process's main thread has been idle.
+class MainThread {
+ public:
+  // Returns the time since when it has been idle, `now` if it is not. Call it about twice a second.
+  Clock::time_point idle_since(Clock::time_point now);
+
+ private:
+  Clock::time_point looked_, idle_since_;
+  int64_t ran_ = 0, queued_ = 0;
 };
 
 // Drives all operations of this process. A waiting caller drives them itself; otherwise the engine's thread does, with
@@ -114,6 +128,17 @@ class Engine {
   // ours runs first.
   void guard_process();
 
+  // While it exists, its thread is in a call that waits for other ranks; only the main thread is recorded.
+  class Waiting {
+   public:
+    explicit Waiting(Engine& engine);
+    ~Waiting();
+
+   private:
+    Engine& engine_;
+    const Clock::time_point outer_;  // the start of the call around this one, if a callback waits
+  };
+
  private:
   friend class Operation;
 
@@ -155,9 +180,11 @@ class Engine {
   std::map<std::string, std::weak_ptr<Ledger>> ledgers_;
   CurrentCollective published_;
   CurrentCollective communicator_;
+  MainThread main_thread_;  // needs published_mutex_
   std::atomic<int> waiting_callers_{0};  // callers that drive operations themselves
   std::atomic<int> free_relievers_{0};  // relievers that are not in a callback
-  std::atomic<Clock::time_point> changed_{};  // time when an operation last began or ended
+  std::atomic<Clock::time_point> changed_{};  // time by awake_now when an operation last began or ended
+  std::atomic<Clock::time_point> waits_since_{kNever};  // time by awake_now of the main thread's call
   std::atomic<int> finishing_{0};  // running calls of finish()
   std::atomic<int> communicators_{0};
   std::atomic<bool> watched_{false};  // whether this process has a watchdog

@@ -95,11 +95,10 @@ void HeartbeatSender::send(bool left) {
     groups += c10::str(groups.empty() ? "" : ", ", quoted(key), ": [", listed, "]");
   }
   const bool waits = !current.collective.empty();
-  const std::chrono::duration<double> waited = awake_now() - current.started;
   const auto value = c10::str(
       "{\"count\": ", ++count_, ", ", place_, ", \"waits_in\": ", waits ? quoted(current.collective) : "null",
       ", \"group\": ", quoted(current.place.group), ", \"number\": ", current.place.number, ", \"waited_s\": ",
-      waits ? waited.count() : 0.0, ", \"groups\": {", groups, "}, \"left\": ", left ? "true" : "false", "}");
+      current.waited.count(), ", \"groups\": {", groups, "}, \"left\": ", left ? "true" : "false", "}");
   if (const auto line = value + "\n"; copy_ >= 0 && pwrite(copy_, line.data(), line.size(), 0) < 0) {
     copy_ = -1;  // the launcher then knows less; the job goes on
   }

@@ -30,13 +30,14 @@ PYBIND11_MODULE(cputrain_ccl, module) {
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
   // Returns the collective in flight with the earliest deadline ("" if none), the seconds since its deadline, its
-  // group's key and its number there, the digest of the group's collectives so far, and the peers of a message.
+  // group's key and its number there, the digest of the group's collectives so far, the peers of a message, and the
+  // seconds for which this rank has waited.
   module.def("pending_collective", [] {
     const auto current = Engine::instance().current();
     const std::chrono::duration<double> overdue = cputrain::awake_now() - current.deadline;
     return std::make_tuple(
         current.collective, current.collective.empty() ? 0.0 : overdue.count(), current.place.group,
-        current.place.number, current.place.digest, current.place.peers);
+        current.place.number, current.place.digest, current.place.peers, current.waited.count());
   });
   module.def("groups", [] { return Engine::instance().groups(); });
   module.def("set_watched", [](bool watched) { Engine::instance().set_watched(watched); });

@@ -69,6 +69,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   const bool brief = timeout != kNoTimeout && begun + timeout < deadline_;
   const auto limit = brief ? begun + timeout : deadline_;
   bool late = false;
+  const Engine::Waiting waiting(engine);
   engine.waiting_callers_++;
   for (int polls = 0; !future_->completed() && !late; polls++) {
     engine.drive();
