@@ -28,9 +28,12 @@ OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the 
 WAITS = re.compile(
     r"/torch/(distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives|nn/functional)\.py"
     r"|distributed/(fsdp|algorithms)/.*\.py|nn/parallel/distributed\.py):\d+ in "
+    r"|/torch/distributed/utils\.py:\d+ in (_verify_param_shape_across_processes|_sync_params_and_buffers)$"
     r"|/cputrain/comm/(group|store|ccl/__init__)\.py:\d+ in "
     rf"|{re.escape(IN_WAIT)}$"
 )
+# Functional collectives are operators of torch: frames between them and the call in C++.
+OF_OPERATORS = re.compile(r"/torch/(_ops|_library/autograd)\.py:\d+ in ")
 # A rank that is idle in torch's backward pass waits for DistributedDataParallel's all-reduce.
 BACKWARD = re.compile(r"/torch/autograd/(graph|__init__)\.py:\d+ in (_engine_run_)?backward$")
 
@@ -162,7 +165,8 @@ def ranks_outside(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall |
 def waits(one: RankState, stack: Sequence[str]) -> bool:
     """Return whether a rank with this stack waits for others in a collective, a message, or the start of a group."""
     idle = one.activity.idle_s >= WAITING_S / 2 or one.activity.waited_s >= WAITING_S / 2
-    return bool(stack) and bool(WAITS.search(stack[0]) or (idle and BACKWARD.search(stack[0])))
+    frame = next((line for line in stack if not OF_OPERATORS.search(line)), "")
+    return bool(WAITS.search(frame) or (idle and BACKWARD.search(frame)))
 
 
 def idle_ranks(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall | None:

@@ -131,6 +131,8 @@ DDP = "/v/lib/python3.11/site-packages/torch/autograd/graph.py:865 in _engine_ru
 READS, SAVES = "/a/data.py:7 in __getitem__", "/v/site-packages/torch/distributed/checkpoint/filesystem.py:9 in _write"
 STARTS = "/v/lib/python3.11/site-packages/torch/distributed/rendezvous.py:200 in _create_c10d_store"
 HANDLE = "/a/train.py:30 in step, in wait()"
+NEW_DDP = "/v/lib/python3.11/site-packages/torch/distributed/utils.py:286 in _verify_param_shape_across_processes"
+MOVES = "/v/lib/python3.11/site-packages/torch/distributed/utils.py:90 in _to_kwargs"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,8 @@ HANDLE = "/a/train.py:30 in step, in wait()"
         ((IDLE, IDLE), (DDP, READS), (1,)),
         ((IDLE, BUSY), (DDP, DDP), (1,)),  # computes in its backward pass
         ((IDLE, IDLE), (HANDLE, READS), (1,)),
+        ((IDLE, IDLE), (NEW_DDP, READS), (1,)),
+        ((IDLE, IDLE), (MOVES, READS), ()),
         ((IDLE, IDLE), (C10D, SAVES), (1,)),  # writes a checkpoint
         ((IDLE, IDLE, IDLE, IDLE), (C10D, READS, READS, READS), (1, 2, 3)),  # one server, three ranks
         ((IDLE, BUSY, BUSY), (C10D, READS, READS), ()),  # the first one is early
@@ -159,6 +163,17 @@ def test_ranks_whose_stacks_are_in_no_collective_are_named(
 ) -> None:
     found = ranks_outside(rank_states(*doing), {rank: (line,) if line else () for rank, line in enumerate(stacks)})
     assert (tuple(one.rank for one in found.awaited) if found else ()) == awaited
+
+
+def test_a_functional_collective_is_found_below_torch_s_operators() -> None:
+    torch = "/v/lib/python3.11/site-packages/torch"
+    operators = (f"{torch}/_ops.py:882 in redispatch", f"{torch}/_library/autograd.py:41 in forward_no_grad")
+    waits = f"{torch}/distributed/_functional_collectives.py:142 in wait_tensor"
+    for below in (waits, "/a/train.py:3 in step"):
+        found = ranks_outside(
+            rank_states(IDLE, IDLE), {0: (*operators, f"{torch}/_ops.py:9 in __call__", below), 1: (READS,)}
+        )
+        assert (found is not None and [one.rank for one in found.awaited] == [1]) == (below == waits)
 
 
 def test_a_stall_is_said_with_what_is_known_of_it() -> None:
