@@ -21,7 +21,7 @@ MOST_STACKS = 3
 STARTING_S = 180.0  # a job's first minutes, when ranks import and compile, on slow disks one after another
 WITHOUT_STACK_S = 30.0  # the first part of it, in which a rank may not yet be able to dump its stack
 SETTLES_S = 2.0  # after a rank has waited for WAITING_S, for other ranks to have done the same thing for half as long
-ASK_AGAIN_S = 2.0  # after stacks that import, compile or prove nothing; doubled each time
+ASK_AGAIN_S, MOST_ASK_AGAIN_S = 2.0, 60.0  # after stacks that import, compile or prove nothing; doubled each time
 IMPORTING = "<frozen importlib."  # occurs in a stack during an import
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 # Innermost frames of a call that waits for other ranks: of torch, and of cputrain's groups and their store.
@@ -279,8 +279,8 @@ def _is_settled(rank_states: Sequence[RankState], suspected_s: float) -> bool:
 
 class StallWatch:
     """Record which ranks the others wait for, and report each case once, after longer waits each time. Slow starts are
-    not reported, and stacks that show a start, or prove nothing, are requested less and less often. `starting` are
-    texts in the stack of a rank that has not started yet."""
+    not reported, and stacks that show a start, or prove nothing, are requested less and less often until another rank
+    waits. `starting` are texts in the stack of a rank that has not started yet."""
 
     def __init__(self, starting: Sequence[str] = ()) -> None:
         self._starting = starting
@@ -290,7 +290,8 @@ class StallWatch:
         self._suspected_at: float | None = None
         self._suspects: tuple[int, ...] = ()  # the ranks that had long waited when the last stall was found
         self._reported: tuple[int, ...] | None = None
-        self._ask_at = 0.0
+        self._seen: tuple[int, ...] = ()  # the ranks that had long waited at the last reading
+        self._asked_at = self._ask_at = float("-inf")
         self._pause_s = ASK_AGAIN_S
 
     def take(
@@ -300,25 +301,31 @@ class StallWatch:
         the stacks of running ranks."""
         self._begun = now if self._begun is None else self._begun
         suspects = tuple(one.rank for one in rank_states if one.waited_s >= WAITING_S)
+        if {*suspects} - {*self._seen}:
+            self._ask_at, self._pause_s = min(self._ask_at, self._asked_at + ASK_AGAIN_S), ASK_AGAIN_S
+        self._seen = suspects
         if not suspects:
-            self._reported, self._suspected_at, self._ask_at, self._pause_s = None, None, 0.0, ASK_AGAIN_S
+            self._reported, self._suspected_at = None, None
             return None
         self._suspected_at = now if self._suspected_at is None else self._suspected_at
         if self._last is not None and self._reported is not None and suspects == self._suspects:
             self._last = now, self._last[1].now(rank_states)
             return None
         running_s = now - self._begun
-        if now < self._ask_at and running_s < STARTING_S:
+        if now < self._ask_at:
             return None
         absent = absent_ranks(rank_states)
         if absent is None and (_is_soon_proven(rank_states) or not _is_settled(rank_states, now - self._suspected_at)):
             return None  # a request for a stack may interrupt a call in C, so it is made when it can prove something
+        self._asked_at = now
         stacks = stacks_of(inspectable_ranks(absent.awaited[:MOST_STACKS] if absent else rank_states))
         stall = absent or ranks_outside(rank_states, stacks) or idle_ranks(rank_states, stacks)
         if stall is not None:
             self._last, self._suspects = (now, stall), suspects
         if stall is None or is_starting(stall, stacks, running_s, self._starting):
-            self._ask_at, self._pause_s = now + self._pause_s, 2 * self._pause_s
+            started = self._begun + STARTING_S
+            self._ask_at = min(now + self._pause_s, started if now < started else float("inf"))
+            self._pause_s = min(2 * self._pause_s, MOST_ASK_AGAIN_S)
             return None
         awaited = tuple(one.rank for one in stall.awaited)
         if awaited == self._reported:

@@ -289,6 +289,35 @@ def test_a_program_without_python_is_told_of_after_its_first_half_minute() -> No
     assert told == STARTING_S + 1 and asked < 10, "stacks that import are asked for ever less often"
 
 
+@pytest.mark.parametrize("computing_s", [20, 40, 100, 400])
+def test_ranks_that_wait_later_than_another_is_blocked_are_told_of_in_time(computing_s: int) -> None:
+    """At first nothing proves that anyone waits for the blocked rank, and stacks are asked for ever less often."""
+    watch, asked = StallWatch(), []
+
+    def stacks(_: Sequence[int]) -> dict[int, tuple[str, ...]]:
+        asked.append(second)
+        place = (C10D,) if second >= computing_s else ("/a/train.py:3 in step",)
+        return {0: place, 1: (READS,), 2: place}
+
+    for second in range(1, computing_s + 60):
+        late = Activity(busy_s=second) if second < computing_s else Activity(idle_s=second - computing_s)
+        if watch.take(rank_states(late, Activity(idle_s=second), late), float(second), stacks):
+            break
+    assert second - computing_s <= WAITING_S + 2 and len(asked) < 15
+
+
+@pytest.mark.parametrize("doing", [(IDLE, BUSY, BUSY), (IDLE, IDLE, IDLE)], ids=["coordinator", "servers"])
+def test_stacks_of_a_job_with_idle_ranks_are_asked_for_once_a_minute_at_most(doing: tuple[Activity, ...]) -> None:
+    watch, asked = StallWatch(), []
+
+    def stacks(ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
+        asked.append(ranks)
+        return dict.fromkeys(ranks, (READS,))
+
+    assert not any(watch.take(rank_states(*doing), float(second), stacks) for second in range(1, 3600))
+    assert len(asked) < 70
+
+
 @given(st.lists(st.floats(0.01, 60.0), max_size=50))
 def test_pauses_of_the_process_do_not_count(steps: list[float]) -> None:
     """Between two looks at the clock that are more than five seconds apart, the process did not run."""
