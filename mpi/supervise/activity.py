@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import MsgspecError, Struct, json, structs
 
 from cputrain.affinity.filesystem import read_stat
-from cputrain.mpi.supervise.wire import Activity
+from cputrain.mpi.supervise.wire import HEARTBEAT_S, Activity
 from cputrain.mpi.usage import children_of
 
 READ_S = 1.0  # between two readings of a rank
@@ -22,6 +22,7 @@ STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /p
 WAITS_PER_CPU = 8.0
 NANOSECOND_S = 1e-9
 MOST_BYTES = 1 << 20  # of a heartbeat
+SILENT_S = 3 * HEARTBEAT_S  # since a heartbeat, after which it does not tell what the rank does now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class ProcessTime:
 class Heartbeat(Struct, frozen=True, kw_only=True):
     """The fields that are read of a rank's heartbeat: see StoreHeartbeat in cputrain/comm/watchdog.py."""
 
+    count: int
     waits_in: str | None
     group: str
     number: int
@@ -62,6 +64,8 @@ class ActivityMeter:
         self._stopped_since: float | None = None
         self._root = read_process(pid)
         self._below: ProcessTime | None = None
+        self._beat: Heartbeat | None = None
+        self._beat_at = now
         self.activity = Activity()
 
     def read(self, now: float) -> None:
@@ -90,21 +94,27 @@ class ActivityMeter:
             idle_s=now - self._idle_since,
             busy_s=now - self._busy_since,
         )
-        self.activity = with_collective(activity, read_heartbeat(self._state), self.activity)
+        beat = read_heartbeat(self._state) or self._beat
+        if beat and (self._beat is None or beat.count != self._beat.count):
+            self._beat, self._beat_at = beat, now
+        self.activity = with_collective(activity, self._beat, silent=now - self._beat_at > SILENT_S)
 
 
-def with_collective(activity: Activity, heartbeat: Heartbeat | None, before: Activity) -> Activity:
-    """Return a rank's activity with the collective of its heartbeat, or if there is none of the reading before."""
+def with_collective(activity: Activity, heartbeat: Heartbeat | None, *, silent: bool) -> Activity:
+    """Return a rank's activity with what its last heartbeat says: the collectives that it has called, and unless it has
+    been `silent` since (it is frozen, or has left), the one in which it waits."""
     if heartbeat is None:
-        kept = {name: getattr(before, name) for name in ("collective", "waited_s", "group", "number", "calls")}
-        return structs.replace(activity, **kept)
+        return activity
+    calls = tuple((key, called[0][0]) for key, called in heartbeat.groups.items() if called)
+    if silent:
+        return structs.replace(activity, calls=calls)
     return structs.replace(
         activity,
         collective=heartbeat.waits_in or "",
         waited_s=heartbeat.waited_s,
         group=heartbeat.group,
         number=heartbeat.number,
-        calls=tuple((key, called[0][0]) for key, called in heartbeat.groups.items() if called),
+        calls=calls,
     )
 
 
