@@ -18,7 +18,7 @@ from cputrain.mpi.supervise.processes import (
     signal_name,
 )
 from cputrain.mpi.supervise.signals import RunningClock
-from cputrain.mpi.supervise.stalls import RankState, Stacks, Stall, describe_failure
+from cputrain.mpi.supervise.stalls import RankState, Stacks, Stall, describe_failure, is_where_it_was
 from cputrain.mpi.supervise.wire import (
     ANSWER_S,
     HEARTBEAT_TIMEOUT_S,
@@ -44,13 +44,15 @@ GATHER_S = 1e-5  # per rank, so that reports of many ranks are processed togethe
 class ReportedRank:
     """What the monitor knows of a rank from its agent. `heartbeat` is when its last message arrived by the monitor's
     clock, `answered` when a message was last answered. With `by_job` the job ended it. `stack` is the last requested
-    Python stack. `signal` is the stop signal that its agent received (0: none), `signaled` when."""
+    Python stack, `stacked_at` when it arrived. `signal` is the stop signal that its agent received (0: none),
+    `signaled` when."""
 
     state: RankState
     heartbeat: float
     answered: float
     by_job: bool = False
     stack: tuple[str, ...] | None = None
+    stacked_at: float = 0.0
     signal: int = 0
     signaled: float = 0.0
 
@@ -109,7 +111,7 @@ class Monitor:
                 self._server.connections[rank].send(Answer())
             reported.state = replace(reported.state, activity=message)
         elif isinstance(message, Stack):
-            reported.stack = message.lines
+            reported.stack, reported.stacked_at = message.lines, now
         elif isinstance(message, Signaled):
             reported.signal, reported.signaled = message.number, now
         elif reported.state.exit is not None or message.status not in STATUSES:
@@ -166,16 +168,22 @@ class Monitor:
         return f"{first.state.place} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
 
     def stacks(self, ranks: Sequence[int]) -> Stacks:
-        """Return the Python stacks of the running ranks among these: answers within STACK_S, else earlier stacks."""
+        """Return the Python stacks of the running ranks among these: answers within STACK_S, else earlier stacks
+        of ranks that are where they were."""
         running = {rank: one for rank in ranks if (one := self.ranks[rank]).state.exit is None}
-        before = {rank: one.stack for rank, one in running.items()}
+        now = self.clock.now()
+        before = {
+            rank: one.stack
+            for rank, one in running.items()
+            if is_where_it_was(one.state.activity, now - one.stacked_at)
+        }
         for rank, one in running.items():
             one.stack = None
             self._server.connections[rank].send(ShowStack())
         deadline = time.monotonic() + STACK_S
         while any(one.stack is None for one in running.values()) and time.monotonic() < deadline:
             self.poll(STACK_POLL_S)
-        return {rank: one.stack or before[rank] or () for rank, one in running.items()}
+        return {rank: one.stack or before.get(rank) or () for rank, one in running.items()}
 
     def stop(self, grace_s: float) -> None:
         """Tell every agent to end its rank, which gets grace_s to exit by itself."""

@@ -37,7 +37,7 @@ from cputrain.mpi.supervise.processes import (
     read_stacks,
 )
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock
-from cputrain.mpi.supervise.stalls import RankState, Stacks
+from cputrain.mpi.supervise.stalls import RankState, Stacks, is_where_it_was
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
 
@@ -232,7 +232,8 @@ TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """A started rank. `stack` is its last Python stack, `exited_at` when its exit was noticed (monotonic)."""
+    """A started rank. `stack` is its last Python stack, `stacked_at` when it was read (the supervisor's clock),
+    `exited_at` when its exit was noticed (monotonic)."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -240,6 +241,7 @@ class RankProcess:
     files: WatchedFiles
     meter: ActivityMeter
     stack: tuple[str, ...] = ()
+    stacked_at: float = 0.0
     streams: list[Stream] = field(default_factory=list)
     exited_at: float | None = None
     shortage: OutOfMemory | None = None
@@ -381,12 +383,15 @@ class RankSupervisor:
         return tuple(rank.standing() for rank in self.ranks)
 
     def stacks(self, numbers: Sequence[int]) -> Stacks:
-        """Return the Python stacks of the running ranks among these: an earlier one if a rank does not answer in time,
-        empty for a rank without one."""
+        """Return the Python stacks of the running ranks among these: an earlier one if a rank does not answer in time
+        and is where it was, empty for a rank without one."""
         shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
         found = read_stacks([(tree(rank.process.pid), rank.files) for rank in shown])
+        now = self.clock.now()
         for rank, stack in zip(shown, found, strict=True):
-            rank.stack = stack if stack and stack != (NO_ANSWER,) else rank.stack or stack
+            answered = stack and stack != (NO_ANSWER,)
+            if answered or not rank.stack or not is_where_it_was(rank.meter.activity, now - rank.stacked_at):
+                rank.stack, rank.stacked_at = stack, now
         return {rank.rank: rank.stack for rank in shown}
 
     def preempt(self) -> None:

@@ -195,6 +195,12 @@ def finished_before(cause: RankExit, rank_states: Sequence[RankState]) -> tuple[
     return tuple(finished) if cause.by_itself and len(finished) <= sum(not one.finished for one in rank_states) else ()
 
 
+def is_where_it_was(activity: Activity, seconds: float) -> bool:
+    """Return whether a rank whose stack was read so many seconds ago is still there: it has been idle since, or this
+    was just now."""
+    return seconds <= max(activity.idle_s, AFTERWARDS_S)
+
+
 def inspectable_ranks(ranks: Sequence[RankState]) -> tuple[int, ...]:
     """Return the ranks whose Python stacks can be requested because they are running."""
     return tuple(one.rank for one in ranks if one.exit is None and one.doing is not Doing.STOPPED)

@@ -1,5 +1,6 @@
 """Which rank keeps the others waiting: judged from collectives, stacks and CPU time, and found in real jobs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -174,6 +175,22 @@ def test_a_functional_collective_is_found_below_torch_s_operators() -> None:
             rank_states(IDLE, IDLE), {0: (*operators, f"{torch}/_ops.py:9 in __call__", below), 1: (READS,)}
         )
         assert (found is not None and [one.rank for one in found.awaited] == [1]) == (below == waits)
+
+
+def test_a_rank_that_sends_no_heartbeats_does_not_wait_in_the_last_one_s_collective() -> None:
+    """One that was frozen within a collective, which its last heartbeat has just begun to wait in, or that has left."""
+    file = os.memfd_create("state")
+    beat = {"waits_in": "ALLREDUCE #21", "group": "0", "number": 21, "waited_s": 0.3, "groups": {"0": [[21, 5, 0]]}}
+    meter = ActivityMeter(os.getpid(), 0.0, file)
+    for second in range(1, 20):
+        if second < 4:
+            os.pwrite(file, f"{json.dumps({'count': second, **beat})}\n".encode(), 0)
+        meter.read(float(second))
+        assert (meter.activity.waited_s, meter.activity.calls) == (0.3 if second < 10 else 0.0, (("0", 21),))
+    os.close(file)
+    frozen = at(21, waited_s=meter.activity.waited_s, idle_s=9.0)
+    said = StallWatch().take(rank_states(POLLS, frozen), 40.0, lambda _: {0: (C10D,), 1: (processes.NO_ANSWER,)})
+    assert said is not None and said.startswith("rank 0 has waited 9 s for rank 1 on h1, which is blocked")
 
 
 def test_a_stall_is_said_with_what_is_known_of_it() -> None:
@@ -398,13 +415,16 @@ def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(
 
 
 def test_a_rank_that_does_not_answer_in_time_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([[("train.py:3 in forever",)], [(processes.NO_ANSWER,)]])
+    """Unless it has worked since."""
+    answers = iter([[("train.py:3 in forever",)], [(processes.NO_ANSWER,)], [(processes.NO_ANSWER,)]])
     monkeypatch.setattr(ranks, "read_stacks", lambda _: next(answers))
     with (tmp_path / "out").open("w") as out:
         supervisor = ranks.RankSupervisor(tmp_path / "logs", out, out)
         try:
             supervisor.start(0, ("sleep", "60"), os.environ, label="")
             assert [supervisor.stacks([0]) for _ in range(2)] == [{0: ("train.py:3 in forever",)}] * 2
+            supervisor.ranks[0].stacked_at -= 60.0
+            assert supervisor.stacks([0]) == {0: (processes.NO_ANSWER,)}
         finally:
             supervisor.stop(0.1)
             supervisor.close()
