@@ -5,12 +5,14 @@ CPUs are bound by sched_setaffinity, memory by set_mempolicy.
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +29,8 @@ POLICIES = {"default": 0, "preferred": 1, "bind": 2, "interleave": 3}
 MAX_NODES = 1024
 WORD_BITS = 64
 FORBIDDEN = (errno.ENOSYS, errno.EPERM)
+
+logger = logging.getLogger(__name__)
 
 
 def set_memory_policy(policy: str, nodes: tuple[int, ...]) -> str | None:
@@ -133,11 +137,24 @@ def bind_process(worker: WorkerPlan) -> str | None:
 def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
     """Bind the calling thread, number `number` of the threads that share these PUs, to all of them.
 
-    If some of them are isolated, bind it to a single PU, as the scheduler moves no thread between isolated PUs.
+    If some of them are isolated, bind it to a single PU, as the scheduler moves no thread between isolated PUs. If this
+    process may use none of them, as its cpuset was rewritten since the start, a warning says where the thread stays.
     """
     root = Path("/")
     alone = not isolated_pus(root, read_limits(root)).isdisjoint(pus)
-    os.sched_setaffinity(0, pus[number % len(pus) :][:1] if alone else pus)
+    try:
+        os.sched_setaffinity(0, pus[number % len(pus) :][:1] if alone else pus)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _warn_of_lost(pus, tuple(sorted(os.sched_getaffinity(0))))
+
+
+@cache
+def _warn_of_lost(pus: tuple[int, ...], left: tuple[int, ...]) -> None:
+    """Warn once of threads that cannot run on their PUs."""
+    text = "cputrain: threads for CPUs %s stay on CPUs %s, as this process's cpuset lacks the former"
+    logger.warning(text, format_list(pus), format_list(left))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel import bind_process, differences, running_on, set_memory_policy
-from cputrain.affinity.kernel.binding import observe
+from cputrain.affinity.kernel.binding import bind_thread, observe
 from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
 from cputrain.affinity.ranks import ENV
 from cputrain.affinity.topology import this_machine
@@ -273,3 +274,18 @@ def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
     assert result.returncode == 0, result.stderr
     unreadable, planned, given = json.loads(result.stdout)
     assert unreadable and sorted(planned) == sorted(given)
+
+
+def test_a_thread_whose_cpus_have_left_the_cpuset_goes_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    lost = (4000, 4001)
+
+    def bind_twice() -> set[int]:
+        bind_thread(lost)
+        bind_thread(lost, 1)
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(bind_twice).result()
+    assert here == os.sched_getaffinity(0)
+    (said,) = caplog.messages
+    assert said.startswith("cputrain: threads for CPUs 4000-4001 stay on CPUs ")

@@ -108,7 +108,7 @@ said["forged"] = ours.get("forged")
 os.write(1, json.dumps(said).encode())
 os._exit(0)
 """
-# Rank 1 is late for a collective of a second group, in which rank 0 does not wait at first, and then for one of the first.
+# Rank 1 is late for a collective of a second group, in which rank 0 does not wait at first, then for one of the first.
 IN_FLIGHT = """
 import json, os, threading, time, torch
 import torch.distributed as dist
