@@ -170,9 +170,8 @@ def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:
         assert bound.stdout is not None
         child = int(bound.stdout.readline())
         try:
-            while (
-                Path(f"/proc/{child}/comm").read_text(encoding="utf-8") != "sleep\n"
-            ):  # until then it may have no environment
+            name = Path(f"/proc/{child}/comm")
+            while name.read_text(encoding="utf-8") != "sleep\n":  # until then it may have no environment
                 time.sleep(0.01)
             variables = variables_of(bound.pid)
             worker = planned_worker_of(bound.pid, variables)
