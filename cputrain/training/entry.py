@@ -105,7 +105,7 @@ def start_training(session: Session, events: EventLog, options: StartOptions) ->
     state, notes = build_state(session, found)
     position = found.position if found else Position()
     # Under cputrain's launcher the job redraws the bar or prints it as lines; a notebook redraws it, too.
-    redrawn = session.context.startup.redrawn or not isinstance(sys.stderr, TextIOWrapper)
+    redrawn = session.context.startup.redrawn or "ipykernel" in sys.modules
     progress = Progress(
         sizes.images_until(position.step),
         sizes.images_until(sizes.last_step(recipe.max_steps)),

@@ -1,9 +1,11 @@
 """What a training prints as it goes on and at its end: the bar's figures, how little with --quiet, the summary."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cputrain.mpi.supervise import free_port
 from cputrain.recipe import Recipe
 from cputrain.runs import SilentEvents, TimeSpent
 from cputrain.training import (
@@ -16,6 +18,7 @@ from cputrain.training import (
     TrainResult,
     summary_lines,
 )
+from tests.support.forked import in_fork
 
 RESULT = StepResult(
     loss=0.5, data_wait_s=0.2, comm_wait_s=0.5, metrics=EpochMetrics(), finite=True, non_finite="", layer_ratios=()
@@ -64,6 +67,15 @@ def test_without_a_terminal_the_bar_is_a_line_at_times(
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("epoch 1/15 step 2/540 |")] and not err
     assert "a note" in lines and "\r" not in out
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_launcher_prints_no_bar_into_its_output(tmp_path: Path) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TQDM_DISABLE": ""}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = in_fork("train", "linear-regression", "max_steps=3", "output=run", cwd=tmp_path, **rank, **meeting)
+    assert done.returncode == 0 and "epoch 3/1000  loss" in done.stdout, done.stderr
+    assert "\r" not in done.stdout + done.stderr and "first step" not in done.stderr
 
 
 def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
