@@ -128,13 +128,18 @@ def runs_eagerly() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
         or not all(isinstance(mode, DeviceContext) for mode in _modes())
-        or functional.conv2d is not torch.conv2d
-        or not all(_is_functional(getattr(functional, name)) for name in ("batch_norm", "relu"))
+        or replaced_functions()
     )
 
 
+def replaced_functions() -> list[str]:
+    """Return the names of functions of torch.nn.functional that others replaced, as profilers do."""
+    conv2d = [] if functional.conv2d is torch.conv2d else ["conv2d"]
+    found = {name: getattr(functional, name) for name in ("batch_norm", "relu")}
+    return conv2d + [name for name, function in found.items() if not _is_functional(function)]
+
+
 def _is_functional(function: Any) -> bool:
-    """Return whether a function is in the source of torch.nn.functional, not a profiler's in its place."""
     return isfunction(function) and function.__code__.co_filename == functional.__file__
 
 

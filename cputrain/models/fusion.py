@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
 from cputrain.models.convolution import CONVOLUTIONS
-from cputrain.models.evidence import Native, calls_are_plain, departure, is_silent, methods_are_plain, runs_eagerly
+from cputrain.models.evidence import (
+    Native,
+    calls_are_plain,
+    departure,
+    is_silent,
+    methods_are_plain,
+    replaced_functions,
+    runs_eagerly,
+)
 from cputrain.models.vision import activate
 
 
@@ -70,6 +78,8 @@ def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
 
 def left_to_torch(network: nn.Module) -> str:
     """Return a line with the layers that `fuse_batchnorms` has left to torch, by class and reason; "" if none."""
+    if replaced := replaced_functions():
+        return f"not native, but torch's: all layers, because torch.nn.functional.{replaced[0]} is replaced"
     left = Counter[str]()
     for module in network.modules():
         kind = type(module) if isinstance(module, FusedCaller) else _caller_of(module)

@@ -418,6 +418,9 @@ def test_functions_in_the_place_of_torch_s_are_called_as_by_torch(
         network(images())
     first, second = "/".join(counts[1:]).split("next")
     assert first.count(name) == second.count(name) > 0
+    if owner is functional:
+        all_layers = f"not native, but torch's: all layers, because torch.nn.functional.{name} is replaced"
+        assert left_to_torch(networks[1]) == all_layers
 
 
 @pytest.mark.parametrize(
