@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: see group.py
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future

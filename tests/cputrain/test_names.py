@@ -111,7 +111,7 @@ def test_folders_whose_names_are_not_utf_8_can_be_trained_in(images: Path, tmp_p
         assert here("export", "run", name, cwd=place).returncode == 0 and (place / name).is_file()
     data = f"data.path={place}/images"
     for command in (
-        ("plan", "imagefolder", data, "--format", "command"),
+        ("plan", "imagefolder", data, "batch.local=2", "--format", "command"),
         ("launch", "--dry-run", "--", "/bin/cat", data),
     ):
         assert os.fsencode(data) in printed(*command, cwd=tmp_path)  # a path that a shell finds

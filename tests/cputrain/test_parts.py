@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from cputrain.comm import compress_bf16
 from cputrain.mpi.supervise import free_port
 from cputrain.optim import Lars, param_groups
-from tests.support.forked import ended, forked
+from tests.support.forked import ended, forked, forking_python
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
 # 64 gradients of rank 0 whose digits bfloat16 does not hold; rank 1's are 0, as the sum of ranks is rounded, too.
 MEANS = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from cputrain.comm import compress_bf16
@@ -33,7 +33,7 @@ for _ in range(64):
     total += network.weight.grad[0]
     network.zero_grad()
 mean = torch.linspace(1, 1.01, 1000) / 2
-print(f"{float((total / 64 - mean).abs().max()):.6f} {len(hook.residuals)}")
+sys.stdout.write(f"{float((total / 64 - mean).abs().max()):.6f} {len(hook.residuals)}\\n")  # in one piece
 dist.destroy_process_group()
 """
 
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 def test_the_guide_s_loop_trains_on_two_ranks(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/guides/parts.md").read_text()
     (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    with forked(*TORCHRUN, "mine.py", cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
+    with forked(*TORCHRUN, *forking_python(), "-m", "mine", cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
         end = ended(job)
     assert end.status == 0, end.err
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d+)", end.out))
@@ -51,7 +51,7 @@ def test_the_guide_s_loop_trains_on_two_ranks(tmp_path: Path) -> None:
 def test_gradients_as_bfloat16_are_means_whose_rounding_errors_are_made_up_for(tmp_path: Path) -> None:
     """bfloat16 alone would leave errors of up to 0.4 %."""
     (tmp_path / "means.py").write_text(MEANS)
-    with forked(*TORCHRUN, "means.py", cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
+    with forked(*TORCHRUN, *forking_python(), "-m", "means", cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
         end = ended(job)
     assert end.status == 0, end.err
     for line in end.out.splitlines():
