@@ -30,14 +30,35 @@ class AllReduceHook:
 
     last_ready_s: float = 0.0
     finished: bool = False
+    # The last operation of each bucket, by index. A thread of gloo that frees one needs the GIL, and a program that
+    # ends just then would wait for that thread for ever, as DDP's end waits for it with the GIL.
+    works: dict[int, dist.Work] = field(default_factory=dict)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """All-reduce a bucket of gradients."""
         self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
-        return _all_reduce(bucket.buffer(), bucket, group, _itself)
+        return self._all_reduce(bucket.buffer(), bucket, group, _itself)
 
     def reset(self) -> None:
         """Discard state from earlier gradients, which contained NaN or Inf."""
+
+    def _all_reduce(
+        self, values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
+    ) -> Future[Tensor]:
+        """All-reduce `values` in place and return a future of `finish(values)`.
+
+        This has less overhead than dist.all_reduce, which matters for small networks. It waits for the last bucket at
+        once, because no computation is left to overlap; a callback would run in the backend's thread and need the GIL
+        there.
+        """
+        work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
+        self.works[bucket.index()] = work
+        if bucket.is_last():
+            work.wait()
+            summed: Future[Tensor] = Future()
+            summed.set_result(finish(values))
+            return summed
+        return work.get_future().then(lambda done: finish(done.value()[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +96,7 @@ class Bf16AllReduceHook(AllReduceHook):
         # The copy converts bfloat16 to float32 first: operands of one dtype need no temporary copy.
         torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)
         ranks = dist.get_world_size(group) if self.mean else 1
-        return _all_reduce(kept.compressed, bucket, group, partial(_copied, gradients, ranks))
+        return self._all_reduce(kept.compressed, bucket, group, partial(_copied, gradients, ranks))
 
     def reset(self) -> None:
         """Discard the rounding errors of gradients that contained NaN or Inf."""
@@ -98,23 +119,6 @@ class Bf16AllReduceHook(AllReduceHook):
             )
             self.buckets[bucket.index()] = kept
         return kept
-
-
-def _all_reduce(
-    values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
-) -> Future[Tensor]:
-    """All-reduce `values` in place and return a future of `finish(values)`.
-
-    This has less overhead than dist.all_reduce, which matters for small networks. It waits for the last bucket at once,
-    because no computation is left to overlap; a callback would run in the backend's thread and need the GIL there.
-    """
-    work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
-    if bucket.is_last():
-        work.wait()
-        summed: Future[Tensor] = Future()
-        summed.set_result(finish(values))
-        return summed
-    return work.get_future().then(lambda done: finish(done.value()[0]))
 
 
 def _itself(summed: Tensor) -> Tensor:
