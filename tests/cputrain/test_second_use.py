@@ -68,7 +68,7 @@ def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
 
     monkeypatch.setattr("cputrain.models.fusion.second_use", used)
     if name.startswith("timm:") and find_spec("timm") is None:
-        pytest.skip("needs timm")
+        pytest.skip("needs timm: pip install 'cputrain[timm]'")
     network = build_model(ModelSection(name=name), 10, 32).to(memory_format=torch.channels_last)
     fuse_batchnorms(network, load(os.environ))
 
