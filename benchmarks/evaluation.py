@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
 
-from cputrain.models import batchnorms, build_model, covers, load_convolutions, use_winograd
+from cputrain.kernels.convolution import covers, load_convolutions, use_winograd
+from cputrain.kernels.norms import batchnorms
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import Engine, autocast, choose_engine, evaluation_network, prepare_model
 

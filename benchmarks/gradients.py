@@ -16,7 +16,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cputrain.models import build_model, load_convolutions, use_winograd
+from cputrain.kernels.convolution import load_convolutions, use_winograd
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 
 CLASSES = 1000

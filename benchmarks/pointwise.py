@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from cputrain.bench import interleaved, seconds_of
-from cputrain.models import has_amx, import_torchvision, use_products
+from cputrain.kernels.convolution import has_amx, use_products
+from cputrain.models import import_torchvision
 
 SIDE = 224
 Shape = tuple[int, int, int, int]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.bench import interleaved, seconds_of
-from cputrain.models import build_model, load_convolutions, use_direct_gradients
+from cputrain.kernels.convolution import load_convolutions, use_direct_gradients
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 
 SIDE = 224

@@ -630,12 +630,12 @@ def _native(env: Env) -> Found:
     """Check whether the other native parts are compiled in the cache and can be loaded from there."""
     from cputrain.affinity.errors import RunError
     from cputrain.data import pixels
-    from cputrain.models import batchnorm_relu
+    from cputrain.kernels import batchnorm
     from cputrain.native_build import is_usable
 
     found: Found = {}
     with suppress(RunError):  # no cache folder
-        found["native kernels"] = is_usable(batchnorm_relu.built_path(env))
+        found["native kernels"] = is_usable(batchnorm.built_path(env))
         found["fast decoder"] = is_usable(pixels.built_path(env))
     return found
 

@@ -35,7 +35,7 @@ from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
-from cputrain.models.convolution import use_winograd
+from cputrain.kernels.convolution import use_winograd
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
 from cputrain.recipe.loading import recipe_of, tuples

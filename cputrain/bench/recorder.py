@@ -24,8 +24,8 @@ from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.comm.group import end_group
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.data.loader import Batch
+from cputrain.kernels.evidence import measuring
 from cputrain.launch.rank_process import RankContext
-from cputrain.models.evidence import measuring
 from cputrain.recipe.derivation import step_lr
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.entry import build_state

@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library, nn
+from torch import library, nn
 
 from cputrain.affinity.errors import InputError
+from cputrain.kernels.norms import activate
 
 # torchvision's CUDA wheels cannot load their operators into a CPU build of torch, so the import fails on undefined
 # operators. Training a classifier does not need them.
@@ -94,15 +95,6 @@ def _build_timm(name: str, outputs: int, side: int) -> nn.Module:
             layer.__class__ = nn.BatchNorm2d
             layer.register_forward_hook(activate)
     return network
-
-
-def activate(layer: nn.Module, _images: Any, normalized: Tensor) -> Tensor:
-    """Apply the dropout and activation that timm's BatchNormAct2d has as children, (N, C, H, W) -> (N, C, H, W).
-
-    As a forward hook of a BatchNorm2d, it makes the layer a BatchNormAct2d that can be replaced by our batch-norms.
-    """
-    outputs: Tensor = layer.act(layer.drop(normalized))  # type: ignore[operator]
-    return outputs
 
 
 NETWORK_LIBRARIES = {

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
 from cputrain.affinity.wording import plural
-from cputrain.models.batchnorm_relu import Kernels, checked, load
-from cputrain.models.convolution import (
+from cputrain.kernels.batchnorm import Kernels, checked, load
+from cputrain.kernels.convolution import (
     ConvolutionKernels,
     ConvolutionShape,
     has_amx,
@@ -27,8 +27,8 @@ from cputrain.models.convolution import (
     use_direct_gradients,
     use_products,
 )
-from cputrain.models.folding import CacheBlocked, fold_batchnorms
-from cputrain.models.fusion import fuse_batchnorms
+from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
+from cputrain.kernels.fusion import fuse_batchnorms
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)

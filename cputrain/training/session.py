@@ -54,11 +54,11 @@ from cputrain.data.from_recipe import open_recipe_data, training_transform
 from cputrain.data.loader import Batch, ImageLoader, choose_normalize, own_batches, point_batches, read_and_decode
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_decoder, decode_by_pillow
+from cputrain.kernels.convolution import ConvolutionKernels, ConvolutionShape, covered_shapes, speedup, use_winograd
+from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
 from cputrain.measurements import keep, new_record
-from cputrain.models.convolution import ConvolutionKernels, ConvolutionShape, covered_shapes, speedup, use_winograd
-from cputrain.models.evidence import random_numbers_kept
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat

@@ -16,7 +16,7 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
-from cputrain.models.evidence import random_numbers_kept
+from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import layer_ratios, set_lr_and_decay

@@ -15,19 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.models import (
-    EXTENSION,
-    FUSED,
-    FusedBatchNorm2d,
-    GhostBatchNorm2d,
-    RunningBatchNorm2d,
-    build_model,
-    built_path,
-    fuse_batchnorms,
-    load,
-)
-from cputrain.models.evidence import measuring
-from cputrain.native_build import KERNELS
+from cputrain.kernels.batchnorm import EXTENSION, FUSED, FusedBatchNorm2d, built_path, load
+from cputrain.kernels.build import KERNELS
+from cputrain.kernels.evidence import measuring
+from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
@@ -236,7 +229,7 @@ def test_a_fused_network_has_the_same_weights_outputs_and_gradients(name: str, s
 
 TOGETHER = """
 import copy, json, os, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
-from cputrain.models.networks import SyncBatchNorm2d
+from cputrain.kernels.norms import SyncBatchNorm2d
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 dist.init_process_group("gloo")
 rank = dist.get_rank()

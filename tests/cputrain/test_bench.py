@@ -37,7 +37,7 @@ from cputrain.bench import (
     trace_json,
 )
 from cputrain.cli import main
-from cputrain.models import ConvolutionShape
+from cputrain.kernels.convolution import ConvolutionShape
 from cputrain.simulate import LayerSeconds
 from cputrain.training import LEAST_GAIN, shape_key
 from tests.cputrain.test_decode import NEEDS_TURBO

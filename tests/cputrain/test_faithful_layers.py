@@ -17,20 +17,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cputrain.affinity.errors import InputError
-from cputrain.models import (
+from cputrain.kernels import restore
+from cputrain.kernels.batchnorm import load
+from cputrain.kernels.convolution import (
     ConvolutionShape,
-    build_model,
     covered_shapes,
-    fuse_batchnorms,
-    import_torchvision,
-    left_to_torch,
-    load,
     load_convolutions,
-    restore,
     use_direct_gradients,
     use_products,
     use_winograd,
 )
+from cputrain.kernels.fusion import fuse_batchnorms, left_to_torch
+from cputrain.models import build_model, import_torchvision
 from cputrain.recipe import ModelSection
 from tests.support.forked import ROOT, ended, forked
 

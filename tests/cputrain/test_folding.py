@@ -11,19 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from cputrain.models import (
-    CacheBlocked,
-    FoldedConv2d,
-    FoldedWinogradConv2d,
-    build_model,
-    fold_batchnorms,
-    fuse_batchnorms,
-    has_amx,
-    load,
-    load_convolutions,
-    use_products,
-    use_winograd,
-)
+from cputrain.kernels.batchnorm import load
+from cputrain.kernels.convolution import has_amx, load_convolutions, use_products, use_winograd
+from cputrain.kernels.folding import CacheBlocked, FoldedConv2d, FoldedWinogradConv2d, fold_batchnorms
+from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 

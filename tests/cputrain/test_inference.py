@@ -18,7 +18,8 @@ from cputrain.checkpoints import MANIFEST, checksum, read_manifest, write_manife
 from cputrain.cli import main
 from cputrain.data.formats import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
-from cputrain.models import FoldedWinogradConv2d, import_torchvision
+from cputrain.kernels.folding import FoldedWinogradConv2d
+from cputrain.models import import_torchvision
 from cputrain.training import has_onednn
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import here, refused

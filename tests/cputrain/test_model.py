@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cputrain.affinity.planner import Runtime, footprint
 from cputrain.data import Normalize, choose_normalize
-from cputrain.models import batchnorms, build_model, has_amx, workload_of
+from cputrain.kernels.convolution import has_amx
+from cputrain.kernels.norms import batchnorms
+from cputrain.models import build_model, workload_of
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe
 from cputrain.training import autocast, choose_engine, in_top, prepare_model

@@ -19,14 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.models import (
-    GhostBatchNorm2d,
-    RunningBatchNorm2d,
-    batchnorms,
-    build_model,
-    import_torchvision,
-    load_initial_weights,
-)
+from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, batchnorms
+from cputrain.models import build_model, import_torchvision, load_initial_weights
 from cputrain.recipe import ModelSection
 from tests.support.by_hand import ranks_of_code
 from tests.support.images import write_images
@@ -157,7 +151,7 @@ def test_running_statistics_are_used_and_not_updated() -> None:
 
 TOGETHER = """
 import json, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
-from cputrain.models.networks import SyncBatchNorm2d
+from cputrain.kernels.norms import SyncBatchNorm2d
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.topology import this_machine
-from cputrain.models import PointwiseConv2d, build_model, has_amx, use_products
+from cputrain.kernels.convolution import PointwiseConv2d, has_amx, use_products
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cputrain.checkpoints import read_manifest
-from cputrain.models import build_model, covers
+from cputrain.kernels.convolution import covers
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection, load_recipe, recipe_names
 from cputrain.runs import read_events
 from tests.cputrain.test_training import CROPS

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from cputrain.bench import LayerRecorder
-from cputrain.models import FUSED, FusedBatchNorm2d, GhostBatchNorm2d, build_model, fuse_batchnorms, load, second_use
+from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, second_use
+from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.kernels.norms import GhostBatchNorm2d
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 
@@ -35,7 +38,7 @@ def test_gradients_of_two_uses_are_added_up_to_the_bit(
     gradients = []
     uses = Mock(side_effect=second_use)
     for use in (uses, lambda outputs: outputs):
-        monkeypatch.setattr("cputrain.models.fusion.second_use", use)
+        monkeypatch.setattr("cputrain.kernels.fusion.second_use", use)
         blocks = two_blocks()
         for layer in blocks.modules():
             if ghost_batch and type(layer) is FusedBatchNorm2d:
@@ -66,7 +69,7 @@ def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
         given.append(second_use(outputs) is not outputs)
         return second_use(outputs)
 
-    monkeypatch.setattr("cputrain.models.fusion.second_use", used)
+    monkeypatch.setattr("cputrain.kernels.fusion.second_use", used)
     if name.startswith("timm:") and find_spec("timm") is None:
         pytest.skip("needs timm: pip install 'cputrain[timm]'")
     network = build_model(ModelSection(name=name), 10, 32).to(memory_format=torch.channels_last)

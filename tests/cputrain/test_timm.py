@@ -15,18 +15,12 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import image_files
 from cputrain.inference import export, load_classifier, predict
-from cputrain.models import (
-    FoldedConv2d,
-    batchnorms,
-    build_model,
-    fold_batchnorms,
-    fuse_batchnorms,
-    import_torchvision,
-    inputs_note,
-    left_to_torch,
-    load,
-    restore,
-)
+from cputrain.kernels import restore
+from cputrain.kernels.batchnorm import load
+from cputrain.kernels.folding import FoldedConv2d, fold_batchnorms
+from cputrain.kernels.fusion import fuse_batchnorms, left_to_torch
+from cputrain.kernels.norms import batchnorms
+from cputrain.models import build_model, import_torchvision, inputs_note
 from cputrain.optim import build_optimizer
 from cputrain.recipe import DataSection, ModelSection, OptimSection
 from cputrain.runs import read_events

@@ -10,18 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cputrain.models import (
-    DirectConv2d,
-    build_model,
-    checked,
-    covers,
-    fold_batchnorms,
-    fuse_batchnorms,
-    has_amx,
-    load,
-    load_convolutions,
-    use_direct_gradients,
-)
+from cputrain.kernels.batchnorm import checked, load
+from cputrain.kernels.convolution import DirectConv2d, covers, has_amx, load_convolutions, use_direct_gradients
+from cputrain.kernels.folding import fold_batchnorms
+from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, prepare_model
 from tests.support.convolutions import images_of, layer_of, passes

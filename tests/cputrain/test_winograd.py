@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cputrain.models import (
+from cputrain.kernels.convolution import (
     ConvolutionShape,
     WinogradConv2d,
-    build_model,
     covered_shapes,
     covers,
     load_convolutions,
     speedup,
     use_winograd,
 )
+from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from tests.support.convolutions import images_of, layer_of, passes
 

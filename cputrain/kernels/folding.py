@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
-from cputrain.models.convolution import CONVOLUTIONS, WinogradConv2d
-from cputrain.models.evidence import are_maps, is_silent
-from cputrain.models.fusion import FusedResidualBlock, activated
+from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d
+from cputrain.kernels.convolution import CONVOLUTIONS, WinogradConv2d
+from cputrain.kernels.evidence import are_maps, is_silent
+from cputrain.kernels.fusion import FusedResidualBlock, activated
 
 logger = logging.getLogger(__name__)
 

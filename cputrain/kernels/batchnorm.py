@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
-from cputrain.models.evidence import (
+from cputrain.kernels.build import (
+    KERNELS,
+    NativeKernels,
+    kernels_extension,
+    kernels_path,
+    library_options,
+    load_kernels,
+)
+from cputrain.kernels.evidence import (
     DTYPES,
     VALUES,
     Native,
@@ -30,17 +38,8 @@ from cputrain.models.evidence import (
     methods_are_plain,
     runs_eagerly,
 )
-from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, over_all_ranks
-from cputrain.models.vision import activate
-from cputrain.native_build import (
-    KERNELS,
-    NativeKernels,
-    ensure_compiled,
-    kernels_extension,
-    kernels_path,
-    library_options,
-    load_kernels,
-)
+from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, activate, over_all_ranks
+from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
     KERNELS / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
-from cputrain.models.convolution import CONVOLUTIONS
-from cputrain.models.evidence import (
+from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, Kernels, second_use
+from cputrain.kernels.convolution import CONVOLUTIONS
+from cputrain.kernels.evidence import (
     Native,
     calls_are_plain,
     departure,
@@ -21,7 +21,7 @@ from cputrain.models.evidence import (
     replaced_functions,
     runs_eagerly,
 )
-from cputrain.models.vision import activate
+from cputrain.kernels.norms import activate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.models.evidence import (
+from cputrain.kernels.build import (
+    KERNELS,
+    NativeKernels,
+    kernels_extension,
+    kernels_path,
+    library_options,
+    load_kernels,
+)
+from cputrain.kernels.evidence import (
     DTYPES,
     VALUES,
     Native,
@@ -38,16 +46,8 @@ from cputrain.models.evidence import (
     random_numbers_kept,
     runs_eagerly,
 )
-from cputrain.models.vision import activate
-from cputrain.native_build import (
-    KERNELS,
-    NativeKernels,
-    ensure_compiled,
-    kernels_extension,
-    kernels_path,
-    library_options,
-    load_kernels,
-)
+from cputrain.kernels.norms import activate
+from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
     KERNELS / name

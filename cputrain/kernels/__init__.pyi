@@ -1,0 +1,1 @@
+from .evidence import restore as restore
