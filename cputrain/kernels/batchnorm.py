@@ -194,11 +194,13 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
     constant = False
     """Whether to normalize by the running statistics also in training."""
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
-        """(N, C, H, W) -> (N, C, H, W); a residual has the same shape."""
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, *, relu: bool = False, in_place: bool = False
+    ) -> Tensor:
+        """(N, C, H, W) -> (N, C, H, W). `in_place`: a residual of another dtype or shape is added as by `+=`."""
         relu = relu or self.relu
         if not self._supports(input, residual):
-            return _continued(self.by_torch(input), residual, relu=relu)
+            return _continued(self.by_torch(input), residual, relu=relu, in_place=in_place)
         batch = self.training and not self.constant
         if batch and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -251,10 +253,11 @@ def _are_alike(maps: Tensor, images: Tensor) -> bool:
     return are_maps(maps, images.shape[1]) and (maps.shape, maps.dtype) == (images.shape, images.dtype)
 
 
-def _continued(normalized: Tensor, residual: Tensor | None, *, relu: bool) -> Tensor:
-    """Add the residual and apply ReLU, by torch's operators. The addition is in place, which keeps the dtype."""
-    total = normalized if residual is None else normalized.add_(residual)
-    return functional.relu(total) if relu else total
+def _continued(normalized: Tensor, residual: Tensor | None, *, relu: bool, in_place: bool) -> Tensor:
+    """Add the residual and apply ReLU, by torch's operators."""
+    if residual is not None:
+        normalized = normalized.add_(residual) if in_place else normalized + residual
+    return functional.relu(normalized) if relu else normalized
 
 
 class FusedGhostBatchNorm2d(FusedBatchNorm2d, GhostBatchNorm2d):

@@ -107,14 +107,24 @@ def methods_are_plain(layer: Native, *names: str) -> bool:
 
 def is_as_written(kind: type, name: str) -> bool:
     """Return whether a method is the one in the source of its class, not a function assigned to the class later."""
-    owner = next(each for each in kind.__mro__ if name in vars(each))
-    return _is_in_source(owner, name, vars(owner)[name])
+    return _is_as_written(kind, name, getattr(kind, name))
 
 
 @cache
-def _is_in_source(owner: type, name: str, method: Any) -> bool:
-    code, source = getattr(method, "__code__", None), getattr(sys.modules.get(owner.__module__), "__file__", None)
-    return code is not None and code.co_filename == source and method.__qualname__ == f"{owner.__qualname__}.{name}"
+def _is_as_written(kind: type, name: str, method: Any) -> bool:
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return is_in_source(method, owner.__module__) and method.__qualname__ == f"{owner.__qualname__}.{name}"
+
+
+def is_in_source(function: Any, module: str) -> bool:
+    """Return whether a function is from the source of the Python module of this name: its file, or input if it has
+    none, as in a notebook."""
+    if not isfunction(function) or hasattr(function, "__wrapped__"):
+        return False
+    source = getattr(sys.modules.get(module), "__file__", None)
+    if source is None:
+        return function.__module__ == module
+    return bool(function.__code__.co_filename == source)
 
 
 def runs_eagerly() -> bool:

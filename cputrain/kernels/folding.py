@@ -13,7 +13,7 @@ from torch.nn import functional
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d
 from cputrain.kernels.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.kernels.evidence import are_maps, is_silent
-from cputrain.kernels.fusion import FusedResidualBlock, activated
+from cputrain.kernels.fusion import activated
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _following(norm: fx.Node, layers: dict[str, nn.Module]) -> _Following:
         layer = layers.get(str(user.target)) if _is_layer(user) else None
         relu = _is_relu(user, layers)
         if not relu and not (type(layer) is nn.Identity and is_silent(layer)):
-            if residual or not _adds_residual(user, last, layers):
+            if residual or not _adds_residual(user, last):
                 break
             residual = (cast(fx.Node, user.args[1]),)
         last, nodes = user, (user, *nodes)
@@ -124,13 +124,10 @@ def _following(norm: fx.Node, layers: dict[str, nn.Module]) -> _Following:
     return _Following(last=last, residual=residual, relu=relu, nodes=nodes)
 
 
-def _adds_residual(node: fx.Node, normalized: fx.Node, layers: dict[str, nn.Module]) -> bool:
-    """Return whether a node adds the residual of a block as built to normalized maps of the same shape."""
-    owners = list(node.meta.get("nn_module_stack", {}).values())
-    block = layers.get(owners[-1][0]) if owners else None
-    in_block = isinstance(block, FusedResidualBlock) and not block.reasons(block)
+def _adds_residual(node: fx.Node, normalized: fx.Node) -> bool:
+    """Return whether a node adds other maps to normalized ones."""
     adds = node.op == "call_function" and node.target is operator.add  # by which fx records +=
-    return in_block and adds and node.args[0] is normalized and isinstance(node.args[1], fx.Node)
+    return adds and node.args[0] is normalized and isinstance(node.args[1], fx.Node)
 
 
 def _is_layer(node: Any) -> bool:
@@ -178,7 +175,7 @@ class FoldedConv2d(nn.Module):
         weight, bias = _folded(conv, norm)
         self.register_buffer("weight", weight.to(dtype=dtype, memory_format=torch.channels_last))
         self.register_buffer("bias", bias.to(dtype))
-        self.options = conv.padding, conv.stride, conv.dilation, conv.groups
+        self.options, self.sides = (conv.padding, conv.stride, conv.dilation, conv.groups), conv.kernel_size
         self.relu = relu
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -190,7 +187,8 @@ class FoldedConv2d(nn.Module):
             self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True
         operators = torch.ops.mkldnn._convolution_pointwise
         layer: Any = (self.weight, self.bias, *self.options)
-        if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call rejects 1 x 1 maps
+        tiny = residual is not None and residual.shape[2:].numel() == 1  # torch 2.8's binary call rejects 1 x 1 maps
+        if residual is not None and (tiny or residual.shape != self._shape_of(images)):
             total = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
             return total.relu_() if self.relu else total
         if residual is None:
@@ -202,6 +200,16 @@ class FoldedConv2d(nn.Module):
             in_place = torch.ops.mkldnn._convolution_pointwise_.binary
             return cast(Tensor, in_place(residual, images, *layer, *added))
         return cast(Tensor, operators.binary(images, residual, *layer, *added))
+
+    def _shape_of(self, images: Tensor) -> tuple[int, ...]:
+        """Return the shape of the outputs."""
+        options: Any = self.options[:3]
+        sides = zip(images.shape[2:], self.sides, *options, strict=True)
+        return (
+            len(images),
+            len(self.bias),
+            *((n + 2 * pad - step * (side - 1) - 1) // stride + 1 for n, side, pad, stride, step in sides),
+        )
 
 
 class FoldedWinogradConv2d(nn.Module):

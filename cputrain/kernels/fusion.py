@@ -1,14 +1,18 @@
-"""Batch-norm, ReLU and residual as one native layer in modules whose forward pass is known."""
+"""Batch-norm, ReLU and residual as one native layer, in modules whose forward pass is known from a trace."""
 
+import linecache
+import math
+import operator
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial, wraps
-from inspect import isfunction
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from types import ModuleType
 from typing import Any, cast
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, Kernels, second_use
 from cputrain.kernels.convolution import CONVOLUTIONS
@@ -22,42 +26,15 @@ from cputrain.kernels.evidence import (
     runs_eagerly,
 )
 from cputrain.kernels.norms import activate
+from cputrain.kernels.tracing import NotTraceable, Read, Traced, is_sequential, plain_of, trace
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualLayers:
-    """Children of a residual block: its number of convolutions with batch-norm, the names of its ReLUs, and names of
-    layers that a fused block must not have."""
-
-    convolutions: int
-    relus: tuple[str, ...]
-    absent: tuple[str, ...] = ()
-
-
-OTHERS_OF_TIMM = ("drop_block", "aa", "se", "drop_path")
-RESIDUAL_BLOCKS = {
-    "torchvision.models.resnet.BasicBlock": ResidualLayers(convolutions=2, relus=("relu",)),
-    "torchvision.models.resnet.Bottleneck": ResidualLayers(convolutions=3, relus=("relu",)),
-    "timm.models.resnet.BasicBlock": ResidualLayers(convolutions=2, relus=("act1", "act2"), absent=OTHERS_OF_TIMM),
-    "timm.models.resnet.Bottleneck": ResidualLayers(
-        convolutions=3, relus=("act1", "act2", "act3"), absent=OTHERS_OF_TIMM
-    ),
-}
-"""Residual blocks (He et al. 2016, arXiv:1512.03385) of torchvision and timm, by class."""
-
-STAGES = tuple(pairwise(f"layer{i}" for i in range(1, 5)))
-FOLLOWED = {
-    "torchvision.models.resnet.ResNet": (("bn1", "relu"), *STAGES),
-    "torchvision.models.densenet._DenseLayer": (("norm1", "relu1"), ("norm2", "relu2")),
-    "timm.models.resnet.ResNet": (("bn1", "act1"), *STAGES),
-}
-"""Children that are called one after the other in modules of torchvision and timm, by class: batch-norm layers and
-ReLUs, and stages of residual blocks."""
+SOLE_USER = "_is_sole_user"
+"""Keyword by which a module whose forward pass is fused is told that nothing else has its input."""
 
 
 def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
-    """Replace batch-norm layers by native ones, and compute them together with the ReLU after them in nn.Sequential, in
-    the ResNets of torchvision and timm, in torchvision's DenseNets, and where timm has both in one layer.
+    """Replace batch-norm layers by native ones, and compute them together with the addition and the ReLU after them
+    where the forward pass of the module that calls them is known from a trace, and where timm has both in one layer.
 
     Only layers as built are replaced: of exactly these classes, with options that the kernels have, without hooks, and
     without attributes in the place of methods. Hooks and layers that are set later count from the next call on.
@@ -67,13 +44,12 @@ def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
     for layer in list(network.modules()):
         if isinstance(layer, nn.BatchNorm2d) and not isinstance(layer, FusedBatchNorm2d) and not _unfit(layer):
             _use_kernels(layer, kernels)
-    for module in list(network.modules()):
-        kind: Any = _caller_of(module)
-        plain: Any = type(module)
-        if kind is None or not kind.has_norms(module) or departure(module):
-            continue
-        if kind is not FusedResidualBlock or not kind.reasons(module):
-            module.__class__ = _fused_class(kind, plain)
+    for module in reversed(list(network.modules())):  # children first
+        if not isinstance(module, Native) and _has_norms(module) and not departure(module):
+            fusions, _ = _fusions_of(module)
+            if fusions:
+                module.__class__ = _fused_class(FusedModule, cast(Any, type(module)))
+                cast(FusedModule, module).fusions = fusions
 
 
 def left_to_torch(network: nn.Module) -> str:
@@ -82,12 +58,15 @@ def left_to_torch(network: nn.Module) -> str:
         return f"not native, but torch's: all layers, because torch.nn.functional.{replaced[0]} is replaced"
     left = Counter[str]()
     for module in network.modules():
-        kind = type(module) if isinstance(module, FusedCaller) else _caller_of(module)
         if isinstance(module, nn.BatchNorm2d) and not isinstance(module, FusedBatchNorm2d):
             left[f"{type(module).__name__} ({_unfit(module)})"] += 1
-        elif kind is not None and kind.has_norms(module):
-            own = "" if isinstance(module, FusedCaller) else departure(module)
-            left.update(f"{type(module).__name__} ({reason})" for reason in ([own] if own else kind.reasons(module)))
+        elif type(module) is nn.ReLU and not is_silent(module):
+            left["ReLU (hooks)"] += 1
+        elif isinstance(module, FusedModule):
+            left.update(f"{type(module).__name__} ({why})" for each in module.fusions if (why := each.obstacle(module)))
+        elif not isinstance(module, Native) and _has_norms(module):
+            why = departure(module) or _fusions_of(module)[1]
+            left.update([f"{type(module).__name__} ({why})"] if why else [])
     layers = ", ".join(f"{count} {what}" for what, count in sorted(left.items()))
     return f"not native, but torch's: {layers}" if left else ""
 
@@ -128,25 +107,300 @@ def _has_activation(layer: nn.Module) -> bool:
     return f"{type(layer).__module__}.{type(layer).__name__}" == "timm.layers.norm_act.BatchNormAct2d"
 
 
-METHODS = ("forward", "__iter__", "__call__", "__reduce__", "__reduce_ex__")
-"""Methods that a class derived from nn.Sequential has from it, if its layers can be fused."""
-
-
-def _caller_of(module: nn.Module) -> "type[FusedCaller] | None":
-    """Return how a module's batch-norm layers can be fused with the layers that it calls after them; None if not, or if
-    they are already."""
-    if isinstance(module, FusedCaller):
-        return None
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    if name in RESIDUAL_BLOCKS:
-        return FusedResidualBlock
-    if name in FOLLOWED:
-        return FusedPairs
-    kind = type(module)
-    inherits = isinstance(module, nn.Sequential) and all(
-        getattr(kind, method) is getattr(nn.Sequential, method) for method in METHODS
+def _has_norms(module: nn.Module) -> bool:
+    """Return whether a module calls native batch-norm layers, or several modules whose forward passes are fused."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    parts = list(_called_by(module))
+    return (
+        any(type(part) in FUSED.values() for part in parts) or sum(isinstance(part, FusedModule) for part in parts) > 1
     )
-    return FusedSequential if inherits else None
+
+
+def _called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and in the place of containers theirs."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or is_sequential(child):
+            yield from _called_by(child)
+        yield child
+
+
+def _is(kind: type[nn.Module], layer: Any) -> bool:
+    """Return whether a layer is of exactly this class and may be computed without calling it."""
+    return type(layer) is kind and is_silent(layer)
+
+
+def _is_fused(norm: Any) -> bool:
+    return type(norm) in FUSED.values() and is_silent(norm) and not norm.relu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A module that a fused forward pass does not call as its own one does: path, classes that it may have, and whether
+    it is a batch-norm layer."""
+
+    path: tuple[str, ...]
+    kinds: tuple[type[nn.Module], ...]
+    norm: bool = False
+
+    def obstacle(self, root: nn.Module) -> str:
+        """Return why the module must be called, "" if not."""
+        module: Any = root
+        for name in self.path:
+            module = module._modules.get(name)
+            if module is None:
+                return f"another {self.path[0]}"
+        kind: Any = type(module)
+        if isinstance(module, FusedModule):
+            kind = FusedModule if FusedModule in self.kinds else module.plain
+        if kind not in self.kinds:
+            return "batch-norm that stays torch's" if self.norm else f"another {'.'.join(self.path)}"
+        if not is_silent(module):
+            return f"hooks of {'.'.join(self.path)}"
+        return f"ReLU in {'.'.join(self.path)}" if self.norm and module.relu else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """A module's forward pass with fused layers as Python code, and what must hold so that it computes the same.
+
+    `inputs` is the number of arguments, of which the first is a tensor if `tensors`. `reuses` is whether the code takes
+    an alias of its only input for the second use, `reusable` whether such an alias of its outputs may be asked for.
+    """
+
+    source: str
+    functions: tuple[tuple[str, Callable[..., Any]], ...]
+    inputs: int
+    tensors: bool
+    reuses: bool
+    reusable: bool
+    parts: tuple[Part, ...]
+    reads: tuple[Read, ...]
+    containers: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    methods: tuple[str, ...]
+
+    def obstacle(self, module: nn.Module) -> str:
+        """Return why the code cannot be used now, "" if it can."""
+        if not (
+            calls_are_plain(nn.ReLU, nn.Identity, nn.Sequential)
+            and methods_are_plain(cast(Native, module), *self.methods)
+        ):
+            return "hooks of all modules, or replaced methods"
+        for path, names in self.containers:
+            found: Any = module
+            for name in path:
+                found = found._modules[name]
+            if tuple(found._modules) != names:
+                return "other layers"
+        changed = next((read.name for read in self.reads if not read.still_holds(module)), "")
+        return (
+            f"another {changed}" if changed else next(filter(None, (part.obstacle(module) for part in self.parts)), "")
+        )
+
+    def run(self, module: nn.Module, inputs: tuple[Any, ...], *, sole_user: bool) -> Any:
+        """Compute the forward pass; `sole_user` is whether nothing else has the only input."""
+        if self.reuses:
+            inputs = (*inputs, second_use(inputs[0]) if sole_user else inputs[0])
+        return _compiled(self.source, self.functions)(module, *inputs)
+
+
+@cache
+def _compiled(source: str, functions: tuple[tuple[str, Callable[..., Any]], ...]) -> Callable[..., Any]:
+    """Return the function that a Fusion's source defines."""
+    name = f"<cputrain fused forward {hash((source, functions)):x}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
+    space: dict[str, Any] = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
+        **dict(functions),
+    }
+    exec(compile(source, name, "exec"), space)
+    return cast(Callable[..., Any], space["forward"])
+
+
+def _fusions_of(module: nn.Module) -> tuple[tuple[Fusion, ...], str]:
+    """Return the fused forward passes of a module, none if there is nothing to fuse, and why there are none if its
+    forward pass is not known."""
+    try:
+        traced = [trace(module)]
+        if traced[0].asked:
+            traced.append(trace(module, tensors=False))
+    except NotTraceable as error:
+        return (), str(error)
+    found = [_fused(module, each, tensors=number == 0) for number, each in enumerate(traced)]
+    return tuple(each for each in found if each is not None), ""
+
+
+def _fused(module: nn.Module, traced: Traced, *, tensors: bool) -> Fusion | None:
+    """Return the forward pass with batch-norm, additions and ReLU in one call, None if there are none."""
+    graph = traced.graph
+    layers: dict[Any, nn.Module] = {node: module.get_submodule(str(node.target)) for node in _calls(graph)}
+    parts: dict[str, Part] = {}
+    ends: set[fx.Node] = set()
+    for node in list(layers):
+        if _is_fused(layers[node]) and (chain := _following(node, layers)) is not None:
+            parts[str(node.target)] = Part(path=_path(node), kinds=tuple(FUSED.values()), norm=True)
+            parts |= {str(each.target): Part(path=_path(each), kinds=(type(layers[each]),)) for each in chain.passed}
+            fused = _join(graph, node, chain)
+            layers[fused] = layers[node]
+            if chain.residual is not None and chain.relu:
+                ends.add(fused)
+    reused = _share_gradients(graph, layers)
+    parts |= {str(node.target): Part(path=_path(node), kinds=(FusedModule,)) for pair in reused for node in pair}
+    if not parts:
+        return None
+    reuses = tensors and _takes_second(graph, layers, parts)
+    code = graph.python_code("self")
+    (output,) = next(node for node in graph.nodes if node.op == "output").args
+    containers = (*traced.containers, *((path, ()) for path in traced.inlined if path not in dict(traced.containers)))
+    silent = [
+        Part(path=tuple(path.split(".")), kinds=(plain_of(module.get_submodule(path)),)) for path in traced.inlined
+    ]
+    return Fusion(
+        source=code.src,
+        functions=tuple((name, each) for name, each in code.globals.items() if _is_kept(name, each)),
+        inputs=sum(node.op == "placeholder" for node in graph.nodes) - reuses,
+        tensors=tensors,
+        reuses=reuses,
+        reusable=output in ends,
+        parts=(*parts.values(), *silent),
+        reads=traced.reads,
+        containers=tuple((tuple(path.split(".")) if path else (), names) for path, names in containers),
+        methods=traced.methods,
+    )
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return not isinstance(value, ModuleType) and name not in ("device", "inf", "nan", "NoneType")
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_module"]
+
+
+def _path(node: fx.Node) -> tuple[str, ...]:
+    return tuple(str(node.target).split("."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Following:
+    """What follows batch-norm in a graph and is computed with it: nodes in their order, the residual and how it is
+    added, whether ReLU is the last, and the calls of layers that are not called then."""
+
+    nodes: tuple[fx.Node, ...] = ()
+    residual: fx.Node | None = None
+    in_place: bool = False
+    relu: bool = False
+    passed: tuple[fx.Node, ...] = ()
+
+
+def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None:
+    """Return the addition and the ReLU after a call of batch-norm that nothing else uses, None if neither follows."""
+    found, last, complete = _Following(), norm, None
+    while not found.relu and len(last.users) == 1:
+        (user,) = last.users
+        layer, nodes, residual = layers.get(user), (*found.nodes, user), _residual(user, last)
+        passed = (*found.passed, *([user] if layer is not None else []))
+        if _is_relu(user, last, layer):
+            complete = found = replace(found, nodes=nodes, relu=True, passed=passed)
+        elif layer is not None and _is(nn.Identity, layer) and user.args == (last,) and not user.kwargs:
+            found = replace(found, nodes=nodes, passed=passed)
+        elif found.residual is None and residual is not None and _may_move(norm, layers):
+            in_place = user.target is operator.iadd
+            complete = found = replace(found, nodes=nodes, residual=residual, in_place=in_place)
+        else:
+            break
+        last = user
+    return complete
+
+
+def _is_relu(node: fx.Node, before: fx.Node, layer: nn.Module | None) -> bool:
+    if node.args[:1] != (before,):
+        return False
+    if layer is not None:
+        return _is(nn.ReLU, layer) and len(node.args) == 1 and not node.kwargs
+    functions = (functional.relu, functional.relu_, torch.relu, torch.relu_)
+    by_function = node.op == "call_function" and any(node.target is each for each in functions)
+    return by_function or (node.op == "call_method" and node.target in ("relu", "relu_"))
+
+
+def _residual(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
+    """Return what a node adds to the outputs of batch-norm."""
+    functions = (operator.add, operator.iadd, torch.add)
+    if node.op != "call_function" or node.kwargs or len(node.args) != 2:
+        return None
+    if not any(node.target is each for each in functions):
+        return None
+    first, second = node.args
+    if second is normalized and node.target is not operator.iadd:
+        first, second = second, first
+    return second if first is normalized and isinstance(second, fx.Node) else None
+
+
+def _may_move(norm: fx.Node, layers: dict[Any, nn.Module]) -> bool:
+    """Return whether a call of batch-norm may be computed later, where its outputs are added: nothing in between can
+    change its input, a new tensor that nothing else has."""
+    made: Any = norm.args[0]
+    return isinstance(layers.get(made), nn.Conv2d) and type(layers[made]) in CONVOLUTIONS and len(made.users) == 1
+
+
+def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
+    """Replace batch-norm and what follows by one call."""
+    last = chain.nodes[-1]
+    options: dict[str, Any] = {"relu": True} if chain.relu else {}
+    if chain.residual is None:
+        norm.kwargs = options
+        fused = norm
+        last.replace_all_uses_with(norm)
+    else:
+        with graph.inserting_before(last):
+            options |= {"in_place": True} if chain.in_place else {}
+            fused = graph.call_module(str(norm.target), (norm.args[0], chain.residual), options)
+        last.replace_all_uses_with(fused)
+    for node in reversed(chain.nodes):
+        graph.erase_node(node)
+    if fused is not norm:
+        graph.erase_node(norm)
+    return fused
+
+
+def _share_gradients(graph: fx.Graph, layers: dict[Any, nn.Module]) -> list[tuple[fx.Node, fx.Node]]:
+    """Let modules that use their input twice add up its gradients where a module of the graph has made it and nothing
+    else has it. Returns the calls of both."""
+    found = []
+    for node in _calls(graph):
+        made: Any = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        user, maker = layers.get(node), layers.get(made)
+        if not (isinstance(user, FusedModule) and isinstance(maker, FusedModule)) or len(made.users) != 1:
+            continue
+        if user.fusions[0].reuses and maker.fusions[0].reusable:
+            node.kwargs = {SOLE_USER: True}
+            found.append((made, node))
+    return found
+
+
+def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
+    """Give the second use of the only input another argument, if neither use can keep it. Returns whether."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != 1 or len(placeholders[0].users) != 2:
+        return False
+    (images,) = placeholders
+    first, second = sorted(images.users, key=list(graph.nodes).index)
+    for user in (first, second):
+        layer = layers.get(user)
+        adds = user.args[1:] == (images,) and str(user.target) in parts
+        if layer is None or [*user.args, *user.kwargs.values()].count(images) != 1:
+            return False
+        if not adds:
+            if type(layer) not in KEEP_NOTHING:
+                return False
+            parts.setdefault(str(user.target), Part(path=_path(user), kinds=KEEP_NOTHING))
+    with graph.inserting_after(images):
+        alias = graph.placeholder("second_use_of_input")
+    second.replace_input_with(images, alias)
+    return True
 
 
 @cache
@@ -165,194 +419,44 @@ def _without_values(kind: Any, plain: Any) -> nn.Module:
     return object.__new__(_fused_class(kind, plain))
 
 
-def _is(kind: type[nn.Module], layer: Any) -> bool:
-    """Return whether a layer is of exactly this class and may be computed without calling it."""
-    return type(layer) is kind and is_silent(layer)
-
-
-def _is_fused(norm: Any) -> bool:
-    return type(norm) in FUSED.values() and is_silent(norm) and not norm.relu
-
-
-class FusedCaller(Native):
-    """Base class of modules that compute some of their layers together."""
+class _Derived(Native):
+    """Base class of native classes that are derived from the plain class of a layer."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and store the class, which has no name in a module, by what it was made of."""
-        kind = next(base for base in type(self).__mro__ if base in CALLERS)
         reduced: Any = super().__reduce_ex__(protocol)
+        if self.plain.__reduce__ is not object.__reduce__:  # makes a module of the plain class
+            return reduced
+        kind = next(base for base in type(self).__mro__ if base in (FusedModule, FusedBatchNormAct2d))
         return (_without_values, (kind, self.plain), *reduced[2:])
 
-    @classmethod
-    def has_norms(cls, module: nn.Module) -> bool:
-        """Return whether a module has batch-norm layers that could be fused with others."""
-        raise NotImplementedError
 
-    @classmethod
-    def reasons(cls, module: nn.Module) -> list[str]:
-        """Return why layers of a module cannot be fused now, one reason for each group of layers."""
-        raise NotImplementedError
+class FusedModule(_Derived):
+    """A module whose forward pass is computed with fused layers, as long as it then computes the same."""
 
-
-class FusedPairs(FusedCaller):
-    """A module with pairs of children, listed in FOLLOWED, of which the second gets the first's outputs and nobody else
-    has them: batch-norm and ReLU, or residual blocks."""
+    fusions: tuple[Fusion, ...] = ()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Compute what the plain module does, with native layers in the place of pairs."""
-        if not (runs_eagerly() and calls_are_plain(nn.ReLU) and methods_are_plain(self, *self.methods())):
+        """Compute what the plain module does."""
+        sole = named.pop(SOLE_USER, False)
+        fusion = self.fusion_for(inputs) if runs_eagerly() and not named else None
+        if fusion is None or fusion.obstacle(self):
             return self.plain.forward(self, *inputs, **named)
-        return self._with(self._together(), *inputs, **named)
+        return fusion.run(self, inputs, sole_user=sole)
 
-    def _with(self, children: dict[str, Callable[[Tensor], Tensor]], *inputs: Any, **named: Any) -> Any:
-        """Compute the plain forward with other children: it sees the same attributes, but for these."""
-        view: Any = object.__new__(self.plain)  # not the class's own __new__, which may need arguments or count
-        vars(view).update(vars(self), _modules={**self._modules, **children})
-        return self.plain.forward(view, *inputs, **named)
+    def fusion_for(self, inputs: tuple[Any, ...]) -> Fusion | None:
+        """Return the fused forward pass for arguments of these classes."""
+        tensors = all(isinstance(each, Tensor) for each in inputs)
+        found = (each for each in self.fusions if each.tensors == tensors and each.inputs == len(inputs))
+        return None if any(each is None for each in inputs) else next(found, None)
 
-    def _together(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return by name what computes the layers of fused pairs."""
-        found: dict[str, Callable[[Tensor], Tensor]] = {}
-        recomputes = getattr(self, "grad_checkpointing", False)  # in timm's networks: the blocks themselves are called
-        for first, second in self.pairs(self):
-            made, used = self._modules[first], self._modules[second]
-            if _is_fused(made) and _is(nn.ReLU, used):
-                found |= {first: partial(cast(nn.Module, made), relu=True), second: _same}
-            elif not recomputes and _block_at(made, -1) and (block := _block_at(used, 0)) and block.keeps_nothing():
-                found[second] = partial(_used_twice, cast(Any, used))  # the first block adds up its outputs' gradients
-        return found
-
-    @classmethod
-    def methods(cls) -> list[str]:
-        """Return the names of methods that call the children."""
-        return [name for name, method in vars(cls.plain).items() if isfunction(method)]
-
-    @staticmethod
-    def pairs(module: nn.Module) -> list[tuple[str, str]]:
-        """Return the names of children that are called one after the other."""
-        plain = module.plain if isinstance(module, Native) else type(module)
-        return [
-            pair for pair in FOLLOWED[f"{plain.__module__}.{plain.__name__}"] if set(pair) <= module._modules.keys()
-        ]
-
-    @classmethod
-    def has_norms(cls, module: nn.Module) -> bool:
-        """Return whether there is a pair of native batch-norm and ReLU."""
-        return bool(cls._relus(module))
-
-    @classmethod
-    def reasons(cls, module: nn.Module) -> list[str]:
-        """Return a reason for each pair of native batch-norm and ReLU that is not fused."""
-        return ["hooks of ReLU" for relu in cls._relus(module) if not is_silent(relu)]
-
-    @classmethod
-    def _relus(cls, module: nn.Module) -> list[nn.ReLU]:
-        """Return the ReLUs that follow native batch-norm layers."""
-        pairs = [(module._modules[first], module._modules[second]) for first, second in cls.pairs(module)]
-        return [relu for norm, relu in pairs if type(norm) in FUSED.values() and type(relu) is nn.ReLU]
+    def undo(self) -> None:
+        """Undo what was done to the layer when its class was replaced."""
+        super().undo()
+        vars(self).pop("fusions", None)
 
 
-def _same(images: Tensor) -> Tensor:
-    return images
-
-
-class FusedSequential(FusedPairs):
-    """An nn.Sequential, or a class derived from it without a forward of its own."""
-
-    @classmethod
-    def methods(cls) -> list[str]:
-        """Return the names of methods that call the children."""
-        return ["forward", "__iter__"]
-
-    @staticmethod
-    def pairs(module: nn.Module) -> list[tuple[str, str]]:
-        """Return the names of neighbors."""
-        return list(pairwise(module._modules))
-
-    @classmethod
-    def has_norms(cls, module: nn.Module) -> bool:
-        """Return whether there is a pair of native batch-norm and ReLU, or one of residual blocks."""
-        blocks = [
-            isinstance(child, FusedResidualBlock) or _caller_of(child) is FusedResidualBlock
-            for child in module.children()
-        ]
-        return super().has_norms(module) or sum(blocks) > 1
-
-    def fused(self, images: Tensor, identity: Tensor) -> Tensor:
-        """Compute the layers, of which the first is a residual block; `identity` is an alias of the images."""
-        first, block = next(iter(self._modules.items()))
-        children = self._together() | {first: partial(cast(Any, block).fused, identity=identity)}
-        return cast(Tensor, self._with(children, images))
-
-
-def _used_twice(module: "FusedSequential | FusedResidualBlock", images: Tensor) -> Tensor:
-    return module.fused(images, second_use(images))
-
-
-def _block_at(module: Any, end: int) -> "FusedResidualBlock | None":
-    """Return a residual block, or that at one end of an nn.Sequential, if its outputs or images are seen by no hook."""
-    if not isinstance(module, FusedCaller) or not is_silent(module):
-        return None
-    if isinstance(module, FusedSequential) and methods_are_plain(module, *module.methods()):
-        layers = [*module._modules.values()]
-        return _block_at(layers[end], end) if layers else None
-    return module if isinstance(module, FusedResidualBlock) else None
-
-
-class FusedResidualBlock(FusedCaller):
-    """BasicBlock or Bottleneck of torchvision or timm."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """(N, C, H, W) -> (N, C', H', W')."""
-        if len(inputs) != 1 or named or not runs_eagerly() or self.reasons(self):
-            return self.plain.forward(self, *inputs, **named)
-        return self.fused(*inputs, *inputs)
-
-    def keeps_nothing(self) -> bool:
-        """Return whether the block can be fused, and no layer that its images are given to can keep them, of which it
-        might ask the gradient."""
-        if self.reasons(self):
-            return False
-        given = [self.conv1, *(() if self.downsample is None else cast(nn.Module, self.downsample).modules())]
-        return all(type(layer) in KEEP_NOTHING and is_silent(cast(nn.Module, layer)) for layer in given)
-
-    def fused(self, images: Tensor, identity: Tensor) -> Tensor:
-        """Compute the block; `identity` are the images, or an alias of them."""
-        last = _layers_of(self).convolutions
-        out = images
-        for i in range(1, last):
-            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out), relu=True)
-        out = getattr(self, f"conv{last}")(out)
-        if self.downsample is not None:
-            identity = cast(nn.Module, self.downsample)(identity)
-        return cast(Tensor, getattr(self, f"bn{last}")(out, identity, relu=True))
-
-    @classmethod
-    def has_norms(cls, module: nn.Module) -> bool:
-        """Return whether there are batch-norm layers."""
-        return any(isinstance(child, nn.BatchNorm2d) for child in module.children())
-
-    @classmethod
-    def reasons(cls, module: nn.Module) -> list[str]:
-        """Return why the block cannot be fused now: its layers are others than as built, or have hooks."""
-        plain = module.plain if isinstance(module, Native) else type(module)
-        if not calls_are_plain(nn.ReLU, nn.Identity, plain):
-            return ["hooks of all modules"]
-        layers, children = _layers_of(module), module._modules
-        norms = [children.get(f"bn{i}") for i in range(1, layers.convolutions + 1)]
-        relus = [children.get(name) for name in layers.relus]
-        others = [getattr(module, name, None) for name in layers.absent]
-        if not all(type(norm) in FUSED.values() for norm in norms):
-            return ["batch-norm that stays torch's"]
-        if not all(type(relu) is nn.ReLU for relu in relus):
-            return ["another activation"]
-        if not all(other is None or type(other) is nn.Identity for other in others):
-            return ["more layers"]
-        seen = [*norms, *relus, *(other for other in others if other is not None)]
-        return [] if all(is_silent(cast(nn.Module, each)) for each in seen) else ["hooks of its layers"]
-
-
-class FusedBatchNormAct2d(FusedCaller, FusedBatchNorm2d):
+class FusedBatchNormAct2d(_Derived, FusedBatchNorm2d):
     """timm's BatchNormAct2d, which has a dropout and an activation as children."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -364,21 +468,6 @@ class FusedBatchNormAct2d(FusedCaller, FusedBatchNorm2d):
             return super().forward(x, relu=True)
         return cast(Tensor, act(drop(super().forward(x))))
 
-    @classmethod
-    def has_norms(cls, module: nn.Module) -> bool:
-        """Return False: the children are no batch-norm layers."""
-        return False
 
-
-CALLERS = (FusedSequential, FusedPairs, FusedResidualBlock, FusedBatchNormAct2d)
-
-KEEP_NOTHING = (
-    *(nn.Sequential, _fused_class(FusedSequential, nn.Sequential), nn.Identity, nn.AvgPool2d),
-    *(*CONVOLUTIONS, *FUSED, *FUSED.values()),
-)
+KEEP_NOTHING = (nn.Identity, nn.AvgPool2d, nn.MaxPool2d, *CONVOLUTIONS, *FUSED, *FUSED.values())
 """Classes of layers that keep no inputs, except those that autograd saves."""
-
-
-def _layers_of(block: nn.Module) -> ResidualLayers:
-    plain = block.plain if isinstance(block, Native) else type(block)
-    return RESIDUAL_BLOCKS[f"{plain.__module__}.{plain.__name__}"]

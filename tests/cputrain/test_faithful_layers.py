@@ -203,8 +203,8 @@ def test_what_stays_torch_s_is_counted_with_reasons() -> None:
     network[2].register_forward_pre_hook(lambda *_: None)
     network.append(Doubled(4))
     assert left_to_torch(native(network)) == (
-        "not native, but torch's: 1 BasicBlock (another activation), 1 BasicBlock (hooks), 1 BatchNorm2d "
-        "(momentum=None), 1 Doubled (not torch's BatchNorm2d), 1 Sequential (hooks of ReLU)"
+        "not native, but torch's: 1 BasicBlock (hooks), 1 BatchNorm2d (momentum=None), "
+        "1 Doubled (not torch's BatchNorm2d), 1 ReLU (hooks)"
     )
     assert left_to_torch(native(built())) == ""
 

@@ -1,0 +1,427 @@
+"""A module's forward pass as a graph of the calls of its children and of torch's functions, if it provably is nothing
+else.
+
+torch.fx records what is done with tensors, and is blind to all else: a counter, a branch on an attribute that changes
+later, a random number become constants of the graph. Here a forward pass is traced only if each instruction, each
+function that it calls and each value that it reads is known to be harmless, and what it has read is part of the result.
+"""
+
+import builtins
+import dis
+import math
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, signature
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import get_overridable_functions
+
+from cputrain.kernels.evidence import (
+    Native,
+    calls_are_plain,
+    is_as_written,
+    is_in_source,
+    is_silent,
+    random_numbers_kept,
+)
+
+
+class NotTraceable(Exception):  # noqa: N818  a reason, which its caller words
+    """Why a forward pass is not traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A value that a traced forward pass has read: attribute `name` of the module at `path`, or global `name` of the
+    Python module called `path`. Of a module the value is nn.Module."""
+
+    path: str
+    name: str
+    value: Any
+    is_global: bool
+
+    def still_holds(self, root: nn.Module) -> bool:
+        """Return whether the same value would be read now."""
+        if self.is_global:
+            found = vars(sys.modules[self.path]).get(self.name, vars(builtins).get(self.name))
+        else:
+            owner = root.get_submodule(self.path) if self.path else root
+            if self.value is nn.Module:
+                return owner._modules.get(self.name) is not None
+            found = getattr(owner, self.name, MISSING)
+        return found is self.value or (
+            isinstance(self.value, int | float | str | tuple)
+            and type(found) is type(self.value)
+            and found == self.value
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A forward pass of one module: its graph, what it has read, and the names of the methods that ran.
+
+    `containers` are those whose children it has gone through, with their names; `inlined` are the paths of modules like
+    nn.Sequential whose children are called in the graph. `asked` is whether it has asked if its arguments are tensors.
+    """
+
+    graph: fx.Graph
+    reads: tuple[Read, ...]
+    containers: tuple[tuple[str, tuple[str, ...]], ...]
+    inlined: tuple[str, ...]
+    methods: tuple[str, ...]
+    asked: bool
+
+
+def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
+    """Trace the forward pass of a module, whose children are called, but not computed, except that of nn.Sequential.
+
+    Arguments with defaults are not part of the graph: it is that of a call without them. The others are tensors, or
+    something else with tensors=False, such as lists of tensors.
+
+    Raises NotTraceable with the reason if the forward pass might do something else, or something else another time.
+    """
+    tracer = _Tracer(module)
+    watch = _Watch(module, tracer, tensors=tensors)
+    try:
+        inputs = [tracer.create_proxy("placeholder", name, (), {}) for name in watch.inputs()]
+        with random_numbers_kept(), torch.no_grad(), watch.watching():
+            outputs = watch.kind.forward(module, *inputs)
+        tracer.create_node("output", "output", (tracer.create_arg(outputs),), {})
+    except NotTraceable:
+        raise
+    except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for proxies
+        raise NotTraceable(str(error).partition("\n")[0] or type(error).__name__) from None
+    return Traced(
+        graph=tracer.graph,
+        reads=tuple(dict.fromkeys(watch.reads)),
+        containers=tuple(watch.containers.items()),
+        inlined=tuple(watch.inlined),
+        methods=tuple(watch.methods),
+        asked=watch.asked,
+    )
+
+
+class _Proxy(fx.Proxy):
+    """A proxy whose `a += b` is recorded as such, where torch.fx records a + b."""
+
+
+def _in_place(name: str) -> Any:
+    function = getattr(operator, name)
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(_Proxy, f"__i{_name}__", _in_place(f"i{_name}"))
+
+
+class _Tracer(fx.Tracer):
+    """Tracer of one module: all its children are leaves, and parameters and buffers are read when the graph runs."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root, self.graph = root, fx.Graph(tracer_cls=_Tracer)
+        self.submodule_paths = {each: path for path, each in root.named_modules()}
+        self.proxies: dict[str, fx.Proxy] = {}
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            raise NotTraceable("computes a constant tensor")
+        return super().create_arg(a)
+
+
+TORCH = Path(torch.__file__).parent
+RECORDING = {str(TORCH / "fx/proxy.py"), __file__}
+CONTAINERS = str(TORCH / "nn/modules/container.py")
+FUNCTIONS = {str(TORCH / name) for name in ("nn/functional.py", "functional.py", "_tensor.py", "_jit_internal.py")}
+"""Files of functions that compute from tensors and nothing else."""
+CONSTANT = {getattr(torch.jit, name).__code__ for name in ("is_scripting", "is_tracing")}
+"""Functions that return False wherever native layers are used."""
+HARMLESS = (abs, all, any, divmod, getattr, iter, len, max, min, next, repr, round, sorted, sum)
+UNKNOWN = {"issubclass", "hasattr", "callable", "type", "id", "hash", "vars", "dir", "locals", "globals"}
+"""Functions whose results for a proxy are not those for a tensor."""
+FORBIDDEN = (
+    *("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SLICE", "DELETE_ATTR"),
+    *("DELETE_SUBSCR", "DELETE_GLOBAL", "IMPORT_NAME", "SETUP_", "BEFORE_WITH", "LOAD_SPECIAL", "PUSH_EXC_INFO"),
+    *("YIELD_VALUE", "RETURN_GENERATOR", "GEN_START", "MATCH_", "GET_AWAITABLE", "LOAD_BUILD_CLASS"),
+)
+"""Beginnings of the names of instructions that may change something, or run other code."""
+WORDS = {"STORE_": "assigns attributes, items or globals", "DELETE_": "deletes", "IMPORT_": "imports"}
+
+
+class _Watch:
+    """What a module's forward pass calls and reads while it is traced; anything not known to be harmless ends it."""
+
+    def __init__(self, module: nn.Module, tracer: _Tracer, *, tensors: bool) -> None:
+        self.module, self.tracer, self.tensors = module, tracer, tensors
+        self.kind = type(module)
+        self.reads: list[Read] = []
+        self.containers: dict[str, tuple[str, ...]] = {}
+        self.inlined: list[str] = []
+        self.methods: list[str] = []
+        self.asked = False
+        self.arguments = list(signature(self.kind.forward).parameters.values())[1:]
+        self.defaults = {each.name for each in self.arguments if each.default is not Parameter.empty}
+        self.own: set[CodeType] = set()
+        self.known: dict[CodeType, FunctionType] = {}
+        self.pending: FrameType | None = None
+        for base in reversed(self.kind.__mro__):
+            if issubclass(base, nn.Module) and base is not nn.Module:
+                found = (each.fget if isinstance(each, property) else each for each in vars(base).values())
+                self.known |= {each.__code__: each for each in found if isinstance(each, FunctionType)}
+        self._adopt(self.kind.forward)
+
+    def inputs(self) -> list[str]:
+        """Return the names of the arguments of forward without defaults."""
+        required = [each for each in self.arguments if each.default is Parameter.empty]
+        if any(each.kind is not Parameter.POSITIONAL_OR_KEYWORD for each in required):
+            raise NotTraceable("its forward takes any arguments")
+        return [each.name for each in required]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what this thread computes, and follow each call and each attribute of a module that is read."""
+        call, parameter, thread = nn.Module.__call__, nn.Module.__getattr__, threading.get_ident()
+        tracer, is_instance = self.tracer, builtins.isinstance
+
+        def called(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+            if threading.get_ident() != thread:
+                return call(module, *inputs, **named)
+            path = tracer.path_of_module(module)
+            if is_sequential(module) and is_silent(module) and len(inputs) == 1 and not named:
+                self.inlined.append(path)
+                self.containers[path] = tuple(module._modules)
+                for child in module._modules.values():
+                    inputs = (child(*inputs),)  # type: ignore[misc]
+                return inputs[0]
+            return tracer.create_proxy("call_module", path, inputs, named)
+
+        def value_of(module: nn.Module, name: str) -> Any:
+            value = parameter(module, name)
+            recorded = threading.get_ident() == thread and is_instance(value, Tensor)
+            return tracer.getattr(name, value, tracer.proxies) if recorded else value
+
+        def read(module: nn.Module, name: str) -> Any:
+            if sys._getframe(1).f_code in self.own:
+                self._read(module, name)
+            return object.__getattribute__(module, name)
+
+        def asked(value: Any, kind: Any) -> bool:
+            if not is_instance(value, fx.Proxy) or sys._getframe(1).f_code not in self.own:
+                return is_instance(value, kind)
+            if value.node.op != "placeholder" or kind is not Tensor:
+                raise NotTraceable("asks for the class of a value")
+            self.asked = True
+            return self.tensors
+
+        profiler = sys.getprofile()
+        with ExitStack() as stack:
+            for name, function in (("__call__", called), ("__getattr__", value_of), ("__getattribute__", read)):
+                stack.enter_context(_replaced(nn.Module, name, function))
+            stack.enter_context(_replaced(builtins, "isinstance", asked))
+            stack.callback(sys.setprofile, profiler)
+            sys.setprofile(self._event)
+            yield
+
+    def _read(self, module: nn.Module, name: str) -> None:
+        """Keep a value that decides what is computed; tensors, and what modules compute, are in the graph."""
+        places = [vars(module), *(vars(module)[each] for each in ("_parameters", "_buffers", "_modules"))]
+        found = [place[name] for place in places if name in place]
+        value = found[0] if found else getattr(type(module), name, MISSING)
+        if isinstance(value, FunctionType) and not found:
+            if module is not self.module and value.__code__.co_filename != CONTAINERS:
+                raise NotTraceable(f"calls {plain_of(module).__name__}.{name}")
+            return
+        if isinstance(value, Tensor) and found:
+            return
+        if isinstance(value, nn.Module):
+            value = nn.Module
+        elif not _is_constant(value) and not _is_function(value):
+            raise NotTraceable(f"reads {name}, a {type(value).__name__}")
+        path = "" if module is self.module else self.tracer.path_of_module(module)
+        self.reads.append(Read(path=path, name=name, value=value, is_global=False))
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame.f_back if event == "call" else frame
+        if event == "call" and frame.f_code.co_filename in RECORDING and self.pending is caller:
+            self.pending = None  # torch's function has handed the proxy over
+        if caller is None or caller.f_code not in self.own:
+            return
+        if event == "call":
+            self._python(frame, caller)
+        elif event == "c_call":
+            self._builtin(frame, argument)
+        elif event in ("c_return", "c_exception") and self.pending is frame:
+            raise NotTraceable(f"calls {argument.__name__} without a tensor of its arguments")
+
+    def _python(self, frame: FrameType, caller: FrameType) -> None:
+        code = frame.f_code
+        if code in self.own or code.co_filename in RECORDING or code in CONSTANT:
+            return
+        if code.co_filename == CONTAINERS:
+            container = frame.f_locals.get("self")
+            path = next((path for path, each in self.module.named_modules() if each is container), None)
+            if path is None or not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                raise NotTraceable(f"calls {code.co_name} of a container")
+            self.containers[path] = tuple(container._modules)
+            return
+        if code.co_filename in FUNCTIONS and any(map(_has_proxy, frame.f_locals.values())):
+            return
+        if code not in self.known:
+            raise NotTraceable(f"calls {code.co_name}")
+        self._adopt(self.known[code])
+
+    def _builtin(self, frame: FrameType, function: Any) -> None:
+        if any(function is each for each in HARMLESS) or function in vars(math).values():
+            return
+        if function not in _overridable():
+            raise NotTraceable(f"calls {function.__name__}")
+        self.pending = frame
+
+    def _adopt(self, function: Any) -> None:
+        """Take a function as part of the forward pass after proving what it does not do."""
+        if not isinstance(function, FunctionType):
+            raise NotTraceable(f"{getattr(function, '__name__', function)} is no Python function")
+        name, code = function.__name__, function.__code__
+        if getattr(self.kind, name, None) is function:
+            if not is_as_written(self.kind, name):
+                raise NotTraceable(f"replaced method {name}")
+            self.methods.append(name)
+        elif not is_in_source(function, function.__module__):
+            raise NotTraceable(f"{name} is not as written")
+        if set(code.co_freevars) - {"__class__"}:
+            raise NotTraceable(f"{name} uses variables of another function")
+        home = sys.modules.get(function.__module__)
+        if home is None or function.__globals__ is not vars(home):
+            raise NotTraceable(f"{name} has globals of its own")
+        for each in _codes(code):
+            self._inspect(function, each)
+        self.own |= set(_codes(code))
+
+    def _inspect(self, function: FunctionType, code: CodeType) -> None:
+        instructions = [each for each in dis.get_instructions(code) if each.opname not in SKIPPED]
+        for number, each in enumerate(instructions):
+            if each.opname.startswith(FORBIDDEN):
+                what = next((words for start, words in WORDS.items() if each.opname.startswith(start)), "")
+                raise NotTraceable(f"{code.co_name} {what or 'has ' + each.opname.lower()}")
+            if each.opname in COMPARES_BY_IDENTITY and not self._is_known(code, instructions[:number]):
+                raise NotTraceable(f"{code.co_name} compares a value by `is`")
+            if each.opname == "LOAD_GLOBAL":
+                self._global(function, each.argval, instructions[number + 1 :])
+
+    def _is_known(self, code: CodeType, before: list[dis.Instruction]) -> bool:
+        """Return whether the value before a comparison is an attribute of the module, which is then among its reads, or
+        an argument with its default value."""
+        values = [each for each in before if not (each.opname == "LOAD_CONST" and each.argval is None)]
+        attribute = False
+        while values and values[-1].opname == "LOAD_ATTR":
+            values.pop()
+            attribute = True
+        if not values or not values[-1].opname.startswith("LOAD_FAST"):
+            return False
+        name = values[-1].argval
+        if attribute:
+            return bool(name == code.co_varnames[0])
+        stores = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST")]
+        return code is self.kind.forward.__code__ and name in self.defaults and name not in stores
+
+    def _global(self, function: FunctionType, name: str, following: list[dis.Instruction]) -> None:
+        """Check what is read from a global, through attributes of Python modules."""
+        owner, value = function.__globals__, function.__globals__.get(name, vars(builtins).get(name, MISSING))
+        path = function.__module__
+        for each in following:
+            if not isinstance(value, ModuleType):
+                break
+            if each.opname not in ("LOAD_ATTR", "LOAD_METHOD") or value.__name__.partition(".")[0] not in MODULES:
+                raise NotTraceable(f"uses the module {value.__name__}")
+            path, owner, name = value.__name__, vars(value), each.argval
+            value = owner.get(name, MISSING)
+        if name in UNKNOWN or value is MISSING:
+            raise NotTraceable(f"uses {name}")
+        if isinstance(value, FunctionType):
+            self.known.setdefault(value.__code__, value)
+        elif not (_is_constant(value) or isinstance(value, BuiltinFunctionType | type | torch.dtype)):
+            raise NotTraceable(f"reads the global {name}, a {type(value).__name__}")
+        self.reads.append(Read(path=path, name=name, value=value, is_global=True))
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    before = vars(owner).get(name, MISSING)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if before is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def plain_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or that which a native one has replaced."""
+    return module.plain if isinstance(module, Native) else type(module)
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Return whether a module calls its children one after the other, as nn.Sequential does."""
+    kind = plain_of(module)
+    if not issubclass(kind, nn.Sequential) or not calls_are_plain(nn.Sequential):
+        return False
+    return all(getattr(kind, name) is getattr(nn.Sequential, name) for name in ("forward", "__iter__", "__call__"))
+
+
+MISSING = object()
+MODULES = ("torch", "math", "operator")
+"""Python modules whose functions may be named; what they do is known at the call."""
+SKIPPED = {"CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "TO_BOOL"}
+COMPARES_BY_IDENTITY = {"IS_OP", "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE"}
+COMPARES_BY_IDENTITY |= {
+    f"POP_JUMP_{way}_IF_{what}" for way in ("FORWARD", "BACKWARD") for what in ("NONE", "NOT_NONE")
+}
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType | BuiltinFunctionType)
+
+
+def _of_container(method: MethodType) -> bool:
+    return method.__func__.__code__.co_filename == CONTAINERS
+
+
+def _has_proxy(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return any(map(_has_proxy, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, fx.Proxy)
+
+
+@cache
+def _overridable() -> frozenset[Callable[..., Any]]:
+    """Return torch's functions that hand over to a proxy what they are called with."""
+    return frozenset(each for found in get_overridable_functions().values() for each in found if callable(each))
