@@ -28,7 +28,7 @@ from cputrain.kernels.convolution import (
     use_products,
 )
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
-from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.kernels.rewriting import fuse_batchnorms
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_text
 from cputrain.kernels.evidence import restore as restore_layers
-from cputrain.kernels.fusion import left_to_torch
+from cputrain.kernels.rewriting import left_to_torch
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, rank_context, run_rank
 from cputrain.measurements import save_bf16_gain

@@ -18,8 +18,8 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels.batchnorm import EXTENSION, FUSED, FusedBatchNorm2d, built_path, load
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
-from cputrain.kernels.fusion import fuse_batchnorms
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
+from cputrain.kernels.rewriting import fuse_batchnorms
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, same_engine

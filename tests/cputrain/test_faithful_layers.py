@@ -27,7 +27,7 @@ from cputrain.kernels.convolution import (
     use_products,
     use_winograd,
 )
-from cputrain.kernels.fusion import fuse_batchnorms, left_to_torch
+from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
 from cputrain.models import build_model, import_torchvision
 from cputrain.recipe import ModelSection
 from tests.support.forked import ROOT, ended, forked

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.kernels.batchnorm import load
-from cputrain.kernels.fusion import FusedModule, fuse_batchnorms, left_to_torch
+from cputrain.kernels.fusion import FusedModule
+from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
 from cputrain.kernels.tracing import NotTraceable, trace
 
 pytestmark = pytest.mark.slow

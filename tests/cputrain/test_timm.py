@@ -18,8 +18,8 @@ from cputrain.inference import export, load_classifier, predict
 from cputrain.kernels import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.folding import FoldedConv2d, fold_batchnorms
-from cputrain.kernels.fusion import fuse_batchnorms, left_to_torch
 from cputrain.kernels.norms import batchnorms
+from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
 from cputrain.models import build_model, import_torchvision, inputs_note
 from cputrain.optim import build_optimizer
 from cputrain.recipe import DataSection, ModelSection, OptimSection

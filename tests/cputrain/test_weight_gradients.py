@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cputrain.kernels.batchnorm import checked, load
 from cputrain.kernels.convolution import DirectConv2d, covers, has_amx, load_convolutions, use_direct_gradients
 from cputrain.kernels.folding import fold_batchnorms
-from cputrain.kernels.fusion import fuse_batchnorms
+from cputrain.kernels.rewriting import fuse_batchnorms
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, prepare_model

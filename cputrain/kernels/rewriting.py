@@ -1,0 +1,341 @@
+"""Which batch-norm layers of a network can be native, and which forward passes can be computed with fused layers."""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, Kernels
+from cputrain.kernels.convolution import CONVOLUTIONS
+from cputrain.kernels.evidence import Native, departure, is_silent, replaced_functions
+from cputrain.kernels.fusion import (
+    SOLE_USER,
+    FusedBatchNormAct2d,
+    FusedModule,
+    Fusion,
+    Part,
+    activated,
+    derived_class,
+    is_exactly,
+)
+from cputrain.kernels.tracing import NotTraceable, Traced, is_sequential, plain_of, trace
+
+
+def native_norms(network: nn.Module) -> dict[str, str]:
+    """Return the batch-norm layers that are torch's, by name, with why they must stay so, "" if they can be native."""
+    return {
+        name: _unfit(layer)
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.BatchNorm2d) and not isinstance(layer, FusedBatchNorm2d)
+    }
+
+
+def fused_forwards(network: nn.Module) -> dict[str, tuple[Fusion, ...] | str]:
+    """Return the modules that call batch-norm layers, or other such modules, by name: their forward passes with fused
+    layers, once for tensors and once for other arguments, or why there are none. () if there is nothing to fuse.
+
+    All layers are taken as native that can be.
+    """
+    found: dict[str, tuple[Fusion, ...] | str] = {}
+    known: dict[nn.Module, tuple[Fusion, ...]] = {}
+    for name, module in reversed(list(network.named_modules())):  # children first
+        if isinstance(module, FusedModule):
+            known[module] = module.fusions
+        elif not isinstance(module, Native) and _has_norms(module, known):
+            fusions = departure(module) or _fusions_of(module, known)
+            found[name] = fusions
+            if fusions and not isinstance(fusions, str):
+                known[module] = fusions
+    return found
+
+
+def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
+    """Replace batch-norm layers by native ones, and compute them together with the addition and the ReLU after them
+    where the forward pass of the module that calls them is known from a trace, and where timm has both in one layer.
+
+    Only layers as built are replaced: of exactly these classes, with options that the kernels have, without hooks, and
+    without attributes in the place of methods. Hooks and layers that are set later count from the next call on.
+
+    All modules, parameters and buffers and their names stay; only classes change. `restore` undoes it.
+    """
+    norms, forwards = native_norms(network), fused_forwards(network)
+    replace_norms(network, [name for name, why in norms.items() if not why], kernels)
+    fuse_forwards(network, {name: each for name, each in forwards.items() if each and not isinstance(each, str)})
+
+
+def replace_norms(network: nn.Module, names: list[str], kernels: Kernels) -> None:
+    """Make batch-norm layers native."""
+    for name in names:
+        layer = cast(nn.BatchNorm2d, network.get_submodule(name))
+        plain: Any = type(layer)
+        kind: Any = derived_class(FusedBatchNormAct2d, plain) if _has_activation(layer) else FUSED[plain]
+        layer.__class__ = kind
+        norm = cast(FusedBatchNorm2d, layer)
+        norm.kernels = kernels
+        if activated(norm) and is_exactly(nn.ReLU, norm.act) and is_exactly(nn.Identity, norm.drop):
+            norm._forward_hooks.clear()
+            norm.relu = True
+
+
+def fuse_forwards(network: nn.Module, forwards: Mapping[str, tuple[Fusion, ...]]) -> None:
+    """Let modules compute their forward passes with fused layers."""
+    for name, fusions in forwards.items():
+        module = network.get_submodule(name)
+        module.__class__ = derived_class(FusedModule, cast(Any, type(module)))
+        cast(FusedModule, module).fusions = fusions
+
+
+def left_to_torch(network: nn.Module) -> str:
+    """Return a line with the layers that `fuse_batchnorms` has left to torch, by class and reason; "" if none."""
+    if replaced := replaced_functions():
+        return f"not native, but torch's: all layers, because torch.nn.functional.{replaced[0]} is replaced"
+    layers = ", ".join(f"{count} {what}" for what, count in sorted(Counter(obstacles(network).values()).items()))
+    return f"not native, but torch's: {layers}" if layers else ""
+
+
+def obstacles(network: nn.Module) -> dict[str, str]:
+    """Return what torch computes, though there are kernels for it, by name: class and reason."""
+    forwards = {name: why for name, why in fused_forwards(network).items() if isinstance(why, str)}
+    found = {name: why for name, why in (native_norms(network) | forwards).items() if why}
+    for name, module in network.named_modules():
+        if type(module) is nn.ReLU and not is_silent(module):
+            found[name] = "hooks"
+        elif isinstance(module, FusedModule):
+            found[name] = next(filter(None, (each.obstacle(module) for each in module.fusions)), "")
+    return {name: f"{type(network.get_submodule(name)).__name__} ({why})" for name, why in found.items() if why}
+
+
+def _unfit(layer: nn.BatchNorm2d) -> str:
+    """Return why a batch-norm layer stays torch's, "" if it can be native."""
+    if type(layer) not in FUSED and not _has_activation(layer):
+        return "not torch's BatchNorm2d"
+    options = {
+        "affine=False": layer.weight is None,
+        "bias=False": layer.weight is not None and layer.bias is None,
+        "track_running_stats=False": not layer.track_running_stats or layer.running_mean is None,
+        "momentum=None": layer.momentum is None,
+    }
+    missing = [option for option, chosen in options.items() if chosen]
+    if missing:
+        return missing[0]
+    return "" if activated(layer) else departure(layer)
+
+
+def _has_activation(layer: nn.Module) -> bool:
+    return f"{type(layer).__module__}.{type(layer).__name__}" == "timm.layers.norm_act.BatchNormAct2d"
+
+
+def _has_norms(module: nn.Module, known: Mapping[nn.Module, tuple[Fusion, ...]]) -> bool:
+    """Return whether a module calls native batch-norm layers, or several modules whose forward passes are fused."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    parts = list(_called_by(module))
+    return sum(part in known for part in parts) > 1 or any(map(_can_join, parts))
+
+
+def _called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and in the place of containers theirs."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or is_sequential(child):
+            yield from _called_by(child)
+        yield child
+
+
+def _can_join(layer: nn.Module) -> bool:
+    """Return whether a layer is a batch-norm layer, native or to become so, without an activation of its own."""
+    if type(layer) in FUSED.values():
+        return is_silent(layer) and not layer.relu
+    return type(layer) in FUSED and not activated(layer) and not _unfit(cast(nn.BatchNorm2d, layer))
+
+
+def _fusions_of(module: nn.Module, known: Mapping[nn.Module, tuple[Fusion, ...]]) -> tuple[Fusion, ...] | str:
+    """Return the fused forward passes of a module, given those of its children, or why its own is not known."""
+    try:
+        traced = [trace(module)]
+        if traced[0].asked:
+            traced.append(trace(module, tensors=False))
+    except NotTraceable as error:
+        return str(error)
+    found = [_fused(module, each, known, tensors=number == 0) for number, each in enumerate(traced)]
+    return tuple(each for each in found if each is not None)
+
+
+def _fused(
+    module: nn.Module, traced: Traced, known: Mapping[nn.Module, tuple[Fusion, ...]], *, tensors: bool
+) -> Fusion | None:
+    """Return the forward pass with batch-norm, additions and ReLU in one call, None if there are none."""
+    graph = traced.graph
+    layers: dict[Any, nn.Module] = {node: module.get_submodule(str(node.target)) for node in _calls(graph)}
+    parts: dict[str, Part] = {}
+    ends: set[fx.Node] = set()
+    for node in list(layers):
+        if _can_join(layers[node]) and (chain := _following(node, layers)) is not None:
+            parts[str(node.target)] = Part(path=_path(node), kinds=tuple(FUSED.values()), norm=True)
+            parts |= {str(each.target): Part(path=_path(each), kinds=(type(layers[each]),)) for each in chain.passed}
+            fused = _join(graph, node, chain)
+            layers[fused] = layers[node]
+            if chain.residual is not None and chain.relu:
+                ends.add(fused)
+    for pair in _share_gradients(graph, layers, known):
+        parts |= {str(node.target): Part(path=_path(node), kinds=(FusedModule,)) for node in pair}
+    if not parts:
+        return None
+    reuses = tensors and _takes_second(graph, layers, parts)
+    code = graph.python_code("self")
+    (output,) = next(node for node in graph.nodes if node.op == "output").args
+    for path in traced.inlined:
+        part = Part(path=tuple(path.split(".")), kinds=(plain_of(module.get_submodule(path)),))
+        parts.setdefault(path, part)
+    return Fusion(
+        source=code.src,
+        functions=tuple((name, each) for name, each in code.globals.items() if _is_kept(name, each)),
+        inputs=sum(node.op == "placeholder" for node in graph.nodes) - reuses,
+        tensors=tensors,
+        reuses=reuses,
+        reusable=output in ends,
+        parts=tuple(parts.values()),
+        reads=traced.reads,
+        containers=tuple((tuple(path.split(".")) if path else (), names) for path, names in traced.containers),
+        methods=traced.methods,
+    )
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return not isinstance(value, ModuleType) and name not in ("device", "inf", "nan", "NoneType")
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_module"]
+
+
+def _path(node: fx.Node) -> tuple[str, ...]:
+    return tuple(str(node.target).split("."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Following:
+    """What follows batch-norm in a graph and is computed with it: nodes in their order, the residual and how it is
+    added, whether ReLU is the last, and the calls of layers that are not called then."""
+
+    nodes: tuple[fx.Node, ...] = ()
+    residual: fx.Node | None = None
+    in_place: bool = False
+    relu: bool = False
+    passed: tuple[fx.Node, ...] = ()
+
+
+def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None:
+    """Return the addition and the ReLU after a call of batch-norm that nothing else uses, None if neither follows."""
+    found, last, complete = _Following(), norm, None
+    while not found.relu and len(last.users) == 1:
+        (user,) = last.users
+        layer, nodes, residual = layers.get(user), (*found.nodes, user), _residual(user, last)
+        passed = (*found.passed, *([user] if layer is not None else []))
+        if _is_relu(user, last, layer):
+            complete = found = replace(found, nodes=nodes, relu=True, passed=passed)
+        elif layer is not None and is_exactly(nn.Identity, layer) and user.args == (last,) and not user.kwargs:
+            found = replace(found, nodes=nodes, passed=passed)
+        elif found.residual is None and residual is not None and _may_move(norm, layers):
+            in_place = user.target is operator.iadd
+            complete = found = replace(found, nodes=nodes, residual=residual, in_place=in_place)
+        else:
+            break
+        last = user
+    return complete
+
+
+def _is_relu(node: fx.Node, before: fx.Node, layer: nn.Module | None) -> bool:
+    if node.args[:1] != (before,):
+        return False
+    if layer is not None:
+        return is_exactly(nn.ReLU, layer) and len(node.args) == 1 and not node.kwargs
+    functions = (functional.relu, functional.relu_, torch.relu, torch.relu_)
+    by_function = node.op == "call_function" and any(node.target is each for each in functions)
+    return by_function or (node.op == "call_method" and node.target in ("relu", "relu_"))
+
+
+def _residual(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
+    """Return what a node adds to the outputs of batch-norm."""
+    functions = (operator.add, operator.iadd, torch.add)
+    if node.op != "call_function" or node.kwargs or len(node.args) != 2:
+        return None
+    if not any(node.target is each for each in functions):
+        return None
+    first, second = node.args
+    if second is normalized and node.target is not operator.iadd:
+        first, second = second, first
+    return second if first is normalized and isinstance(second, fx.Node) else None
+
+
+def _may_move(norm: fx.Node, layers: dict[Any, nn.Module]) -> bool:
+    """Return whether a call of batch-norm may be computed later, where its outputs are added: nothing in between can
+    change its input, a new tensor that nothing else has."""
+    made: Any = norm.args[0]
+    return isinstance(layers.get(made), nn.Conv2d) and type(layers[made]) in CONVOLUTIONS and len(made.users) == 1
+
+
+def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
+    """Replace batch-norm and what follows by one call."""
+    last = chain.nodes[-1]
+    options: dict[str, Any] = {"relu": True} if chain.relu else {}
+    if chain.residual is None:
+        norm.kwargs = options
+        fused = norm
+        last.replace_all_uses_with(norm)
+    else:
+        with graph.inserting_before(last):
+            options |= {"in_place": True} if chain.in_place else {}
+            fused = graph.call_module(str(norm.target), (norm.args[0], chain.residual), options)
+        last.replace_all_uses_with(fused)
+    for node in reversed(chain.nodes):
+        graph.erase_node(node)
+    if fused is not norm:
+        graph.erase_node(norm)
+    return fused
+
+
+def _share_gradients(
+    graph: fx.Graph, layers: dict[Any, nn.Module], known: Mapping[nn.Module, tuple[Fusion, ...]]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Let modules that use their input twice add up its gradients where a module of the graph has made it and nothing
+    else has it. Returns the calls of both."""
+    found = []
+    for node in _calls(graph):
+        made: Any = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        used, maker = known.get(layers[node]), known.get(cast(Any, layers.get(made)))
+        if used and maker and used[0].reuses and maker[0].reusable and len(made.users) == 1:
+            node.kwargs = {SOLE_USER: True}
+            found.append((made, node))
+    return found
+
+
+def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
+    """Give the second use of the only input another argument, if neither use can keep it. Returns whether."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != 1 or len(placeholders[0].users) != 2:
+        return False
+    (images,) = placeholders
+    first, second = sorted(images.users, key=list(graph.nodes).index)
+    for user in (first, second):
+        layer = layers.get(user)
+        adds = user.args[1:] == (images,) and str(user.target) in parts
+        if layer is None or [*user.args, *user.kwargs.values()].count(images) != 1:
+            return False
+        if not adds:
+            if type(layer) not in KEEP_NOTHING:
+                return False
+            parts.setdefault(str(user.target), Part(path=_path(user), kinds=KEEP_NOTHING))
+    with graph.inserting_after(images):
+        alias = graph.placeholder("second_use_of_input")
+    second.replace_input_with(images, alias)
+    return True
+
+
+KEEP_NOTHING = (nn.Identity, nn.AvgPool2d, nn.MaxPool2d, *CONVOLUTIONS, *FUSED, *FUSED.values())
+"""Classes of layers that keep no inputs, except those that autograd saves."""
