@@ -1,6 +1,8 @@
 """Plan, launch and train on CPUs. A script may use:
 
 train                  train a network of its own, or a recipe's: train(network, loss, data, settings=[...])
+optimize               native kernels for a network in any loop: optimize(model, optimizer, dtype=..., sample_input=...)
+explain, restore       print which kernels compute a network's layers and why; undo optimize
 cputrain.affinity      plan a machine and bind processes: find_machine, Request, plan_machine, bind_process
 cputrain.comm          oneCCL for torch.distributed, gradients as bfloat16: import cputrain.comm.ccl, compress_bf16
 cputrain.data          read images for a loop of its own: ImageLoader, Transform, Augmentation
@@ -16,18 +18,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "train"]
+__all__ = ["__version__", "explain", "optimize", "restore", "train"]
+FUNCTIONS = dict.fromkeys(("explain", "optimize", "restore"), "kernels") | {"train": "training.entry"}
 PACKAGES = ("affinity", "comm", "data", "optim", "schedule")
 
 
 def __getattr__(name: str) -> "Any":
-    """Import `train` or a package for scripts at its first use; untyped, as the packages below import the version from
-    here."""
-    if name != "train" and name not in PACKAGES:
+    """Import a function or a package for scripts at its first use; untyped, as the packages below import the version
+    from here."""
+    if name not in FUNCTIONS and name not in PACKAGES:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module(f"cputrain.{name}") if name in PACKAGES else import_module("cputrain.training.entry").train
+    if name in PACKAGES:
+        return import_module(f"cputrain.{name}")
+    return getattr(import_module(f"cputrain.{FUNCTIONS[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -147,7 +147,7 @@ def load(env: Mapping[str, str]) -> Kernels:
     """
     kernels: Kernels = load_kernels(Kernels, ensure_compiled(EXTENSION, built_path(env), env))
     if not kernels.has_threads:
-        raise RunError("engine=native: torch's OpenMP runtime is not visible to other libraries: set engine=eager")
+        raise RunError("native kernels: torch's OpenMP runtime is not visible to other libraries: use torch's layers")
     return kernels
 
 
@@ -436,8 +436,8 @@ def checked(kernels: Kernels) -> Kernels:
     """
     if wrong := _difference(kernels):
         raise RunError(
-            f"engine=native: the compiled kernels give wrong results ({wrong}): remove {kernels.path.parent} and set "
-            "CXX to another compiler, or set engine=eager"
+            f"native kernels: those of batch-norm give wrong results ({wrong}): remove {kernels.path.parent} and set "
+            "CXX to another compiler, or use torch's layers"
         )
     return kernels
 

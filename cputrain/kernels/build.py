@@ -32,8 +32,8 @@ def _cpu_flags() -> str:
 
 
 def kernels_extension(title: str, argv: Callable[[str, Path], tuple[str, ...]]) -> NativeExtension:
-    """Describe kernels that engine=native needs and that the command `argv` compiles."""
-    return NativeExtension(title=title, requested_by="engine=native", alternative="set engine=eager", argv=argv)
+    """Describe kernels that the command `argv` compiles."""
+    return NativeExtension(title=title, requested_by="native kernels", alternative="use torch's layers", argv=argv)
 
 
 class NativeKernels:

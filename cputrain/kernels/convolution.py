@@ -209,8 +209,8 @@ def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, ensure_compiled(EXTENSION, path, env))
     if wrong := _difference(kernels):
         raise RunError(
-            f"engine=native: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
-            "another compiler"
+            f"native kernels: those of convolutions give wrong results ({wrong}): remove {path.parent} and set CXX to "
+            "another compiler, or use torch's layers"
         )
     return kernels
 
@@ -406,16 +406,15 @@ class DirectConv2d(Native, nn.Conv2d):
         return cast(Tensor, apply(own, self.weight, self.bias, self.stride, self.padding, self.kernels))
 
 
+def supports_direct(layer: nn.Module) -> bool:
+    """Return whether the kernels compute a layer's weight gradient, and faster than oneDNN."""
+    return _is_plain(layer) and _is_direct(layer) and layer.in_channels >= LEAST_INPUTS
+
+
 def use_direct_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
-    """Convert the layers that the kernels support to DirectConv2d, except narrow ones, for which oneDNN is faster.
-    Parameters and their names do not change."""
+    """Convert the layers that the kernels support to DirectConv2d; parameters and their names do not change."""
     for layer in network.modules():
-        if (
-            _is_plain(layer)
-            and isinstance(layer, nn.Conv2d)
-            and _is_direct(layer)
-            and layer.in_channels >= LEAST_INPUTS
-        ):
+        if supports_direct(layer):
             layer.__class__ = DirectConv2d
             cast(DirectConv2d, layer).kernels = kernels
 
@@ -510,10 +509,15 @@ class PointwiseConv2d(Native, nn.Conv2d):
         return _product(pixels, weight, self.bias)
 
 
+def supports_products(layer: nn.Module) -> bool:
+    """Return whether a layer is a 1 x 1 convolution as built."""
+    return type(layer) is nn.Conv2d and not departure(layer) and _is_pointwise(layer)
+
+
 def use_products(network: nn.Module) -> None:
     """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
     for layer in network.modules():
-        if type(layer) is nn.Conv2d and not departure(layer) and _is_pointwise(layer):
+        if supports_products(layer):
             layer.__class__ = PointwiseConv2d
 
 

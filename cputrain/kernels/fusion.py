@@ -19,7 +19,7 @@ from cputrain.kernels.evidence import (
     runs_eagerly,
 )
 from cputrain.kernels.norms import activate
-from cputrain.kernels.tracing import Read
+from cputrain.kernels.tracing import Read, Reference
 
 SOLE_USER = "_is_sole_user"
 """Keyword by which a module whose forward pass is fused is told that nothing else has its input."""
@@ -70,7 +70,7 @@ class Fusion:
     """
 
     source: str
-    functions: tuple[tuple[str, Callable[..., Any]], ...]
+    functions: tuple[tuple[str, Reference], ...]
     inputs: int
     tensors: bool
     reuses: bool
@@ -106,7 +106,7 @@ class Fusion:
 
 
 @cache
-def _compiled(source: str, functions: tuple[tuple[str, Callable[..., Any]], ...]) -> Callable[..., Any]:
+def _compiled(source: str, functions: tuple[tuple[str, Reference], ...]) -> Callable[..., Any]:
     """Return the function that a Fusion's source defines."""
     name = f"<cputrain fused forward {hash((source, functions)):x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
@@ -115,7 +115,7 @@ def _compiled(source: str, functions: tuple[tuple[str, Callable[..., Any]], ...]
         "device": torch.device,
         "inf": math.inf,
         "nan": math.nan,
-        **dict(functions),
+        **{name: each.function for name, each in functions},
     }
     exec(compile(source, name, "exec"), space)
     return cast(Callable[..., Any], space["forward"])

@@ -24,7 +24,7 @@ from cputrain.kernels.fusion import (
     derived_class,
     is_exactly,
 )
-from cputrain.kernels.tracing import NotTraceable, Traced, is_sequential, plain_of, trace
+from cputrain.kernels.tracing import NotTraceable, Reference, Traced, is_sequential, plain_of, trace
 
 
 def native_norms(network: nn.Module) -> dict[str, str]:
@@ -160,9 +160,9 @@ def _fusions_of(module: nn.Module, known: Mapping[nn.Module, tuple[Fusion, ...]]
         traced = [trace(module)]
         if traced[0].asked:
             traced.append(trace(module, tensors=False))
+        found = [_fused(module, each, known, tensors=number == 0) for number, each in enumerate(traced)]
     except NotTraceable as error:
         return str(error)
-    found = [_fused(module, each, known, tensors=number == 0) for number, each in enumerate(traced)]
     return tuple(each for each in found if each is not None)
 
 
@@ -194,7 +194,7 @@ def _fused(
         parts.setdefault(path, part)
     return Fusion(
         source=code.src,
-        functions=tuple((name, each) for name, each in code.globals.items() if _is_kept(name, each)),
+        functions=tuple((name, Reference.to(each)) for name, each in code.globals.items() if _is_kept(name, each)),
         inputs=sum(node.op == "placeholder" for node in graph.nodes) - reuses,
         tensors=tensors,
         reuses=reuses,

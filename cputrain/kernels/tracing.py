@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -39,6 +40,30 @@ class NotTraceable(Exception):  # noqa: N818  a reason, which its caller words
     """Why a forward pass is not traced."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A function by its place in a Python module, as some of torch's cannot be pickled."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def to(cls, function: Any) -> "Reference":
+        """Return a reference to a function. Raises NotTraceable if it has no place in its module, nor in torch's."""
+        for module in (function.__module__, "torch.nn.functional", "torch"):
+            space = vars(sys.modules[module]) if module in sys.modules else {}
+            for name in (function.__name__, *space):
+                if space.get(name) is function:
+                    return cls(module, name)
+        raise NotTraceable(f"calls {function.__name__}, which has no name in a Python module")
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function."""
+        found: Callable[..., Any] = getattr(import_module(self.module), self.name)
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A value that a traced forward pass has read: attribute `name` of the module at `path`, or global `name` of the
@@ -48,6 +73,11 @@ class Read:
     name: str
     value: Any
     is_global: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Store functions by reference."""
+        value = Reference.to(self.value) if _is_function(self.value) else self.value
+        return _read, (self.path, self.name, value, self.is_global)
 
     def still_holds(self, root: nn.Module) -> bool:
         """Return whether the same value would be read now."""
@@ -63,6 +93,12 @@ class Read:
             and type(found) is type(self.value)
             and found == self.value
         )
+
+
+def _read(path: str, name: str, value: Any, is_global: bool) -> Read:
+    return Read(
+        path=path, name=name, value=value.function if isinstance(value, Reference) else value, is_global=is_global
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

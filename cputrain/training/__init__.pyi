@@ -1,4 +1,3 @@
-from .engine import LEAST_GAIN as LEAST_GAIN
 from .engine import Engine as Engine
 from .engine import autocast as autocast
 from .engine import bf16_speedups as bf16_speedups
@@ -10,7 +9,6 @@ from .engine import network_input as network_input
 from .engine import optimize_training as optimize_training
 from .engine import prepare_model as prepare_model
 from .engine import same_engine as same_engine
-from .engine import shape_key as shape_key
 from .entry import train_rank as train_rank
 from .ipex import check_pair as check_pair
 from .log import Progress as Progress

@@ -12,16 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
-from cputrain.affinity.wording import plural
+from cputrain.kernels.apply import convolutions_channels_last
 from cputrain.kernels.batchnorm import Kernels, checked, load
 from cputrain.kernels.convolution import (
     ConvolutionKernels,
-    ConvolutionShape,
     has_amx,
     load_convolutions,
     use_direct_gradients,
@@ -72,9 +70,11 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
     try:
         kernels = checked(load(env))
     except (InputError, RunError) as error:
+        why = str(error).removeprefix("native kernels: ")
         if requested == "native":
-            raise
-        return Engine(name="eager", why=str(error).removeprefix("engine=native: "))
+            why = why.replace("use torch's layers", "set engine=eager")
+            raise type(error)(f"engine=native: {why}") from None
+        return Engine(name="eager", why=why)
     gradients = _gradient_kernels(env) if precision == "bf16" and not has_amx() else None
     return Engine(name="native", why=str(kernels.path), kernels=kernels, gradients=gradients)
 
@@ -112,12 +112,7 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
     """Convert weights to the precision, those of convolutions to channels-last, which oneDNN needs, and fuse layers or
     set up compilation."""
     convert_weights(model, precision)
-    for layer in model.modules():
-        if isinstance(layer, _ConvNd):
-            for weight in layer.parameters():  # also below a parametrization
-                if weight.ndim == 4:  # as channels_last requires; other parameters may be viewed in another shape
-                    # `to`, as `contiguous` keeps the strides of 1 x 1 kernels, which gradients do not have
-                    weight.data = weight.data.to(memory_format=torch.channels_last)
+    convolutions_channels_last(model)
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)
         if precision == "bf16" and has_amx():
@@ -140,10 +135,6 @@ def convert_weights(model: nn.Module, precision: str) -> None:
     model.to(dtype=DTYPES[precision])
 
 
-WINOGRAD = "winograd"  # kind of the records with measured speedups
-LEAST_GAIN = 1.05  # smallest speedup that is worth the larger rounding error
-
-
 def winograd_kernels(
     requested: str, engine: Engine, precision: str, env: Mapping[str, str]
 ) -> ConvolutionKernels | None:
@@ -152,12 +143,6 @@ def winograd_kernels(
     if requested == "off" or engine.kernels is None or (precision == "bf16" and has_amx()):
         return None
     return load_convolutions(env)
-
-
-def shape_key(shape: ConvolutionShape, images: int) -> str:
-    """Return the key of a convolution's measured speedup."""
-    sizes = f"{shape.inputs} to {shape.outputs} channels, {shape.height} x {shape.width}, padding {shape.padding}"
-    return f"{sizes}, {plural(images, 'image')}"
 
 
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:

@@ -54,22 +54,20 @@ from cputrain.data.from_recipe import open_recipe_data, training_transform
 from cputrain.data.loader import Batch, ImageLoader, choose_normalize, own_batches, point_batches, read_and_decode
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_decoder, decode_by_pillow
-from cputrain.kernels.convolution import ConvolutionKernels, ConvolutionShape, covered_shapes, speedup, use_winograd
+from cputrain.kernels.convolution import ConvolutionShape, covered_shapes, use_winograd
 from cputrain.kernels.evidence import random_numbers_kept
+from cputrain.kernels.measure import measured
+from cputrain.kernels.plan import MIN_SPEEDUP, Target
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
-from cputrain.measurements import keep, new_record
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
 from cputrain.training.engine import (
     ENGINES,
-    LEAST_GAIN,
-    WINOGRAD,
     Engine,
     choose_engine,
     same_engine,
-    shape_key,
     winograd_kernels,
 )
 from cputrain.training.step import Task, UserTask, recipe_task
@@ -360,36 +358,16 @@ def choose_winograd(
             logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", error)
     chosen: dict[str, float | None]
     if stored is None:
-        of_shapes = _winograd_gains(session, set(shapes.values()), images, kernels)
-        gains = {name: of_shapes[shape_key(shape, images)] for name, shape in shapes.items()}
-        chosen = {name: gain for name, gain in gains.items() if gain >= LEAST_GAIN}
+        target = Target.here(torch.bfloat16 if recipe.precision == "bf16" else torch.float32)
+        gain = measured(set(shapes.values()), images, target, kernels, env)
+        gains = {name: gain(shape)[0] for name, shape in shapes.items()}
+        chosen = {name: gain for name, gain in gains.items() if gain is not None and gain >= MIN_SPEEDUP}
     else:
         chosen = dict.fromkeys(stored)
     chosen = {name: gain for name, gain in all_gather(chosen)[0].items() if name in shapes}
     for name in chosen:
         use_winograd(network.get_submodule(name), kernels)
     return chosen
-
-
-def _winograd_gains(
-    session: Session, shapes: set[ConvolutionShape], images: int, kernels: ConvolutionKernels
-) -> dict[str, float]:
-    """Return the speedup of each shape by `shape_key`: cached on rank 0's host, or measured now on this rank."""
-    precision, env = session.recipe.precision, session.context.env
-    name = f"{precision}, {plural(torch.get_num_threads(), 'thread')}"
-    known: dict[str, float] = {}
-    if session.is_main_rank:
-        machine = read_machine(Path("/"))
-        records = [record for record in read_records(machine, env).of(WINOGRAD) if record.name == name]
-        known = {key: value for record in records for key, value in record.values.items() if isinstance(value, float)}
-    known = all_gather(known)[0]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    missing = sorted(shape for shape in shapes if shape_key(shape, images) not in known)
-    gains = known | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
-    if session.is_main_rank and gains != known:
-        with suppress(RunError):  # without a writable cache, the next start measures again
-            keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
-    return gains
 
 
 SAMPLE_IMAGES, SAMPLE_BLOCKS = 32, 4  # images of a split to try before the first step, in 4 blocks if read in blocks

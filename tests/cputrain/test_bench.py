@@ -38,8 +38,9 @@ from cputrain.bench import (
 )
 from cputrain.cli import main
 from cputrain.kernels.convolution import ConvolutionShape
+from cputrain.kernels.measure import shape_key
+from cputrain.kernels.plan import MIN_SPEEDUP
 from cputrain.simulate import LayerSeconds
-from cputrain.training import LEAST_GAIN, shape_key
 from tests.cputrain.test_decode import NEEDS_TURBO
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused
@@ -266,9 +267,9 @@ def test_bench_model_says_what_layers_by_winograd_would_take_otherwise(tmp_path:
     for i, (channels, side) in enumerate(((64, 16), (128, 8), (256, 4), (512, 2)), start=1):
         shape = ConvolutionShape(inputs=channels, outputs=channels, height=side, width=side, padding=1)
         row, gain = layers[f"layer{i}.1.conv2"], gains[shape_key(shape, 4)]
-        assert row["kind"] == ("WinogradConv2d" if gain >= LEAST_GAIN else "Conv2d")
+        assert row["kind"] == ("WinogradConv2d" if gain >= MIN_SPEEDUP else "Conv2d")
         direct = gain * (row["forward ms"] + row["backward ms"])
-        assert row["ms by oneDNN"] == (pytest.approx(direct, rel=0.01) if gain >= LEAST_GAIN else None)
+        assert row["ms by oneDNN"] == (pytest.approx(direct, rel=0.01) if gain >= MIN_SPEEDUP else None)
 
 
 @pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16"])

@@ -1,0 +1,255 @@
+"""Choose and apply the kernels of a network, in any training loop."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.kernels import evidence
+from cputrain.kernels.batchnorm import Kernels, checked, load
+from cputrain.kernels.convolution import (
+    ConvolutionKernels,
+    ConvolutionShape,
+    covered_shapes,
+    load_convolutions,
+    use_direct_gradients,
+    use_products,
+    use_winograd,
+)
+from cputrain.kernels.fusion import Fusion
+from cputrain.kernels.measure import measured
+from cputrain.kernels.plan import (
+    BATCHNORM,
+    FUSED,
+    PRODUCT,
+    WEIGHT_GRADIENT,
+    WINOGRAD,
+    KernelPlan,
+    Target,
+    explain_network,
+    plan_kernels,
+    rule,
+)
+from cputrain.kernels.rewriting import fuse_forwards, fused_forwards, replace_norms
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
+PLAN = "_cputrain_kernel_plan"
+"""Attribute of an optimized network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedKernels:
+    """The compiled kernels of this process, and why some are missing, by their names in a plan."""
+
+    norms: Kernels | None
+    convolutions: ConvolutionKernels | None
+    missing: Mapping[str, str]
+
+
+def load_for(target: Target, env: Mapping[str, str], *, winograd: bool) -> LoadedKernels:
+    """Load the kernels that a plan for this target may use, compiling them if necessary."""
+    missing: dict[str, str] = {}
+    norms = convolutions = None
+    try:
+        norms = checked(load(env))
+    except (InputError, RunError) as error:
+        missing |= dict.fromkeys((BATCHNORM, FUSED), str(error))
+    amx = "AMX" in target.instructions
+    if winograd or (target.is_bf16 and not amx and "AVX512_BF16" in target.instructions):
+        try:
+            convolutions = load_convolutions(env)
+        except (InputError, RunError) as error:
+            missing |= dict.fromkeys((WINOGRAD, WEIGHT_GRADIENT), str(error))
+    return LoadedKernels(norms=norms, convolutions=convolutions, missing=missing)
+
+
+def convolutions_channels_last(network: nn.Module) -> None:
+    """Store the weights of 2-D convolutions channels-last, as the kernels and oneDNN need them."""
+    for layer in network.modules():
+        if isinstance(layer, _ConvNd):
+            for weight in layer.parameters():  # also below a parametrization
+                if weight.ndim == 4:  # as channels_last requires; other parameters may be viewed in another shape
+                    # `to`, as `contiguous` keeps the strides of 1 x 1 kernels, which gradients do not have
+                    weight.data = weight.data.to(memory_format=torch.channels_last)
+
+
+def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> None:
+    """Replace the layers of a plan. Raises InputError if it is of another network, and changes nothing then."""
+    names = dict(network.named_modules())
+    if unknown := [each.layer for each in plan.replaced if each.layer not in names]:
+        raise InputError(f"the kernel plan is of another network, which has a layer {unknown[0]}: plan this one")
+    convolutions_channels_last(network)
+    if loaded.norms is not None:
+        replace_norms(network, list(plan.layers(BATCHNORM)), loaded.norms)
+        forwards: dict[str, tuple[Fusion, ...]] = {}
+        for name, found in fused_forwards(network).items():
+            if name in plan.layers(FUSED) and found and not isinstance(found, str):
+                forwards[name] = found
+        fuse_forwards(network, forwards)
+    for name in plan.layers(PRODUCT):
+        use_products(names[name])
+    if loaded.convolutions is not None:
+        for name in plan.layers(WEIGHT_GRADIENT):
+            use_direct_gradients(names[name], loaded.convolutions)
+        for name in plan.layers(WINOGRAD):
+            use_winograd(names[name], loaded.convolutions)
+
+
+def agreed(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
+    """Return rank 0's plan without kernels that any rank misses, if there is a process group; all ranks must call this.
+
+    Else return the plan.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return plan
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (plan.as_json(), dict(missing)))
+    first = KernelPlan.from_json(of_ranks[0][0])
+    lacking = {kernel: f"rank {rank}: {why}" for rank, (_, no) in enumerate(of_ranks) for kernel, why in no.items()}
+    dropped = tuple(replace(each, why=lacking[each.kernel]) for each in first.replaced if each.kernel in lacking)
+    used = tuple(each for each in first.replaced if each.kernel not in lacking)
+    return replace(first, replaced=used, kept=(*first.kept, *dropped))
+
+
+@overload
+def optimize(
+    model: M,
+    optimizer: None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sample_input: Any = None,
+    choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+) -> M: ...
+
+
+@overload
+def optimize(
+    model: M,
+    optimizer: Optimizer,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sample_input: Any = None,
+    choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+) -> tuple[M, Optimizer]: ...
+
+
+def optimize(
+    model: M,
+    optimizer: Optimizer | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sample_input: Any = None,
+    choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+) -> M | tuple[M, Optimizer]:
+    """Let native kernels compute the layers of a network, in any loop. Returns model, or (model, optimizer) if given.
+
+    Batch-norm, ReLU and the addition of the residual become one layer where the forward pass is known from a trace.
+    With sample_input, an input of the network as in a step (N images), 3 x 3 convolutions use Winograd's algorithm
+    where it is faster; its rounding errors are 1e-5 of the largest value, torch's 1e-6. dtype=torch.bfloat16 is for
+    training under torch.autocast("cpu", torch.bfloat16): weights stay float32, their gradients get kernels, too.
+
+    The model itself is changed. Parameters and their names, state dicts, hooks, `isinstance` and an existing optimizer
+    stay valid. torch.optim's SGD, Adam and AdamW become fused. What cannot be replaced faithfully stays torch's:
+    `explain(model)` names it; `restore(model)` undoes all. In a process group, all ranks must call this, before
+    DistributedDataParallel.
+
+    `choose`: "rules" for this CPU, from our measurements; "measure", some seconds, kept for the next start on this
+    host; or the KernelPlan of another process, `cputrain.kernels.plan_of(model)`.
+
+    Raises InputError if an argument is not as described.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise InputError("model is in DistributedDataParallel already: call cputrain.optimize(model) before it")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if not isinstance(choose, KernelPlan) and choose not in ("rules", "measure"):
+        raise InputError(f'choose={choose!r}: give "rules", "measure" or a KernelPlan')
+    _check_parameters(model)
+    if PLAN in vars(model):
+        restore(model)
+    target = Target.here(dtype)
+    winograd = isinstance(choose, KernelPlan) and bool(choose.layers(WINOGRAD))
+    loaded = load_for(target, os.environ, winograd=winograd or sample_input is not None)
+    plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded)
+    plan = agreed(plan, loaded.missing)
+    if why := next((why for why in loaded.missing.values()), ""):
+        logger.warning("cputrain.optimize: torch's layers stay: %s", why)
+    apply_plan(model, plan, loaded)
+    setattr(model, PLAN, plan)
+    if optimizer is None:
+        return model
+    fuse_optimizer(optimizer)
+    return model, optimizer
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"{name} is not initialized: call model(example) once before cputrain.optimize(model)")
+        if not parameter.is_cpu:
+            raise InputError(
+                f"{name} is on {parameter.device}: move the model to the CPU before cputrain.optimize(model)"
+            )
+
+
+def _planned(model: nn.Module, target: Target, sample_input: Any, choose: str, loaded: LoadedKernels) -> KernelPlan:
+    shapes: dict[str, ConvolutionShape] = {}
+    images = 1
+    if sample_input is not None and loaded.convolutions is not None:
+        images = len(sample_input) if isinstance(sample_input, Tensor) else 1
+        shapes = covered_shapes(model, sample_input)
+    gain = rule(target, images)
+    if choose == "measure" and loaded.convolutions is not None and shapes:
+        gain = measured(set(shapes.values()), images, target, loaded.convolutions, os.environ)
+    return plan_kernels(model, target, shapes, gain, loaded.missing)
+
+
+def fuse_optimizer(optimizer: Optimizer) -> bool:
+    """Let torch's own SGD, Adam or AdamW update each weight in one pass. Returns whether it does."""
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return False
+    for group in optimizer.param_groups:
+        simple = not group.get("differentiable") and not group.get("capturable") and group.get("fused") is not False
+        real = all(
+            each.is_cpu and each.is_floating_point() and each.layout is torch.strided for each in group["params"]
+        )
+        if not (simple and real) or isinstance(group["lr"], Tensor) or group.get("foreach"):
+            return False
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+    optimizer.defaults |= {"fused": True, "foreach": False}
+    return True
+
+
+def _is_real(parameter: Tensor) -> bool:
+    return parameter.is_cpu and parameter.is_floating_point() and parameter.layout is torch.strided
+
+
+def plan_of(model: nn.Module) -> KernelPlan | None:
+    """Return the plan that a network was optimized with, None if it was not."""
+    found: KernelPlan | None = vars(model).get(PLAN)
+    return found
+
+
+def explain(model: nn.Module) -> None:
+    """Print which kernels compute which layers of a network, why, and which layers torch computes."""
+    print(explain_network(model, plan_of(model)))
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `optimize`: all layers get the classes back that they had. Weights and statistics stay."""
+    evidence.restore(model)
+    vars(model).pop(PLAN, None)

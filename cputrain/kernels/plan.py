@@ -1,0 +1,214 @@
+"""The plan of a network's kernels: what computes each layer, and why."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import plural
+from cputrain.kernels.convolution import (
+    LEAST_INPUTS,
+    ConvolutionShape,
+    covers,
+    has_amx,
+    supports_direct,
+    supports_products,
+)
+from cputrain.kernels.evidence import Native, departure
+from cputrain.kernels.fusion import Fusion
+from cputrain.kernels.rewriting import fused_forwards, native_norms, obstacles
+
+BATCHNORM, FUSED, WINOGRAD = "batch-norm", "fused forward", "winograd"
+WEIGHT_GRADIENT, PRODUCT, CONVOLUTION = "bf16 weight gradient", "matrix product", "convolution"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What kernels are chosen for: data type of feature maps, instruction sets of the CPU, threads of this process.
+
+    `instructions` has those of AVX2, AVX512, AVX512_BF16 and AMX that the CPU has and the kernel permits.
+    """
+
+    dtype: str
+    instructions: tuple[str, ...]
+    threads: int
+
+    @classmethod
+    def here(cls, dtype: torch.dtype) -> "Target":
+        """Return this process as a target. Raises InputError for dtypes without kernels."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise InputError(f"dtype={dtype}: kernels exist for torch.float32 and torch.bfloat16")
+        capability = torch.backends.cpu.get_cpu_capability()
+        found = {
+            "AVX2": capability in ("AVX2", "AVX512"),
+            "AVX512": capability == "AVX512",
+            "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
+            "AMX": has_amx(),
+        }
+        instructions = tuple(name for name, has in found.items() if has)
+        return cls(dtype=str(dtype).removeprefix("torch."), instructions=instructions, threads=torch.get_num_threads())
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether feature maps are bfloat16."""
+        return self.dtype == "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What computes a layer, and why; its speedup over torch's, if that was measured."""
+
+    layer: str
+    kernel: str
+    why: str
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlan:
+    """The kernels of a network: layers that get another than torch's, in the order of their application, and those that
+    stay torch's although there are kernels of their kind."""
+
+    target: Target
+    replaced: tuple[Choice, ...]
+    kept: tuple[Choice, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "KernelPlan":
+        """Return the plan of a JSON object. Raises InputError if it is none."""
+        try:
+            if values["format"] != FORMAT:
+                raise InputError(f"a kernel plan of format {values['format']}: this version reads format {FORMAT}")
+            target = values["target"]
+            return cls(
+                target=Target(**{**target, "instructions": tuple(target["instructions"])}),
+                replaced=tuple(Choice(**each) for each in values["replaced"]),
+                kept=tuple(Choice(**each) for each in values["kept"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise InputError(f"not a kernel plan: {error}") from None
+
+    def layers(self, kernel: str) -> tuple[str, ...]:
+        """Return the names of the layers that get this kernel."""
+        return tuple(each.layer for each in self.replaced if each.kernel == kernel)
+
+    def __str__(self) -> str:
+        """Return the plan as text: layers by kernel and reason."""
+        target = f"{self.target.dtype} on {self.target.instructions[-1] if self.target.instructions else 'this CPU'}"
+        lines = [f"kernels for {target}, {plural(self.target.threads, 'thread')}:"]
+        for title, choices in (("", self.replaced), ("torch's: ", self.kept)):
+            for (kernel, why), each in groupby(sorted(choices, key=_kind), key=_kind):
+                found = list(each)
+                gains = [choice.speedup for choice in found if choice.speedup is not None]
+                measured = f", {min(gains):.2f} to {max(gains):.2f} times as fast" if gains else ""
+                lines.append(f"  {title}{kernel}, {plural(len(found), 'layer')}{measured} ({why}):")
+                lines.append(f"    {', '.join(choice.layer or 'the network' for choice in found)}")
+        return "\n".join(lines)
+
+
+def _kind(choice: Choice) -> tuple[str, str]:
+    return choice.kernel, choice.why
+
+
+Gain = Callable[[ConvolutionShape], tuple[float | None, str]]
+"""Returns the measured speedup of Winograd's algorithm for a shape, None if it follows from a rule, which then says no
+with 0, and why."""
+
+MIN_SPEEDUP = 1.05
+"""Smallest speedup that is worth the larger rounding error of Winograd's algorithm."""
+
+
+def plan_kernels(
+    network: nn.Module, target: Target, shapes: Mapping[str, ConvolutionShape], gain: Gain, missing: Mapping[str, str]
+) -> KernelPlan:
+    """Plan the kernels of a network; it is not changed.
+
+    `shapes` are those of the layers that Winograd's algorithm supports, if it is wanted, and `gain` its speedup for
+    each. `missing` names kernels that cannot be used here, with the reason.
+    """
+    replaced: list[Choice] = []
+    kept: list[Choice] = []
+
+    def choose(layer: str, kernel: str, why: str, no: str = "", speedup: float | None = None) -> None:
+        no = missing.get(kernel, "") or no
+        (kept if no else replaced).append(Choice(layer=layer, kernel=kernel, why=no or why, speedup=speedup))
+
+    for name, no in native_norms(network).items():
+        choose(name, BATCHNORM, "fewer passes over the maps", no)
+    for name, found in reversed(list(fused_forwards(network).items())):
+        if found:
+            fuses = found if isinstance(found, tuple) else ()
+            choose(name, FUSED, "" if not fuses else _fused(fuses[0]), "" if fuses else str(found))
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.BatchNorm2d):
+            choose(name, BATCHNORM, "", f"no kernel for {type(layer).__name__}")
+        elif isinstance(layer, nn.Conv2d) and not isinstance(layer, Native) and (shapes or target.is_bf16):
+            _choose_convolution(name, layer, target, shapes, gain, choose)
+    return KernelPlan(target=target, replaced=tuple(replaced), kept=tuple(kept))
+
+
+def _fused(fusion: Fusion) -> str:
+    joined = fusion.source.count("relu = True")
+    return f"{plural(joined, 'batch-norm')} with ReLU in one pass" if joined else "sums of gradients in one pass"
+
+
+def _choose_convolution(
+    name: str,
+    layer: nn.Conv2d,
+    target: Target,
+    shapes: Mapping[str, ConvolutionShape],
+    gain: Gain,
+    choose: Callable[..., None],
+) -> None:
+    own = departure(layer) if type(layer) is nn.Conv2d else f"{type(layer).__name__}, not torch's Conv2d"
+    amx = target.is_bf16 and "AMX" in target.instructions
+    speedup, why = gain(shapes[name]) if name in shapes and covers(layer) and not amx else (0.0, "")
+    if speedup is None or speedup >= MIN_SPEEDUP:
+        choose(name, WINOGRAD, why, speedup=speedup)
+    elif amx and supports_products(layer):
+        choose(name, PRODUCT, "oneDNN multiplies matrices faster than it convolves by 1 x 1")
+    elif target.is_bf16 and not amx and "AVX512_BF16" in target.instructions and supports_direct(layer):
+        choose(name, WEIGHT_GRADIENT, f"faster than oneDNN's from {LEAST_INPUTS} channels on")
+    elif own or why:
+        choose(name, CONVOLUTION, "", own or why, speedup or None)
+
+
+def rule(target: Target, images: int) -> Gain:
+    """Return the rule for Winograd's algorithm on this target, from measurements (docs/benchmarks.md)."""
+
+    def gain(shape: ConvolutionShape) -> tuple[float | None, str]:
+        tiles = images * math.ceil(shape.height / 4) * math.ceil(shape.width / 4)
+        if target.is_bf16:
+            return 0.0, "in bfloat16 it gains little"
+        if "AVX2" not in target.instructions:
+            return 0.0, "not measured on such CPUs"
+        if min(shape.inputs, shape.outputs) < MIN_CHANNELS or tiles < MIN_TILES:
+            return 0.0, f"gains from {MIN_CHANNELS} channels and {MIN_TILES} tiles of 4 x 4 on"
+        return None, f"4 times fewer products, faster from {MIN_CHANNELS} channels and {MIN_TILES} tiles of 4 x 4 on"
+
+    return gain
+
+
+MIN_CHANNELS, MIN_TILES = 64, 32
+
+
+def explain_network(network: nn.Module, plan: KernelPlan | None) -> str:
+    """Return the plan that a network was optimized with, and what torch computes now, with reasons."""
+    if plan is None:
+        return "not optimized: call cputrain.optimize(model)"
+    now = obstacles(network)
+    planned = {each.layer for each in plan.kept}
+    later = {name: why for name, why in now.items() if name not in planned}
+    lines = [f"  torch's now: {why}: {name or 'the network'}" for name, why in later.items()]
+    return "\n".join([str(plan), *lines])
