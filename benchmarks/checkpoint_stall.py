@@ -26,13 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, file_sum, name_of
+from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.writer import CheckpointWriter
+from cputrain.checksums import crc32c_of_file
 from cputrain.comm import SignedKeys
+from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.models import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import CommSection, Recipe
 from cputrain.training import (
-    CheckpointWriter,
     CoreUsage,
     Learner,
     Position,
@@ -87,8 +89,10 @@ class Trial:
         begun = time.perf_counter()
         self.writer.wait()
         snapshot = take_snapshot(self.state, dist.get_rank(), "momentum")
-        manifest = None if snapshot.optimizer is None else manifest_of(self.step, snapshot.optimizer)
-        self.writer.begin(self.step, snapshot, Position(step=self.step).metadata(), manifest)
+        content = None
+        if snapshot.optimizer is not None:
+            content = manifest_of(self.step, snapshot.optimizer).model_dump(mode="json")
+        self.writer.begin(self.step, snapshot.files, Position(step=self.step).metadata(), content)
         self.calls_s.append(time.perf_counter() - begun)
 
 
@@ -133,7 +137,6 @@ def made_trial(folder: Path, store: Store, batch: int) -> Trial:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         keep=2,
-        pus=os.sched_getaffinity(0),
     )
     images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
     return Trial(
@@ -173,7 +176,7 @@ def beside(trial: Trial, folder: Path) -> Seconds:
     if not path.is_dir():
         path = max(folder.glob("step-*"))
     repeated: dict[str, Callable[[], Any]] = {
-        "checksums of the files": lambda: [file_sum(file) for file in path.iterdir()],
+        "checksums of the files": lambda: [crc32c_of_file(file) for file in path.iterdir()],
         "reading and verifying": lambda: load(path, 0, dist.get_world_size()),
         "torch.save, synchronous": lambda: plain_save(trial.state, folder / "plain.pt"),
     }

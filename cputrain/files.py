@@ -1,4 +1,4 @@
-"""Atomic file writes, errors that name the file, checksums, and the file names of a run.
+"""Atomic file writes, errors that name the file, and the file names of a run.
 
 Imports no recipe code, so that `cputrain launch` starts fast.
 """
@@ -7,16 +7,11 @@ import errno
 import os
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import errors_name, write_bytes
 from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.terminal import CODES
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
     "recipe.yaml",
@@ -32,19 +27,6 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
 def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8 with `write_bytes`; parts of names that are not UTF-8 are escaped."""
     write_bytes(path, text.encode(errors=CODES))
-
-
-CHUNK_BYTES = 1 << 20  # per checksum or write; other threads run in between
-
-
-def crc32c_of(array: "NDArray[np.uint8]") -> int:
-    """Return the CRC-32C of an array of bytes, shape (N,)."""
-    import google_crc32c  # only needed here
-
-    crc = 0
-    for begin in range(0, len(array), CHUNK_BYTES):
-        crc = google_crc32c.extend(crc, array[begin : begin + CHUNK_BYTES].tobytes())
-    return crc
 
 
 def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:

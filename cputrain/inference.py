@@ -20,22 +20,14 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import errors_name
 from cputrain.affinity.wording import plural
-from cputrain.checkpoints import (
-    MANIFEST,
-    MODEL,
-    SUFFIX,
-    NetworkRecord,
-    first_error,
-    read_manifest,
-    read_tensors,
-    write_tensors,
-)
+from cputrain.checkpoint.files import MANIFEST, MODEL, SUFFIX, read_tensors, write_tensors
 from cputrain.data.formats.dataset import ImageFiles, Images
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
 from cputrain.kernels.convolution import use_winograd
+from cputrain.manifest import NetworkRecord, first_error, read_manifest
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
 from cputrain.recipe.loading import recipe_of, tuples

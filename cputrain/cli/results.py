@@ -16,7 +16,7 @@ from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
 from cputrain.affinity.wording import first_named, plural
-from cputrain.checkpoints import is_checkpoint
+from cputrain.checkpoint.files import is_checkpoint
 from cputrain.cli.output import amount_option, format_option, number_option, path_option
 from cputrain.files import RECIPE, REPORT
 from cputrain.launch.local import for_evaluation, request_of

@@ -17,7 +17,7 @@ from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, plural, spread
-from cputrain.checkpoints import is_checkpoint
+from cputrain.checkpoint.files import is_checkpoint
 from cputrain.cli.options import SectionedCommand, no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import (
     amount_option,

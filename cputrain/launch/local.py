@@ -14,11 +14,11 @@ from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request, largest_batch
 from cputrain.affinity.start import isolated_command
-from cputrain.checkpoints import ScaleRecord
 from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import THIS_HOST
+from cputrain.manifest import ScaleRecord
 from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.hostfile import HostGroup
 from cputrain.mpi.launchers.programs import Job

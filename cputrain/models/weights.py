@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import first_named, plural
-from cputrain.checkpoints import EMA, MODEL, SUFFIX, is_checkpoint, read_file, read_manifest, read_tensors
+from cputrain.checkpoint.files import MODEL, SUFFIX, is_checkpoint, read_tensors
 from cputrain.files import check_downloaded
+from cputrain.manifest import EMA, read_file, read_manifest
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TIMM, TORCHVISION
 

@@ -223,7 +223,7 @@ def find_recipe(spec: str) -> Path:
 
 def _folder_of(path: Path) -> str:
     """Return what a folder is that was given in place of a recipe, and what to do with it."""
-    from cputrain.checkpoints import is_checkpoint
+    from cputrain.checkpoint.files import is_checkpoint
 
     if (path / "recipe.yaml").is_file():
         return f"the folder of a run: give its recipe, {path / 'recipe.yaml'}"

@@ -14,17 +14,10 @@ from cputrain import __version__
 from cputrain.affinity.errors import InputError, Wording, as_argument, as_option
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.wording import plural
-from cputrain.checkpoints import (
-    BEST,
-    MANIFEST,
-    Manifest,
-    ScaleRecord,
-    is_checkpoint,
-    list_checkpoints,
-    read_manifest,
-    step_of,
-)
+from cputrain.checkpoint.files import MANIFEST, is_checkpoint
+from cputrain.checkpoint.folder import BEST, list_checkpoints, step_of
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_text
+from cputrain.manifest import Manifest, ScaleRecord, read_manifest
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (

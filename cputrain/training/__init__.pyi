@@ -15,14 +15,14 @@ from .log import Progress as Progress
 from .log import TrainingLog as TrainingLog
 from .log import startup_lines as startup_lines
 from .log import summary_lines as summary_lines
-from .saving import CheckpointWriter as CheckpointWriter
 from .saving import Position as Position
-from .saving import check_savable as check_savable
+from .saving import check_learner as check_learner
 from .saving import load as load
 from .saving import load_eval_model as load_eval_model
 from .saving import load_newest as load_newest
 from .saving import restore as restore
 from .saving import take_snapshot as take_snapshot
+from .saving import try_out as try_out
 from .session import SAMPLE_IMAGES as SAMPLE_IMAGES
 from .session import SessionData as SessionData
 from .session import check_sample as check_sample
@@ -58,10 +58,8 @@ from .watchers import NonFiniteHandler as NonFiniteHandler
 from .watchers import ReplicaCheck as ReplicaCheck
 from .watchers import StepStats as StepStats
 from .watchers import StragglerWatch as StragglerWatch
-from .watchers import bit_sum as bit_sum
 from .watchers import describe_difference as describe_difference
 from .watchers import find_stragglers as find_stragglers
-from .watchers import in_memory_order as in_memory_order
 from .watchers import odd_ranks as odd_ranks
 from .watchers import pus_left as pus_left
 from .watchers import replica_tensors as replica_tensors

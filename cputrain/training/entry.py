@@ -33,7 +33,7 @@ from cputrain.affinity.kernel.bound_plan import (
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES
 from cputrain.affinity.wording import first_named, plural
-from cputrain.checkpoints import remove_partial
+from cputrain.checkpoint.folder import remove_partial
 from cputrain.comm.group import abandon_group, all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.comm.hooks import AllReduceHook
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
@@ -79,7 +79,7 @@ from cputrain.training.loop import TrainingLoop
 from cputrain.training.saving import (
     Loaded,
     Position,
-    check_savable,
+    check_learner,
     lacks_buffers,
     load_newest,
     rename_damaged,
@@ -164,7 +164,7 @@ def build_state(
     if session.engine.kernels is not None and (left := left_to_torch(network)):
         notes.append(left)
     learner = Learner(network, task.losses, recipe.precision, task.loss_module)
-    check_savable(learner)
+    check_learner(learner)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)
     if winograd:

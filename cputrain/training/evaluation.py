@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
-from cputrain.checkpoints import read_manifest
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.source import DatasetSummary
@@ -24,6 +23,7 @@ from cputrain.data.loader import GRAY, Batch
 from cputrain.data.order import Indices
 from cputrain.data.pixels import center_crop
 from cputrain.launch.rank_process import RankContext
+from cputrain.manifest import read_manifest
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page

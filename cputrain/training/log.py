@@ -16,7 +16,7 @@ from cputrain import __version__
 from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 from cputrain.affinity.terminal import printable_lines
 from cputrain.affinity.wording import GIB
-from cputrain.checkpoints import name_of
+from cputrain.checkpoint.folder import name_of
 from cputrain.files import CHECKPOINTS
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe

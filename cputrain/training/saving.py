@@ -1,17 +1,16 @@
-"""Save and restore the state of a training; checkpoints are written in a thread while training continues.
+"""Save and restore the state of a training, with the parts of cputrain/checkpoint.
 
-All ranks save after the same step. Each rank writes its own file; rank 0 also writes the shared files, completes the
-checkpoint when every rank has finished, and later adds the result of the evaluation.
+All ranks save after the same step. Rank 0 later adds the result of the evaluation.
 """
 
 import json
 import math
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +21,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cputrain import __version__
-from cputrain.affinity.errors import InputError, RunError, Wording, as_option
-from cputrain.affinity.filesystem import errors_name, write_bytes
+from cputrain.affinity.errors import InputError, Wording, as_option
+from cputrain.affinity.filesystem import write_bytes
 from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.wording import first_named, plural
-from cputrain.checkpoints import (
-    DTYPES,
+from cputrain.affinity.wording import first_named
+from cputrain.checkpoint.files import MODEL, OPTIMIZER, DamagedError, content_text, rank_file
+from cputrain.checkpoint.folder import load_newest as newest_intact
+from cputrain.checkpoint.folder import quarantine
+from cputrain.checkpoint.state import (
+    check_savable,
+    copied_weights,
+    load_optimizer_state,
+    load_weights,
+    optimizer_problem,
+    optimizer_state,
+    plain_name,
+)
+from cputrain.checkpoint.tree import Tensors
+from cputrain.checkpoint.writer import CheckpointWriter, seen
+from cputrain.comm.group import all_gather, run_on_main_rank
+from cputrain.comm.hooks import Bf16AllReduceHook
+from cputrain.files import CHECKPOINTS
+from cputrain.manifest import (
     EMA,
     LOSS,
-    MODEL,
-    OPTIMIZER,
-    DamagedError,
-    FileRecord,
     Manifest,
     NetworkRecord,
     OptimizerRecord,
     TrainingRecord,
     first_error,
-    list_checkpoints,
-    manifest_text,
-    name_of,
-    partial_name,
-    publish_checkpoint,
-    quarantine,
-    rank_file,
     read_file,
     read_manifest,
-    remove_old,
-    set_best,
-    write_manifest,
-    write_tensors,
 )
-from cputrain.comm.group import all_gather, run_on_main_rank
-from cputrain.comm.hooks import Bf16AllReduceHook
-from cputrain.comm.store import SignedKeys
-from cputrain.files import CHECKPOINTS
 from cputrain.models.sizes import state_copies
-from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import USER_SAMPLES
 from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
-from cputrain.training.state import Learner, TrainState, mean_statistics, plain_name
+from cputrain.training.state import Learner, TrainState, mean_statistics
 from cputrain.training.step import EpochMetrics
 
 METRICS = "epoch"  # key in the header of a rank's file
@@ -113,7 +108,6 @@ def position_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str
     return position
 
 
-Tensors = dict[str, Tensor]
 RANDOM, BUFFER, RESIDUAL = "random", "buffer/", "residual/"
 
 
@@ -132,28 +126,20 @@ def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot
     files = {rank_file(rank): _rank_state(state)}
     if rank > 0:
         return Snapshot(files=files, optimizer=None)
-    files[MODEL] = _weights(state.network, means)
+    files[MODEL] = copied_weights(state.network, means)
     if state.learner.loss_module is not None:
-        files[LOSS] = _weights(state.learner.loss_module, means)
+        files[LOSS] = copied_weights(state.learner.loss_module, means)
     if state.averages is not None:
         averaged = _averages_by_name(state.network, state.averages)
         files[EMA] = {name: averaged.get(name, value).clone() for name, value in files[MODEL].items()}
-    names = _names_of(state.learner)
+    _, of_weights = optimizer_state(state.optimizer, _names_of(state.learner))
     files[OPTIMIZER] = {
-        f"{names[id(weight)]}/{key}": value.detach().clone()
-        for weight, entries in state.optimizer.state.items()
+        f"{name}/{key}": value.detach().clone()
+        for name, entries in of_weights.items()
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
     return Snapshot(files=files, optimizer=optimizer_record(state.optimizer, state.learner, optimizer_name))
-
-
-def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
-    """Copy a module's state dict, with batch-norm's statistics averaged and names as without torch.compile."""
-    named = network.named_buffers(remove_duplicate=False)
-    buffers = {name: means.get(id(buffer), buffer) for name, buffer in named}
-    state = network.state_dict()
-    return {plain_name(name): buffers.get(name, value).detach().clone() for name, value in state.items()}
 
 
 def _averages_by_name(network: nn.Module, averages: Tensors) -> Tensors:
@@ -181,27 +167,13 @@ def _rank_state(state: TrainState) -> Tensors:
 
 def optimizer_record(optimizer: Optimizer, learner: Learner, kind: str) -> OptimizerRecord:
     """Return an optimizer's options and non-tensor state; its tensors are in its file as "PARAMETER/KEY"."""
-    names = _names_of(learner)
+    groups, of_weights = optimizer_state(optimizer, _names_of(learner))
     values = {
-        names[id(weight)]: plain
-        for weight, entries in optimizer.state.items()
+        name: plain
+        for name, entries in of_weights.items()
         if (plain := {key: value for key, value in entries.items() if not isinstance(value, Tensor)})
     }
-    groups = tuple(
-        {**group, "params": [names[id(weight)] for weight in group["params"]]} for group in optimizer.param_groups
-    )
-    return OptimizerRecord(name=kind, groups=groups, values=values)
-
-
-def load_weights(where: str, saved: Tensors, network: nn.Module) -> None:
-    """Load weights and buffers from checkpoint `where`. Raises InputError if they belong to another network."""
-    state = network.state_dict()
-    names = {plain_name(name): name for name in state}
-    model, found = shapes({plain: state[name] for plain, name in names.items()}), shapes(saved)
-    differing = sorted(key for key in model.keys() | found.keys() if model.get(key) != found.get(key))
-    if differing:
-        raise InputError(f"checkpoint {where} has {describe_difference(differing, found, model)}")
-    network.load_state_dict({names[plain]: value for plain, value in saved.items()})
+    return OptimizerRecord(name=kind, groups=tuple(groups), values=values)
 
 
 def lacks_buffers(network: nn.Module, loaded: "Loaded") -> bool:
@@ -215,10 +187,8 @@ def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: T
         raise InputError(
             f"checkpoint {where} was saved with optim.name={record.name}, not {kind}: set optim.name={record.name}"
         )
-    optimizer, weights = state.optimizer, state.learner.weights()
-    names = _names_of(state.learner)
-    order = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
-    if order != [group.get("params") for group in record.groups]:
+    weights = state.learner.weights()
+    if optimizer_problem(state.optimizer, record.groups, _names_of(state.learner)):
         raise InputError(
             f"checkpoint {where} was saved with other trainable parameters: restore model.freeze_to and model.name"
         )
@@ -227,17 +197,8 @@ def load_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: T
         name, _, key = place.rpartition("/")
         if name not in weights:
             raise InputError(f"checkpoint {where} has optimizer state for {name[:60]!r}, which is not in the network")
-        entries.setdefault(name, {})[key] = _laid_out_as(weights[name], value)
-    index = {name: number for number, name in enumerate(name for names in order for name in names)}
-    optimizer.load_state_dict(
-        {
-            "state": {index[name]: entry for name, entry in entries.items()},
-            "param_groups": [
-                {**_typed_as(now, group), "params": [index[name] for name in group["params"]]}
-                for now, group in zip(optimizer.param_groups, record.groups, strict=True)
-            ],
-        }
-    )
+        entries.setdefault(name, {})[key] = value
+    load_optimizer_state(state.optimizer, record.groups, entries, weights)
 
 
 def load_rank_state(where: str, saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
@@ -270,31 +231,11 @@ def _load_buffers(where: str, saved: Tensors, learner: Learner) -> None:
             raise InputError(f"checkpoint {where} has no {name} of shape {shape}: restore it from a copy")
 
 
-def check_savable(learner: Learner) -> None:
+def check_learner(learner: Learner) -> None:
     """Raise InputError if checkpoints cannot store the state of network and loss, before training time is spent on
     it."""
     states = {f"{prefix}{name}": value for prefix, part in learner.parts for name, value in part.state_dict().items()}
-    for name, value in {**states, **learner.all_buffers()}.items():
-        if not isinstance(value, Tensor):
-            raise InputError(f"{name} of the network is not a tensor, so checkpoints cannot store it: remove it")
-        if str(value.dtype).removeprefix("torch.") not in DTYPES:
-            raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot store: convert it")
-        if value.layout != torch.strided:
-            raise InputError(f"{name} of the network is a sparse tensor, which checkpoints cannot store: convert it")
-
-
-def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
-    """Copy `value`, in the weight's memory layout if the shapes are equal, as fused optimizers require."""
-    return (
-        torch.empty_like(weight.detach(), dtype=value.dtype).copy_(value)
-        if value.shape == weight.shape
-        else value.clone()
-    )
-
-
-def _typed_as(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert lists in a group's options from JSON back to tuples."""
-    return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
+    check_savable({**states, **learner.all_buffers()}, "network")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,25 +269,9 @@ def load_newest(folder: Path, rank: int, wording: Wording = as_option) -> Loaded
 
     Raises InputError if all are damaged, or one is of another version; `wording` spells the remedy.
     """
-    names = all_gather([path.name for path in list_checkpoints(folder)])[0]
-    damaged: dict[str, str] = {}
-    for name in reversed(names):
-        problem, loaded = "", None
-        try:
-            loaded = load(folder / name, rank, dist.get_world_size())
-        except DamagedError as error:
-            problem = str(error)
-        problems = [each for each in all_gather(problem) if each]
-        if loaded is not None and not problems:
-            return replace(loaded, damaged=damaged)
-        damaged[name] = problems[0]
-    if damaged:
-        count, newest = plural(len(damaged), "checkpoint"), next(iter(damaged.values()))
-        raise InputError(
-            f"none of the {count} in {folder} can be used, the newest because {newest}: restore one from a copy, or "
-            f"start again with {wording('overwrite', 'true')}"
-        )
-    return None
+    ranks, remedy = dist.get_world_size(), f"start again with {wording('overwrite', 'true')}"
+    found = newest_intact(folder, lambda path: load(path, rank, ranks), all_gather, remedy)
+    return replace(found[0], damaged=found[1]) if found else None
 
 
 def load(path: Path, rank: int, world_size: int) -> Loaded:
@@ -413,183 +338,41 @@ def load_eval_model(path: Path, network: nn.Module) -> int:
 
 
 TRIAL = ".trial.partial"
-POLL_S = 0.05
-WRITTEN_S = 600.0  # limit for a rank to write its files after rank 0 has finished
-VISIBLE_S = 60.0  # limit for another host's file to appear: network file systems cache directory listings
 
 
-@dataclass(slots=True, kw_only=True)
-class CheckpointWriter:
-    """Writes checkpoints into a folder, one at a time, in a thread on `pus`. All ranks must make the same calls."""
-
-    folder: Path
-    keys: SignedKeys
-    rank: int
-    world_size: int
-    keep: int
-    pus: Collection[int]
-    _count: int = 0
-    _thread: threading.Thread | None = None
-    _error: Exception | None = None
-    _manifest: Manifest | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank's files, or on rank 0 the complete checkpoint, are still being written."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, step: int, snapshot: Snapshot, metadata: dict[str, str], manifest: Manifest | None) -> None:
-        """Start to write a checkpoint when the previous one is complete. Rank 0 passes the manifest, without files."""
-        self._count += 1
-        number = self._count
-
-        def work() -> None:
-            sums = self._write_files(step, snapshot, metadata)
-            if manifest is None:
-                own = sums[rank_file(self.rank)]
-                self.keys.set(_key(self.rank, number), f"{number} {own.bytes} {own.crc32c}")
-            else:
-                self._complete(step, manifest, sums, number)
-
-        self.wait()
-        self._start(work)
-
-    def try_out(self, needed: int, *, first_on_host: bool) -> None:
-        """Check that every host can write into the folder, that rank 0 sees these files, and that `needed` bytes are
-        free; local rank 0 of each host writes. Raises InputError on every rank."""
-        place, problem = self.folder / TRIAL, ""
-        mine = place / rank_file(self.rank)
-        if first_on_host:
-            try:
-                write_bytes(mine, TRIAL.encode())
-            except OSError as error:
-                problem = f"rank {self.rank} cannot write into {self.folder}: {error.strerror}"
-        tries = all_gather((problem, rank_file(self.rank) if first_on_host else None))
+def try_out(folder: Path, rank: int, needed: int, *, first_on_host: bool) -> None:
+    """Check that every host can write into the folder, that rank 0 sees these files, and that `needed` bytes are
+    free; local rank 0 of each host writes. Raises InputError on every rank."""
+    place, problem = folder / TRIAL, ""
+    mine = place / rank_file(rank)
+    if first_on_host:
         try:
-            if problems := [each for each, _ in tries if each]:
-                raise InputError(f"{problems[0]}: set output to a folder to which all hosts can write")
-            run_on_main_rank(lambda: self._check_trial(place, [name for _, name in tries if name], needed))
-        finally:
-            with suppress(OSError):  # not empty while other ranks' files exist: the last rank removes the folder
-                mine.unlink(missing_ok=True)
-                place.rmdir()
+            write_bytes(mine, TRIAL.encode())
+        except OSError as error:
+            problem = f"rank {rank} cannot write into {folder}: {error.strerror}"
+    tries = all_gather((problem, rank_file(rank) if first_on_host else None))
+    try:
+        if problems := [each for each, _ in tries if each]:
+            raise InputError(f"{problems[0]}: set output to a folder to which all hosts can write")
+        run_on_main_rank(lambda: _check_trial(folder, place, [name for _, name in tries if name], needed))
+    finally:
+        with suppress(OSError):  # not empty while other ranks' files exist: the last rank removes the folder
+            mine.unlink(missing_ok=True)
+            place.rmdir()
 
-    def _check_trial(self, place: Path, names: Sequence[str], needed: int) -> None:
-        for name in names:
-            if not seen(place / name, len(TRIAL)):
-                raise InputError(
-                    f"{place / name}, written on another host, is not visible here: set output to a folder that all "
-                    "hosts share"
-                )
-        if needed > (free := shutil.disk_usage(place).free):
+
+def _check_trial(folder: Path, place: Path, names: Sequence[str], needed: int) -> None:
+    for name in names:
+        if not seen(place / name, len(TRIAL)):
             raise InputError(
-                f"{self.folder} has {free / 1e6:,.1f} MB free, a checkpoint needs {needed / 1e6:,.1f} or more: free "
-                "some space, or set output to another folder"
+                f"{place / name}, written on another host, is not visible here: set output to a folder that all "
+                "hosts share"
             )
-
-    def check(self) -> None:
-        """Raise the exception with which the thread failed, if any."""
-        if self._error is not None:
-            raise self._error
-
-    def wait(self) -> None:
-        """Wait for the pending write, and raise its exception if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-
-    def amend(self, change: Callable[[Manifest], Manifest], *, best: bool) -> None:
-        """Change the manifest of the last checkpoint on rank 0 once it is written; with `best` mark it as the best."""
-
-        def work() -> None:
-            assert self._manifest is not None
-            self._manifest = change(self._manifest)
-            path = self.folder / name_of(self._manifest.step)
-            write_manifest(path, self._manifest)
-            if best:
-                set_best(path)
-
-        self._start(work)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` in a thread, after the work that was started before."""
-        before = self._thread
-
-        def guarded() -> None:
-            if before is not None:
-                before.join()
-            if self._error is not None:
-                return
-            try:
-                bind_thread(tuple(self.pus))
-                work()
-            except Exception as error:  # noqa: BLE001  raised again by check() in the training's thread
-                self._error = error
-
-        self._thread = threading.Thread(target=guarded, name="cputrain-checkpoint", daemon=True)
-        self._thread.start()
-
-    def _write_files(self, step: int, snapshot: Snapshot, metadata: dict[str, str]) -> dict[str, FileRecord]:
-        partial = self.folder / partial_name(step)
-        partial.mkdir(parents=True, exist_ok=True)
-        names, sums = list(snapshot.files), {}
-        try:
-            for name in names:  # free each file's copies as soon as it is written
-                text = metadata if name == rank_file(self.rank) else {}
-                with errors_name(self.folder / name_of(step) / name):
-                    sums[name] = write_tensors(partial / name, snapshot.files.pop(name), text)
-        except OSError:
-            for name in names:  # free a full disk for the log
-                (partial / name).unlink(missing_ok=True)
-            if self.world_size == 1:  # other ranks may still write into it; then the next start removes it
-                with suppress(OSError):
-                    partial.rmdir()
-            raise
-        return sums
-
-    def _complete(self, step: int, manifest: Manifest, sums: dict[str, FileRecord], number: int) -> None:
-        partial = self.folder / partial_name(step)
-        for rank in range(1, self.world_size):
-            sums[rank_file(rank)] = found = self._await(rank, number)
-            if not seen(partial / rank_file(rank), found.bytes):
-                file = self.folder / name_of(step) / rank_file(rank)
-                raise RunError(f"{file}, written by rank {rank}, is not visible on rank 0's host")
-        self._manifest = manifest.model_copy(update={"files": sums})
-        write_manifest(partial, self._manifest)
-        publish_checkpoint(partial, self.folder / name_of(step))
-        remove_old(self.folder, self.keep)
-
-    def _await(self, rank: int, number: int) -> FileRecord:
-        """Wait for a rank's file of this checkpoint and return its size and checksum. A rank that fails to write ends
-        the job; the limit is for a rank whose message is lost."""
-        deadline = time.monotonic() + WRITTEN_S
-        while True:
-            words = (self.keys.get(_key(rank, number)) or "0").split()
-            if int(words[0]) == number:
-                return FileRecord(bytes=int(words[1]), crc32c=int(words[2]))
-            if time.monotonic() > deadline:
-                raise RunError(
-                    f"rank {rank} has not written its part of a checkpoint after {WRITTEN_S:g} s: check for a slow "
-                    "disk on its host, or for other processes that write to the job's store"
-                )
-            time.sleep(POLL_S)
-
-
-def seen(path: Path, size: int) -> bool:
-    """Return whether a file of `size` bytes, written on another host, becomes visible within VISIBLE_S."""
-    deadline = time.monotonic() + VISIBLE_S
-    while not path.is_file() or path.stat().st_size != size:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
-def _key(rank: int, number: int) -> str:
-    """Return a rank's key for a checkpoint, one of two in turn: a rank can be at most one checkpoint ahead of rank 0,
-    because it waits for rank 0 in the next step."""
-    return f"saved/{rank}/{number % 2}"
+    if needed > (free := shutil.disk_usage(place).free):
+        raise InputError(
+            f"{folder} has {free / 1e6:,.1f} MB free, a checkpoint needs {needed / 1e6:,.1f} or more: free "
+            "some space, or set output to another folder"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -611,7 +394,7 @@ class Saver:
             rank=session.rank.rank,
             world_size=session.rank.world_size,
             keep=session.recipe.checkpoint.keep,
-            pus=session.context.loader_pus,
+            enter=partial(bind_thread, tuple(session.context.loader_pus)),
         )
 
     @property
@@ -628,10 +411,10 @@ class Saver:
         self._began = time.monotonic()
         rank = self.session.rank.rank
         snapshot = take_snapshot(self.state, rank, self.session.recipe.optim.name)
-        manifest = None
+        content = None
         if snapshot.optimizer is not None:
-            manifest = self._manifest(position, snapshot.optimizer)
-        self.writer.begin(position.step, snapshot, position.metadata(), manifest)
+            content = self._manifest(position, snapshot.optimizer).model_dump(mode="json")
+        self.writer.begin(position.step, snapshot.files, position.metadata(), content)
         self._unlogged = position.step, False
 
     def try_out(self, position: Position) -> None:
@@ -642,12 +425,13 @@ class Saver:
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
         trained = sum(value.nbytes for value in self.state.learner.trained().values())
         needed = averages * weights + state_copies(self.session.recipe.optim) * trained
-        self.writer.try_out(needed, first_on_host=self.session.rank.local_rank == 0)
+        rank = self.session.rank
+        try_out(self.writer.folder, rank.rank, needed, first_on_host=rank.local_rank == 0)
 
     def _try_manifest(self, position: Position) -> None:
         try:
             record = optimizer_record(self.state.optimizer, self.state.learner, self.session.recipe.optim.name)
-            manifest_text(self._manifest(position, record))
+            content_text(self._manifest(position, record).model_dump(mode="json"))
         except ValidationError as error:
             place, first = first_error(error)
             found = f"{place}={first['input']!r} ({first['msg']})"
@@ -673,10 +457,10 @@ class Saver:
         ends_epoch = position.step % self.session.sizes.steps_per_epoch == 0
         score = None if math.isnan(position.best_score) else position.best_score
 
-        def change(manifest: Manifest) -> Manifest:
+        def change(content: dict[str, Any]) -> dict[str, Any]:
             # If max_steps ended the training within an epoch, a longer one continues with each rank's own statistics.
             now = {"epoch_done": ends_epoch, "own_statistics": not ends_epoch, "best_score": score}
-            return manifest.model_copy(update={"training": manifest.training.model_copy(update=now)})
+            return {**content, "training": {**content["training"], **now}}
 
         self.writer.amend(change, best=best)
         self._unlogged = position.step, best

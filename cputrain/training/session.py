@@ -34,7 +34,6 @@ from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.affinity.wording import plural
-from cputrain.checkpoints import ScaleRecord
 from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.dataset import (
@@ -60,6 +59,7 @@ from cputrain.kernels.measure import measured
 from cputrain.kernels.plan import MIN_SPEEDUP, Target
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
+from cputrain.manifest import ScaleRecord
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat

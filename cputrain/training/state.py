@@ -20,19 +20,14 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.step_time import bucket_bytes
 from cputrain.affinity.wording import MIB, first_named, plural
+from cputrain.checkpoint.state import plain_name
 from cputrain.comm.group import all_gather, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.recipe.schema import CommSection, Recipe
 from cputrain.training.engine import autocast
 
 LOSS_PREFIX = "loss/"  # of the names of a loss's own parameters and buffers; no name in a network has a slash
-COMPILED = "_orig_mod."  # inserted into names by torch.compile
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's or buffer's name without what torch.compile inserts."""
-    return name.replace(COMPILED, "")
 
 
 class Hidden:

@@ -25,7 +25,8 @@ from cputrain.affinity.errors import RunError, Wording, as_option
 from cputrain.affinity.kernel.binding import threads_of
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import first_named, plural
-from cputrain.checkpoints import list_checkpoints
+from cputrain.checkpoint.folder import list_checkpoints
+from cputrain.checksums import bit_sum, in_memory_order
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
 from cputrain.files import CHECKPOINTS
@@ -37,8 +38,6 @@ from cputrain.training.saving import Position, load_newest, rename_damaged, rest
 from cputrain.training.state import TrainState, own_buffers
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, Watcher
 
-MODULUS = 1 << 64
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that the order of the tensors matters
 READS, BEYOND_CACHES = 3, 64 << 20  # number of read times to keep, and bytes above which they measure memory, not cache
 ROUNDING = 1e-4  # largest relative difference of a tensor, in its norm, that counts as rounding
 
@@ -163,30 +162,6 @@ def replica_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
         entries = optimizer.state.get(weight, {})
         tensors |= {f"{name}/{key}": entry for key, entry in entries.items() if isinstance(entry, Tensor)}
     return tensors | own_buffers(network, persistent=True)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a 1-D view of a tensor in memory order, for any memory format; a copy if its memory has gaps or overlaps,
-    as in a slice or an expanded view."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return tensor.reshape(-1).clone()
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """Return a checksum of the tensors: each tensor's bits summed as 64-bit integers, combined as a polynomial modulo
-    2^64, as a signed integer. Any changed bit changes it; the order in which threads add does not."""
-    sums = []
-    for tensor in tensors:
-        data = in_memory_order(tensor).view(torch.uint8)
-        if data.storage_offset() % 8:
-            data = data.clone()
-        words = len(data) // 8 * 8
-        sums.append(data[:words].view(torch.int64).sum() + data[words:].sum())
-    total = 0
-    for one in torch.stack(sums).tolist():
-        total = (total * FACTOR + one) % MODULUS
-    return total - MODULUS if total >= MODULUS >> 1 else total
 
 
 def odd_ranks(sums: Sequence[int]) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.checkpoints import (
+from cputrain.checkpoint.files import write_tensors
+from cputrain.checkpoint.folder import (
     list_checkpoints,
     name_of,
     partial_name,
@@ -18,10 +19,10 @@ from cputrain.checkpoints import (
     remove_partial,
     set_best,
     step_of,
-    write_tensors,
 )
+from cputrain.checkpoint.writer import CheckpointWriter
 from cputrain.comm import SignedKeys
-from cputrain.training import CheckpointWriter, Position, load, take_snapshot
+from cputrain.training import Position, load, take_snapshot, try_out
 from tests.support.checkpoint_files import network, state_of, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
@@ -81,7 +82,7 @@ def test_what_was_not_finished_is_removed(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_where_the_training_waits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full stands for the disk."""
     state = state_of(network())
-    monkeypatch.setattr("cputrain.training.saving.partial_name", lambda step: "partial")
+    monkeypatch.setattr("cputrain.checkpoint.writer.partial_name", lambda step: "partial")
     (saved.parent / "partial").mkdir()
     (saved.parent / "partial/rank-00000.safetensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: .*rank-00000.safetensors"):
@@ -99,60 +100,52 @@ def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cputrain.training.saving.write_tensors", full)
+    monkeypatch.setattr("cputrain.checkpoint.writer.write_tensors", full)
     writer = CheckpointWriter(
         folder=tmp_path,
         keys=SignedKeys(HashStore(), ""),
         rank=world_size - 1,
         world_size=world_size,
         keep=2,
-        pus=os.sched_getaffinity(0),
     )
-    writer.begin(1, take_snapshot(state_of(network()), 0, "momentum"), {}, None)
+    writer.begin(1, take_snapshot(state_of(network()), 0, "momentum").files, {}, None)
     with pytest.raises(OSError, match="No space left"):
         writer.wait()
     assert (tmp_path / partial_name(1)).exists() == (world_size > 1)
 
 
-def writer_of(folder: Path) -> CheckpointWriter:
-    """Of the only rank."""
-    keys = SignedKeys(HashStore(), "")
-    return CheckpointWriter(folder=folder, keys=keys, rank=0, world_size=1, keep=2, pus=os.sched_getaffinity(0))
-
-
 def test_before_the_first_step_a_folder_is_written_to_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cputrain.training.saving.VISIBLE_S", 0.1)
+    monkeypatch.setattr("cputrain.checkpoint.writer.VISIBLE_S", 0.1)
     free = shutil.disk_usage(tmp_path).free
-    writer_of(tmp_path / "run").try_out(1000, first_on_host=True)
+    try_out(tmp_path / "run", 0, 1000, first_on_host=True)
     assert list((tmp_path / "run").iterdir()) == []
     with pytest.raises(InputError, match=r"has [\d,.]+ MB free, a checkpoint needs [\d,.]+ or more"):
-        writer_of(tmp_path / "full").try_out(2 * free, first_on_host=True)
+        try_out(tmp_path / "full", 0, 2 * free, first_on_host=True)
     assert list((tmp_path / "full").iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"rank 0 cannot write into .*file: (Not a directory|File exists)"):
-        writer_of(tmp_path / "file").try_out(1000, first_on_host=True)
+        try_out(tmp_path / "file", 0, 1000, first_on_host=True)
 
 
 def test_a_folder_that_hosts_do_not_share_is_noticed_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 does not find what a host has said to have written."""
-    monkeypatch.setattr("cputrain.training.saving.VISIBLE_S", 0.1)
+    monkeypatch.setattr("cputrain.checkpoint.writer.VISIBLE_S", 0.1)
     monkeypatch.setattr("cputrain.training.saving.write_bytes", lambda *_: None)
     with pytest.raises(InputError, match="is not visible here: set output to a folder that all hosts share"):
-        writer_of(tmp_path / "run").try_out(1000, first_on_host=True)
+        try_out(tmp_path / "run", 0, 1000, first_on_host=True)
 
 
-def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path) -> None:
     """Another process writes into the store over what rank 1 has said; what it writes is not signed."""
-    monkeypatch.setattr("cputrain.training.saving.WRITTEN_S", 0.2)
     store = HashStore()
     SignedKeys(store, "token").set("saved/1/1", "1 10 10")
     store.set("saved/1/1", "1 10 10")
     with pytest.raises(RunError, match=r"rank 1 has not written its part of a checkpoint after 0\.2 s"):
-        written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2)
+        written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2, limit_s=0.2)
     assert list_checkpoints(tmp_path) == []
 
 
@@ -165,13 +158,11 @@ def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
         assert disk.wait(60)
         return slow(*arguments)
 
-    monkeypatch.setattr("cputrain.training.saving.write_tensors", sluggish)
+    monkeypatch.setattr("cputrain.checkpoint.writer.write_tensors", sluggish)
     snapshot = take_snapshot(state, 0, "momentum")
-    writer = CheckpointWriter(
-        folder=tmp_path, keys=SignedKeys(HashStore(), ""), rank=1, world_size=2, keep=2, pus=os.sched_getaffinity(0)
-    )
+    writer = CheckpointWriter(folder=tmp_path, keys=SignedKeys(HashStore(), ""), rank=1, world_size=2, keep=2)
     own = {"rank-00001.safetensors": snapshot.files["rank-00000.safetensors"]}
-    writer.begin(1, type(snapshot)(files=own, optimizer=None), {}, None)
+    writer.begin(1, own, {}, None)
     assert writer.busy
     disk.set()
     writer.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cputrain.checkpoints import MANIFEST
+from cputrain.checkpoint.files import MANIFEST
 from cputrain.cli import main
 from cputrain.report import (
     MOST_CLASSES,

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 from cputrain import inference as exporting
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.checkpoints import MANIFEST, checksum, read_manifest, write_manifest
+from cputrain.checkpoint.files import MANIFEST
+from cputrain.checksums import crc32c_of_json
 from cputrain.cli import main
 from cputrain.data.formats import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
 from cputrain.kernels.folding import FoldedWinogradConv2d
+from cputrain.manifest import read_manifest, write_manifest
 from cputrain.models import import_torchvision
 from cputrain.training import has_onednn
 from tests.cputrain.test_json_output import fields
@@ -288,5 +290,5 @@ def changed(best: Path, folder: Path, place_in_it: str, value: object) -> str:
     for word in way[:-1]:
         part = part[word]
     part[way[-1]] = value
-    (folder / "copy" / MANIFEST).write_text(json.dumps({"crc32c": checksum(content), "checkpoint": content}))
+    (folder / "copy" / MANIFEST).write_text(json.dumps({"crc32c": crc32c_of_json(content), "checkpoint": content}))
     return str(next((best.parents[2] / "images/val").rglob("*.jpg")))

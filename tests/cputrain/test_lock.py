@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.checkpoints import ScaleRecord
+from cputrain.manifest import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in

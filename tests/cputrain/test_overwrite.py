@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.checkpoints import ScaleRecord
+from cputrain.manifest import ScaleRecord
 from cputrain.recipe import Recipe, load_recipe
 from cputrain.runs import check_folder, locked, make_folder
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.training import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
+from cputrain.checksums import bit_sum, in_memory_order
+from cputrain.training import describe_difference, odd_ranks, replica_tensors
 from tests.support import trainings
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import needs_two_cores

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from cputrain.checkpoints import ScaleRecord, name_of, step_of
+from cputrain.checkpoint.folder import name_of, step_of
+from cputrain.manifest import ScaleRecord
 from cputrain.models import read_weights
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import Recipe, load_recipe

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cputrain.checkpoints import read_manifest
 from cputrain.kernels.convolution import covers
+from cputrain.manifest import read_manifest
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection, load_recipe, recipe_names
 from cputrain.runs import read_events

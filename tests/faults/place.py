@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cputrain.checkpoints import list_checkpoints, step_of
+from cputrain.checkpoint.folder import list_checkpoints, step_of
 from cputrain.mpi.supervise import descendants, free_port
 from tests.support.commands import children_of
 from tests.support.forked import Forked, Process, in_fork

@@ -29,11 +29,13 @@ from cputrain.affinity.planner import (
 from cputrain.affinity.ranks import rank_from_env
 from cputrain.affinity.topology import Machine, find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
-from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
+from cputrain.checkpoint.files import MANIFEST, read_tensors, write_tensors
+from cputrain.checksums import crc32c_of_json
 from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
 from cputrain.jobs import parse_array
+from cputrain.manifest import read_manifest
 from cputrain.mpi.hosts import allocation, expand, parse_hosts
 from cputrain.other_launchers import command_and_rest, split_words, translate
 from cputrain.other_launchers import read as read_line
@@ -160,7 +162,7 @@ def signed(content: str) -> str:
     """A checkpoint's file as somebody writes it who knows its checksum."""
     try:
         data = json.loads(content)
-        return json.dumps({"crc32c": checksum(data), "checkpoint": data})
+        return json.dumps({"crc32c": crc32c_of_json(data), "checkpoint": data})
     except (ValueError, RecursionError):
         return content
 

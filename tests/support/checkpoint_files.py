@@ -1,7 +1,6 @@
 """Checkpoints of a small network, written as by rank 0 of a training."""
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
+from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.writer import WRITTEN_S, CheckpointWriter
 from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
+from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import OptimSection
-from cputrain.training import CheckpointWriter, Learner, Position, TrainState, sample_losses, take_snapshot
+from cputrain.training import Learner, Position, TrainState, sample_losses, take_snapshot
 
 
 def network(outputs: int = 2) -> nn.Module:
@@ -50,6 +51,7 @@ def written(
     keep: int = 2,
     store: dist.Store | None = None,
     world_size: int = 1,
+    limit_s: float = WRITTEN_S,
 ) -> Path:
     """Write a checkpoint to this folder, as rank 0 of a training does."""
     writer = CheckpointWriter(
@@ -58,7 +60,7 @@ def written(
         rank=0,
         world_size=world_size,
         keep=keep,
-        pus=os.sched_getaffinity(0),
+        limit_s=limit_s,
     )
     snapshot = take_snapshot(state, 0, optimizer)
     assert snapshot.optimizer is not None
@@ -82,6 +84,6 @@ def written(
         recipe={},
         files={},
     )
-    writer.begin(position.step, snapshot, position.metadata(), manifest)
+    writer.begin(position.step, snapshot.files, position.metadata(), manifest.model_dump(mode="json"))
     writer.wait()
     return folder / name_of(position.step)

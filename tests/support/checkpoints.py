@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from cputrain.checkpoints import EMA, MODEL, Manifest, list_checkpoints, read_manifest
+from cputrain.checkpoint.files import MODEL
+from cputrain.checkpoint.folder import list_checkpoints
+from cputrain.manifest import EMA, Manifest, read_manifest
 
 
 def newest(run: Path) -> Path:

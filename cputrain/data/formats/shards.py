@@ -26,10 +26,11 @@ from cputrain.affinity.filesystem import write_with
 from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.wording import MIB
+from cputrain.checksums import crc32c_of
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
 from cputrain.data.formats.source import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length
-from cputrain.files import check_downloaded, crc32c_of
+from cputrain.files import check_downloaded
 
 logger = logging.getLogger(__name__)
 
