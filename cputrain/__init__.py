@@ -4,6 +4,7 @@ train                  train a network of its own, or a recipe's: train(network,
 optimize               native kernels for a network in any loop: optimize(model, optimizer, dtype=..., sample_input=...)
 explain, restore       print which kernels compute a network's layers and why; undo optimize
 cputrain.affinity      plan a machine and bind processes: find_machine, Request, plan_machine, bind_process
+cputrain.checkpoint    save and resume any loop, bit for bit: AsyncCheckpoint
 cputrain.comm          oneCCL for torch.distributed, gradients as bfloat16: import cputrain.comm.ccl, compress_bf16
 cputrain.data          read images for a loop of its own: ImageLoader, Transform, Augmentation
 cputrain.optim         optimizers for large batches: Lars, Lamb, AdagradDA, param_groups
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "explain", "optimize", "restore", "train"]
 FUNCTIONS = dict.fromkeys(("explain", "optimize", "restore"), "kernels") | {"train": "training.entry"}
-PACKAGES = ("affinity", "comm", "data", "optim", "schedule")
+PACKAGES = ("affinity", "checkpoint", "comm", "data", "optim", "schedule")
 
 
 def __getattr__(name: str) -> "Any":

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cputrain.affinity.errors import InputError
-from cputrain.checkpoint.files import MANIFEST, DamagedError, FileRecord, read_content, read_tensors, write_content
+from cputrain.checkpoint.files import (
+    LOOP_FORMAT,
+    MANIFEST,
+    MODEL,
+    TRAINER_FORMAT,
+    DamagedError,
+    FileRecord,
+    read_content,
+    read_tensors,
+    write_content,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +94,7 @@ class TrainingRecord(_Record):
 class Manifest(_Record):
     """Content of checkpoint.json."""
 
-    format: Literal["cputrain checkpoint"] = "cputrain checkpoint"
+    format: Literal["cputrain checkpoint"] = TRAINER_FORMAT
     version: Literal[1] = 1
     cputrain: str
     step: Count
@@ -103,6 +113,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint. Raises InputError if it is not a checkpoint, DamagedError if it is damaged."""
     content = read_content(folder)
+    if isinstance(content, dict) and content.get("format") == LOOP_FORMAT:
+        raise InputError(
+            f"{folder} was saved by AsyncCheckpoint, without a recipe: name its {MODEL} where weights are wanted"
+        )
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:

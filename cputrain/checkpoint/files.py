@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "checkpoint.json"
+# Whose state a checkpoint has: `cputrain train`'s, which evaluates and resumes it, or a loop's, by AsyncCheckpoint.
+TRAINER_FORMAT: Final = "cputrain checkpoint"
+LOOP_FORMAT: Final = "cputrain AsyncCheckpoint"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SUFFIX = ".safetensors"
 CHECKSUMS = "crc32c"  # header entry with a JSON object of tensor name -> CRC-32C

@@ -104,13 +104,15 @@ def decoded(tree: Any, tensors: Tensors) -> Any:
         return {key: decoded(each, tensors) for key, each in tree.items()}
     name, value = mark.removeprefix(MARK), tree[mark]
     if name == "tensor":
-        return tensors[value]
+        return tensors[
+            value
+        ].clone()  # a file's tensors have another alignment, with which operations may round otherwise
     if name == "array":
-        return tensors[value].numpy()
+        return tensors[value].clone().numpy()
     if name == "scalar" and value[0] in DTYPES:
         return np.dtype(value[0]).type(value[1])
     if name == "bytes":
         return base64.b64decode(value, validate=True)
     if name in SEQUENCES:
         return SEQUENCES[name](decoded(value, tensors))
-    return DICTS[name]((decoded(key, tensors), decoded(each, tensors)) for key, each in value)
+    return DICTS[name]({decoded(key, tensors): decoded(each, tensors) for key, each in value})

@@ -24,6 +24,15 @@ SECTIONS = {
         "cputrain.optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
         "cputrain.schedule": ("Schedule", "lr_at"),
     },
+    "Checkpoints": {
+        "cputrain.checkpoint": (
+            "AsyncCheckpoint",
+            "AsyncCheckpoint.save",
+            "AsyncCheckpoint.restore",
+            "AsyncCheckpoint.close",
+            "Restored",
+        ),
+    },
     "Plans": {
         "cputrain.affinity.planner": ("plan_this_machine",),
         "cputrain.affinity": (

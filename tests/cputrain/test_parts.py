@@ -48,6 +48,20 @@ def test_the_guide_s_loop_trains_on_two_ranks(tmp_path: Path) -> None:
     assert sorted(losses) == ["0", "1"] and all(float(loss) < 0.4 for loss in losses.values()), losses
 
 
+def test_the_guide_s_checkpoints_resume_bit_for_bit_and_open_in_plain_torch(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/parts.md").read_text()
+    loop, opened = (block.partition("```")[0] for block in page.split("```python\n")[2:4])
+    found = []
+    for name, steps in (("whole", 60), ("parts", 40), ("parts", 60)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        more = opened if steps == 60 else ""
+        with forked("-c", loop.replace("60", str(steps)) + more, cwd=tmp_path / name) as process:
+            end = ended(process)
+        assert end.status == 0, end.err
+        found.append(end.out)
+    assert found[0] == found[2] != found[1] and re.fullmatch(r"loss 0\.\d+\n", found[0])
+
+
 def test_gradients_as_bfloat16_are_means_whose_rounding_errors_are_made_up_for(tmp_path: Path) -> None:
     """bfloat16 alone would leave errors of up to 0.4 %."""
     (tmp_path / "means.py").write_text(MEANS)

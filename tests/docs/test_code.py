@@ -28,6 +28,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "cputrain/doctor.py",
     "cputrain/runs/trackers.py",
     # Called by torch, which hands nothing over, or by a user's own script.
+    "cputrain/checkpoint/async_checkpoint.py",
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
     "cputrain/training/entry.py",

@@ -1,0 +1,2 @@
+from .async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
+from .async_checkpoint import Restored as Restored
