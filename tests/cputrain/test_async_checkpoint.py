@@ -571,5 +571,5 @@ def test_the_part_needs_torch_and_few_modules() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, encoding="utf-8")
     loaded = found.stdout.split()
-    assert "cputrain.checkpoint.writer" in loaded and len(loaded) <= 14, loaded
+    assert "cputrain.checkpoint.writer" in loaded and len(loaded) <= 15, loaded
     assert all(name.partition(".")[0] == "cputrain" and "recipe" not in name for name in loaded), loaded

@@ -9,9 +9,12 @@ import tarfile
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from cputrain.affinity.planner import (
     Plan,
@@ -29,7 +32,10 @@ from cputrain.affinity.planner import (
 from cputrain.affinity.ranks import rank_from_env
 from cputrain.affinity.topology import Machine, find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
-from cputrain.checkpoint.files import MANIFEST, read_tensors, write_tensors
+from cputrain.checkpoint import AsyncCheckpoint
+from cputrain.checkpoint.files import MANIFEST, read_content, read_tensors, write_tensors
+from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.loop_state import check_fit, load_state
 from cputrain.checksums import crc32c_of_json
 from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
@@ -46,6 +52,7 @@ from cputrain.runs import finished, read_events, read_log, time_spent
 from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine, write_sysfs
 
+Loop = tuple[Path, nn.Module, torch.optim.Optimizer, str]
 MACHINES = Path(__file__).parents[1] / "machines"
 
 RECIPE_TEXTS = tuple(path.read_text() for path in sorted(RECIPES.glob("*.yaml")))
@@ -179,6 +186,33 @@ def test_manifests_of_checkpoints(text: str, tmp_path: Path) -> None:
     read(lambda: read_manifest(tmp_path))
     write(tmp_path / MANIFEST, text)
     read(lambda: read_manifest(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
+    """A checkpoint of a loop."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    folder = tmp_path_factory.mktemp("loop")
+    with AsyncCheckpoint(folder) as checkpoint:
+        checkpoint.save(1, model, optimizer, generator=torch.Generator(), value=(1, np.float32(2)))
+    return folder, model, optimizer, json.dumps(read_content(folder / name_of(1)))
+
+
+@fuzzed
+@given(data=st.data())
+def test_checkpoints_of_loops(data: st.DataObject, loop: Loop) -> None:
+    """What a script's own object then makes of its state is its own affair."""
+    folder, model, optimizer, text = loop
+    write(folder / name_of(1) / MANIFEST, signed(data.draw(edited((text,)) | json_edits(text))))
+
+    def load() -> None:
+        found = load_state(folder / name_of(1), 0, 1, wants_optimizer=True)
+        check_fit(found, model, optimizer, {"generator": torch.Generator()})
+
+    read(load)
 
 
 RATE = {"value": 1.0, "low": 0.5, "high": 2.0}
