@@ -204,7 +204,10 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
             "junk.pt",
         ): "checkpoints/; to start a training from a file of weights, set model.weights=FILE",
         ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
-        ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model (",
+        (
+            "run",
+            "model.name=linear",
+        ): "checkpoint run/checkpoints/best has weights of another model: unexpected conv1.bias",
     }
     for arguments, message in requested.items():
         assert message in refused(here("eval", *arguments, cwd=place))
