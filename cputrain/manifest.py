@@ -16,7 +16,6 @@ from cputrain.checkpoint.files import (
     FileRecord,
     read_content,
     read_tensors,
-    write_content,
 )
 
 if TYPE_CHECKING:
@@ -103,11 +102,6 @@ class Manifest(_Record):
     training: TrainingRecord
     recipe: dict[str, Any]
     files: dict[FileName, FileRecord]
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write checkpoint.json."""
-    write_content(folder, manifest.model_dump(mode="json"))
 
 
 def read_manifest(folder: Path) -> Manifest:

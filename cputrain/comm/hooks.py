@@ -7,7 +7,7 @@ the gradients; the trainer's loss includes this factor. For any other loop, grad
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -80,10 +80,11 @@ class Bf16AllReduceHook(AllReduceHook):
     rounding errors to its next gradients (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, 3).
 
     `residuals` has the flattened errors by parameter and not by bucket, because DDP rebuilds its buckets after the
-    first step.
+    first step; a state dict has them by the parameter's place among `parameters`.
     """
 
     mean: bool = False  # the mean over ranks in place of the sum, for one more pass over the gradients
+    parameters: tuple[Tensor, ...] = ()
     residuals: dict[Tensor, Tensor] = field(default_factory=dict)
     buckets: dict[int, Bf16Bucket] = field(default_factory=dict)
 
@@ -102,6 +103,16 @@ class Bf16AllReduceHook(AllReduceHook):
         """Discard the rounding errors of gradients that contained NaN or Inf."""
         self.residuals.clear()
         self.buckets.clear()
+
+    def state_dict(self) -> dict[int, Tensor]:
+        """Return the rounding errors, which continue a training exactly."""
+        kept = enumerate(self.parameters)
+        return {place: self.residuals[weight] for place, weight in kept if weight in self.residuals}
+
+    def load_state_dict(self, state: Mapping[int, Tensor]) -> None:
+        """Load the rounding errors of a state dict."""
+        self.reset()
+        self.residuals.update({self.parameters[place]: errors.clone() for place, errors in state.items()})
 
     def _kept(self, bucket: GradBucket) -> Bf16Bucket:
         """Return the bucket's buffers; for a new bucket, allocate them and copy its parameters' errors into them."""
@@ -140,12 +151,13 @@ def compress_bf16(ddp: DistributedDataParallel) -> Bf16AllReduceHook:
     ranks. Each rank adds its rounding errors of a step to its gradients of the next one, and stores them: 4 bytes a
     parameter, and 2 for the bfloat16. The sums over ranks are rounded, too. Source: Seide et al., 1-Bit Stochastic
     Gradient Descent, Interspeech 2014, 3.
-    Returns the hook, whose reset() discards these errors after gradients with NaN or Inf.
+    Returns the hook, whose reset() discards these errors after gradients with NaN or Inf, and which checkpoints must
+    have to continue exactly: it has state_dict and load_state_dict.
     Raises ValueError if a trained parameter is not float32, and DDP's RuntimeError if it has a hook already.
     """
     other = {p.dtype for p in ddp.parameters() if p.requires_grad} - {torch.float32}
     if other:
         raise ValueError(f"compress_bf16 needs float32 parameters, some are {', '.join(sorted(map(str, other)))}")
-    hook = Bf16AllReduceHook(mean=True)
+    hook = Bf16AllReduceHook(mean=True, parameters=tuple(ddp.parameters()))
     ddp.register_comm_hook(None, hook.hook)
     return hook

@@ -97,6 +97,8 @@ def _call(name: str, arguments: ast.arguments, returns: ast.expr | None) -> str:
     words += ["*"] if arguments.kwonlyargs else []
     for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         words.append(ast.unparse(argument) + (f" = {ast.unparse(value)}" if value is not None else ""))
+    if arguments.kwarg is not None:
+        words.append(f"**{ast.unparse(arguments.kwarg)}")
     words = [word for word in words if word not in ("self", "cls")]
     return _lines(name, words, f" -> {ast.unparse(returns)}" if returns is not None else "")
 

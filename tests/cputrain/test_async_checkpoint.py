@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +28,7 @@ from cputrain.checkpoint.files import MANIFEST, MODEL, DamagedError, write_tenso
 from cputrain.checkpoint.folder import list_checkpoints, name_of
 from cputrain.checkpoint.tree import Tensors, decoded, encoded
 from cputrain.checksums import crc32c_of_json
+from cputrain.comm import compress_bf16
 from cputrain.models import read_weights
 from cputrain.mpi.supervise import free_port
 from cputrain.optim import Lamb, param_groups
@@ -540,6 +542,31 @@ def test_two_ranks_resume_bit_for_bit_and_agree_on_every_checkpoint(tmp_path: Pa
         AsyncCheckpoint(tmp_path / "run").restore(model, optimizer, scheduler=scheduler, shuffled=shuffled)
     found = AsyncCheckpoint(tmp_path / "run").restore(model)
     assert found is not None and found.values == {"epoch": 1}, "to evaluate it on one rank"
+
+
+@pytest.mark.usefixtures("group")
+def test_rounding_errors_of_bf16_gradients_are_continued(tmp_path: Path) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(2)
+        ddp = DistributedDataParallel(network())
+        return ddp, torch.optim.SGD(ddp.parameters(), 0.1), compress_bf16(ddp)
+
+    def loop(ddp: nn.Module, optimizer: torch.optim.Optimizer, hook: Any) -> list[torch.Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+        return [weight.detach().clone() for weight in (*ddp.parameters(), *map(hook.state_dict().get, range(6)))]
+
+    parts = fresh()
+    loop(*parts)
+    with AsyncCheckpoint(tmp_path) as checkpoint:
+        checkpoint.save(2, parts[0], parts[1], hook=parts[2])
+    whole, again = loop(*parts), fresh()
+    assert checkpoint.restore(again[0], again[1], hook=again[2]) is not None
+    assert sum(bool(errors.any()) for errors in again[2].residuals.values()) > 3
+    resumed = loop(*again)
+    assert len(whole) == len(resumed) == 12 and all(map(torch.equal, whole, resumed))
 
 
 @pytest.mark.usefixtures("group")

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from cputrain import inference as exporting
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.checkpoint.files import MANIFEST
+from cputrain.checkpoint.files import MANIFEST, write_content
 from cputrain.checksums import crc32c_of_json
 from cputrain.cli import main
 from cputrain.data.formats import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
 from cputrain.kernels.folding import FoldedWinogradConv2d
-from cputrain.manifest import read_manifest, write_manifest
+from cputrain.manifest import read_manifest
 from cputrain.models import import_torchvision
 from cputrain.training import has_onednn
 from tests.cputrain.test_json_output import fields
@@ -97,7 +97,8 @@ def test_files_that_are_no_images_are_named_and_the_others_classified(
 def test_a_checkpoint_of_an_engine_that_is_not_here_is_loaded(best: Path, tmp_path: Path) -> None:
     copy = copied(best, tmp_path / "copy")
     manifest = read_manifest(best)
-    write_manifest(copy, manifest.model_copy(update={"recipe": {**manifest.recipe, "engine": "ipex"}}))
+    content = manifest.model_dump(mode="json")
+    write_content(copy, {**content, "recipe": {**manifest.recipe, "engine": "ipex"}})
     images = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)
     loaded, own = load_classifier(copy, ENV), load_classifier(best, ENV)
     assert loaded.recipe.engine == "ipex" and torch.equal(loaded.logits(images), own.logits(images))
@@ -110,7 +111,7 @@ def test_layers_by_winograd_are_the_training_s(best: Path, tmp_path: Path) -> No
         copy = copied(best, tmp_path / str(len(layers)))
         manifest = read_manifest(best)
         training = manifest.training.model_copy(update={"winograd": layers})
-        write_manifest(copy, manifest.model_copy(update={"training": training}))
+        write_content(copy, manifest.model_copy(update={"training": training}).model_dump(mode="json"))
         classifier = load_classifier(copy, dict(os.environ))
         folded = [layer for layer in classifier.network.modules() if isinstance(layer, FoldedWinogradConv2d)]
         assert len(folded) == len(layers) * has_onednn()
