@@ -104,7 +104,9 @@ class AsyncCheckpoint:
         differing = differing_state([each for _, each in of_ranks])
         if self._writer is None:
             keys = _StoreKeys(of_ranks[0][0]) if ranks > 1 else None
-            self._writer = CheckpointWriter(folder=self.folder, keys=keys, rank=rank, world_size=ranks, keep=self.keep)
+            self._writer = CheckpointWriter(
+                folder=self.folder, keys=keys, rank=rank, world_size=ranks, keep=self.keep, enter=use_all_cpus
+            )
             atexit.register(self._end)
         files, metadata = state.copied(rank, {RANDOM, *differing})
         content = state.content(step, ranks, {RANDOM, *differing}) if rank == 0 else None
@@ -200,6 +202,17 @@ class AsyncCheckpoint:
             raise InputError(
                 f"{newest} is newer than step {step}, which is to be saved: restore it first, or name another folder"
             )
+
+
+def use_all_cpus() -> None:
+    """Let this thread run on the CPUs of all threads of this process: an OpenMP runtime with OMP_PROC_BIND binds the
+    thread that started it to a single one, which it needs for itself."""
+    cpus: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            cpus |= os.sched_getaffinity(int(thread.name))
+    with suppress(OSError):  # the host has taken some away
+        os.sched_setaffinity(0, cpus)
 
 
 class _StoreKeys:

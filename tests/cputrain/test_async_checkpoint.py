@@ -1,6 +1,7 @@
 """Checkpoints in a loop of a user's own: bit for bit, atomic, verified, and written beside the training."""
 
 import json
+import os
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cputrain.affinity import InputError, RunError
 from cputrain.checkpoint import AsyncCheckpoint
+from cputrain.checkpoint.async_checkpoint import use_all_cpus
 from cputrain.checkpoint.files import MANIFEST, MODEL, DamagedError, write_tensors
 from cputrain.checkpoint.folder import list_checkpoints, name_of
 from cputrain.checkpoint.tree import Tensors, decoded, encoded
@@ -34,6 +36,7 @@ from cputrain.mpi.supervise import free_port
 from cputrain.optim import Lamb, param_groups
 from tests.support.checkpoint_files import Position, state_of, written
 from tests.support.checkpoint_files import network as network_of_trainer
+from tests.support.commands import needs_two_cores
 from tests.support.forked import ended, forked, forking_python, printed
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
@@ -367,6 +370,25 @@ def test_the_newest_are_kept_and_never_lost_to_another_training(tmp_path: Path) 
         AsyncCheckpoint(tmp_path).save(1, model, optimizer)
     saved(tmp_path, 3)
     assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)], "the same step is replaced"
+
+
+@needs_two_cores
+def test_the_writer_stays_off_the_core_to_which_openmp_has_bound_the_loop() -> None:
+    own, found = os.sched_getaffinity(0), []
+    held = threading.Event()
+    other = threading.Thread(target=held.wait)  # as one of the runtime's other threads
+    other.start()
+    try:
+        os.sched_setaffinity(0, {min(own)})
+        for enter in (lambda: None, use_all_cpus):
+            thread = threading.Thread(target=lambda enter=enter: (enter(), found.append(os.sched_getaffinity(0))))
+            thread.start()
+            thread.join()
+        assert found == [{min(own)}, own]
+    finally:
+        os.sched_setaffinity(0, own)
+        held.set()
+        other.join()
 
 
 KILLED = """
