@@ -3,7 +3,7 @@
 torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, and DDP over gloo when
 started by torchrun. `--expert` adds what an expert would: channels-last, gradients as views of DDP's buckets, one
 thread per core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and
-optimizer through Intel's extension, `--bf16` computes under autocast.
+optimizer through Intel's extension, `--optimize` adds the line of cputrain.optimize, `--bf16` computes under autocast.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+import cputrain
 from cputrain.models import import_torchvision
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    for option in ("--expert", "--ipex", "--bf16"):
+    for option in ("--expert", "--ipex", "--optimize", "--bf16"):
         parser.add_argument(option, action="store_true")
     options = parser.parse_args()
     distributed = "RANK" in os.environ
@@ -89,6 +90,10 @@ def network_of(classes: int, options: argparse.Namespace, *, distributed: bool) 
         ipex: Any = importlib.import_module("intel_extension_for_pytorch")
         dtype = torch.bfloat16 if options.bf16 else torch.float32
         model, optimizer = ipex.optimize(model.train(), optimizer=optimizer, dtype=dtype)
+    if options.optimize:
+        dtype = torch.bfloat16 if options.bf16 else torch.float32
+        images = torch.zeros(options.batch, 3, 224, 224)
+        model, optimizer = cputrain.optimize(model, optimizer, dtype=dtype, sample_input=images)
     if distributed:
         model = DistributedDataParallel(model, gradient_as_bucket_view=knows)
     return model, optimizer

@@ -1,10 +1,11 @@
 """ResNet-50 training from JPEGs on disk, 224 x 224, on this machine: cputrain, its peers, and the limit in one run.
 
     python -m benchmarks.train_throughput [--rounds 3] [--workers 2] [--bf16] [--avx2] [--data DIR]
-        [--ipex-python PYTHON] [--only NAME ...]
+        [--ipex-python PYTHON] [--script] [--only NAME ...]
 
-Peers run benchmarks/plain_ddp.py: as an expert writes it, as people usually write it, in one process, and through
-Intel's extension if a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are
+Peers run benchmarks/plain_ddp.py: as an expert writes it, with the one line of cputrain.optimize more, as people
+usually write it, and through Intel's extension if a Python that has it is named. `--script` runs the recipe, the
+expert's script and that with the line. The last row is benchmarks/convolutions_alone.py. Rounds are
 interleaved; the table shows each contender's median over rounds of its median step. Needs two cores: two workers with
 one thread each, or one worker with two threads.
 """
@@ -28,7 +29,8 @@ from cputrain.affinity.views import processor
 from cputrain.runs import read_events
 
 GLOBAL_BATCH, CORES = 32, 2
-EXPERT, LIMIT = "an expert's script", "convolutions alone, by oneDNN"
+EXPERT, OPTIMIZED = "an expert's script", "an expert's script and cputrain.optimize"
+RECIPE, LIMIT = "cputrain, native, Winograd", "convolutions alone, by oneDNN"
 HERE = Path(__file__).parent
 
 
@@ -41,8 +43,13 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
+    parser.add_argument(
+        "--script", action="store_true", help="run the recipe, the expert, and the expert with the line"
+    )
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="run these and the expert")
     options = parser.parse_args()
+    if options.script:
+        options.only = [RECIPE, OPTIMIZED]
     with tempfile.TemporaryDirectory() as scratch:
         if options.avx2:
             os.environ |= avx2_only(Path(scratch))
@@ -86,10 +93,11 @@ def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dic
         return measured([sys.executable, *launch, sys.executable, str(HERE / "convolutions_alone.py"), *sizes, *bf16])
 
     contenders: dict[str, Callable[[int], float]] = {
-        "cputrain, native, Winograd": ours("winograd", "engine=native", "model.winograd=auto"),
+        RECIPE: ours("winograd", "engine=native", "model.winograd=auto"),
         "cputrain, native, direct": ours("direct", "engine=native", "model.winograd=off"),
         "cputrain, eager": ours("eager", "engine=eager"),
         EXPERT: lambda _: peer("--expert", processes=workers, env=quick),
+        OPTIMIZED: lambda _: peer("--expert", "--optimize", processes=workers, env=quick),
         "a plain script": lambda _: peer(processes=workers),
     }
     if options.ipex_python:
