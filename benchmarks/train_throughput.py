@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
-    parser.add_argument(
-        "--script", action="store_true", help="run the recipe, the expert, and the expert with the line"
-    )
+    parser.add_argument("--script", action="store_true", help="run the recipe and the expert with and without the line")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="run these and the expert")
     options = parser.parse_args()
     if options.script:

@@ -1,14 +1,14 @@
-"""Plan, launch and train on CPUs. A script may use:
+"""Plan, launch and train on CPUs. A script may use, each part without the others:
 
-train                  train a network of its own, or a recipe's: train(network, loss, data, settings=[...])
-optimize               native kernels for a network in any loop: optimize(model, optimizer, dtype=..., sample_input=...)
-explain, restore       print which kernels compute a network's layers and why; undo optimize
-cputrain.affinity      plan a machine and bind processes: find_machine, Request, plan_machine, bind_process
-cputrain.checkpoint    save and resume any loop, bit for bit: AsyncCheckpoint
-cputrain.comm          oneCCL for torch.distributed, gradients as bfloat16: import cputrain.comm.ccl, compress_bf16
-cputrain.data          read images for a loop of its own: ImageLoader, Transform, Augmentation
-cputrain.optim         optimizers for large batches: Lars, Lamb, AdagradDA, param_groups
-cputrain.schedule      learning rates by step, a warm-up and a decay: Schedule, lr_at
+plan         find_machine, Request, plan_machine, Plan, WorkerPlan, Picture, read_plan, plan_to_json, bind_process
+kernels      optimize, explain, restore, KernelPlan
+data         ImageLoader, Transform, Augmentation
+optimizers   Lars, Lamb, AdagradDA, param_groups
+schedules    Schedule, lr_at
+comm         the backend "ccl" (import cputrain.comm.ccl), compress_bf16
+checkpoints  AsyncCheckpoint, Restored
+training     train, TrainResult, Accuracy
+errors       InputError, RunError
 
 Everything else is internal and may change. The command `cputrain --help` lists what needs no script.
 """
@@ -19,23 +19,36 @@ if TYPE_CHECKING:
     from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "explain", "optimize", "restore", "train"]
-FUNCTIONS = dict.fromkeys(("explain", "optimize", "restore"), "kernels") | {"train": "training.entry"}
-PACKAGES = ("affinity", "checkpoint", "comm", "data", "optim", "schedule")
+NAMES = {
+    "affinity": (
+        *("find_machine", "Request", "plan_machine", "Plan", "WorkerPlan", "Picture", "read_plan", "plan_to_json"),
+        *("bind_process", "InputError", "RunError"),
+    ),
+    "kernels": ("optimize", "explain", "restore", "KernelPlan"),
+    "data": ("ImageLoader", "Transform", "Augmentation"),
+    "optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
+    "schedule": ("Schedule", "lr_at"),
+    "comm": ("compress_bf16",),
+    "checkpoint": ("AsyncCheckpoint", "Restored"),
+    "training": ("train", "TrainResult", "Accuracy"),
+}
+"""The public names by the package that defines them."""
+
+HOME = {name: package for package, names in NAMES.items() for name in names}
+__all__ = ["__version__", *sorted(HOME)]  # noqa: PLE0604  strings, as mypy knows
 
 
 def __getattr__(name: str) -> "Any":
-    """Import a function or a package for scripts at its first use; untyped, as the packages below import the version
+    """Import a public name, or a package of one, at its first use; untyped, as the packages below import the version
     from here."""
-    if name not in FUNCTIONS and name not in PACKAGES:
+    if name not in HOME and name not in NAMES:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module
 
-    if name in PACKAGES:
-        return import_module(f"cputrain.{name}")
-    return getattr(import_module(f"cputrain.{FUNCTIONS[name]}"), name)
+    module = import_module(f"cputrain.{HOME.get(name, name)}")
+    return getattr(module, name) if name in HOME else module
 
 
 def __dir__() -> list[str]:
     """List what a script may use."""
-    return [*__all__, *PACKAGES]
+    return [*__all__, *NAMES]

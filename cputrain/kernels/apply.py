@@ -180,10 +180,10 @@ def optimize(
     _check_parameters(model)
     if PLAN in vars(model):
         restore(model)
-    target = Target.here(dtype)
+    target, env = Target.here(dtype), os.environ
     winograd = isinstance(choose, KernelPlan) and bool(choose.layers(WINOGRAD))
-    loaded = load_for(target, os.environ, winograd=winograd or sample_input is not None)
-    plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded)
+    loaded = load_for(target, env, winograd=winograd or sample_input is not None)
+    plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded, env)
     plan = agreed(plan, loaded.missing)
     if why := next((why for why in loaded.missing.values()), ""):
         logger.warning("cputrain.optimize: torch's layers stay: %s", why)
@@ -205,7 +205,9 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _planned(model: nn.Module, target: Target, sample_input: Any, choose: str, loaded: LoadedKernels) -> KernelPlan:
+def _planned(
+    model: nn.Module, target: Target, sample_input: Any, choose: str, loaded: LoadedKernels, env: Mapping[str, str]
+) -> KernelPlan:
     shapes: dict[str, ConvolutionShape] = {}
     images = 1
     if sample_input is not None and loaded.convolutions is not None:
@@ -213,7 +215,7 @@ def _planned(model: nn.Module, target: Target, sample_input: Any, choose: str, l
         shapes = covered_shapes(model, sample_input)
     gain = rule(target, images)
     if choose == "measure" and loaded.convolutions is not None and shapes:
-        gain = measured(set(shapes.values()), images, target, loaded.convolutions, os.environ)
+        gain = measured(set(shapes.values()), images, target, loaded.convolutions, env)
     return plan_kernels(model, target, shapes, gain, loaded.missing)
 
 

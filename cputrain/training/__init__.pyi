@@ -9,6 +9,7 @@ from .engine import network_input as network_input
 from .engine import optimize_training as optimize_training
 from .engine import prepare_model as prepare_model
 from .engine import same_engine as same_engine
+from .entry import train as train
 from .entry import train_rank as train_rank
 from .ipex import check_pair as check_pair
 from .log import Progress as Progress

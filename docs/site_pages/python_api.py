@@ -2,10 +2,10 @@
 
 import ast
 import inspect
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import cputrain
 from site_pages.text import plain
 
 INTRODUCTION = """# Python API
@@ -15,61 +15,52 @@ The functions and classes that a script may import. Four guides use them: [your 
 [oneCCL in any program](../guides/oneccl.md).
 Everything else is internal and may change.
 """
-SECTIONS = {
-    "Training": {"cputrain": ("train",), "cputrain.training": ("TrainResult", "Accuracy")},
-    "Images": {
-        "cputrain.data": ("ImageLoader", "ImageLoader.open", "ImageLoader.set_epoch", "Transform", "Augmentation"),
-    },
-    "Optimizers and schedules": {
-        "cputrain.optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
-        "cputrain.schedule": ("Schedule", "lr_at"),
-    },
-    "Checkpoints": {
-        "cputrain.checkpoint": (
-            "AsyncCheckpoint",
-            "AsyncCheckpoint.save",
-            "AsyncCheckpoint.restore",
-            "AsyncCheckpoint.close",
-            "Restored",
-        ),
-    },
-    "Plans": {
-        "cputrain.affinity.planner": ("plan_this_machine",),
-        "cputrain.affinity": (
-            "find_machine",
-            "Request",
-            "plan_machine",
-            "Plan",
-            "WorkerPlan",
-            "Picture",
-            "plan_to_json",
-            "read_plan",
-            "bind_process",
-        ),
-    },
-    "Communication": {"cputrain.comm": ("ccl", "compress_bf16")},
-    "Errors": {"cputrain.affinity": ("InputError", "RunError")},
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Training": ("train", "TrainResult", "Accuracy"),
+    "Kernels": ("optimize", "explain", "restore", "KernelPlan"),
+    "Images": ("ImageLoader", "ImageLoader.open", "ImageLoader.set_epoch", "Transform", "Augmentation"),
+    "Optimizers and schedules": ("Lars", "Lamb", "AdagradDA", "param_groups", "Schedule", "lr_at"),
+    "Checkpoints": (
+        "AsyncCheckpoint",
+        "AsyncCheckpoint.save",
+        "AsyncCheckpoint.restore",
+        "AsyncCheckpoint.close",
+        "Restored",
+    ),
+    "Plans": (
+        "find_machine",
+        "Request",
+        "plan_machine",
+        "Plan",
+        "WorkerPlan",
+        "Picture",
+        "plan_to_json",
+        "read_plan",
+        "bind_process",
+    ),
+    "Communication": ("comm.ccl", "compress_bf16"),
+    "Errors": ("InputError", "RunError"),
 }
+"""Names in `cputrain`, by topic."""
 
 
 def python_api() -> str:
     """Return a section for each topic, with import, signature and docstring of each name."""
     parts = [INTRODUCTION]
-    for title, names_by_module in SECTIONS.items():
+    for title, names in SECTIONS.items():
         parts.append(f"## {title}\n")
-        for module, names in names_by_module.items():
-            parts += [_entry(module, name) for name in names]
+        parts += map(_entry, names)
     return "\n".join(parts)
 
 
-def _entry(module: str, name: str) -> str:
-    described = import_module(module)
+def _entry(name: str) -> str:
+    described: Any = cputrain
     for attribute in name.split("."):
         described = getattr(described, attribute)
     first, _, rest = (inspect.getdoc(described) or "").partition("\n\n")
     if not first:
-        raise AssertionError(f"{module}.{name} has no docstring")
-    code = f"import {module}.{name}" if inspect.ismodule(described) else f"from {module} import {name.split('.')[0]}"
+        raise AssertionError(f"{name} has no docstring")
+    code = f"import cputrain.{name}" if inspect.ismodule(described) else f"from cputrain import {name.split('.')[0]}"
     signature = "" if inspect.ismodule(described) else _signature(described, name)
     details = f"```text\n{rest}\n```\n" if rest else ""
     return f"### {name}\n\n```python\n{code}\n{signature}```\n\n{plain(first)}\n\n{details}"
@@ -80,7 +71,7 @@ def _signature(described: Any, name: str) -> str:
     kind = ast.ClassDef if inspect.isclass(described) else ast.FunctionDef
     tree = ast.parse(Path(inspect.getsourcefile(described) or "").read_text(encoding="utf-8"))
     last = name.rpartition(".")[2]
-    node = next(each for each in ast.walk(tree) if isinstance(each, kind) and each.name == last)
+    node = [each for each in ast.walk(tree) if isinstance(each, kind) and each.name == last][-1]  # after overloads
     if isinstance(node, ast.FunctionDef):
         return _call(name, node.args, node.returns)
     init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)

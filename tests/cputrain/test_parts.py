@@ -48,9 +48,14 @@ def test_the_guide_s_loop_trains_on_two_ranks(tmp_path: Path) -> None:
     assert sorted(losses) == ["0", "1"] and all(float(loss) < 0.4 for loss in losses.values()), losses
 
 
-def test_the_guide_s_checkpoints_resume_bit_for_bit_and_open_in_plain_torch(tmp_path: Path) -> None:
+def test_the_guide_s_other_blocks_run_and_its_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/guides/parts.md").read_text()
-    loop, opened = (block.partition("```")[0] for block in page.split("```python\n")[2:4])
+    kernels, loop, opened = (block.partition("```")[0] for block in page.split("```python\n")[2:5])
+    made = "import torch\nmodel, images = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3)), torch.zeros(4, 3, 16, 16)\n"
+    made += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    with forked("-c", made + kernels, cwd=tmp_path) as process:
+        end = ended(process)
+    assert end.status == 0 and end.out.startswith("kernels for float32"), end.err
     found = []
     for name, steps in (("whole", 60), ("parts", 40), ("parts", 60)):
         (tmp_path / name).mkdir(exist_ok=True)

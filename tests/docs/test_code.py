@@ -31,6 +31,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "cputrain/checkpoint/async_checkpoint.py",
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
+    "cputrain/kernels/apply.py",
     "cputrain/training/entry.py",
     # Set what torch reads there.
     "cputrain/comm/group.py",
