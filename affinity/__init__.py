@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
     from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
     from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
-    from cputrain.affinity.planner.request import Workload
+    from cputrain.affinity.planner.workload import Workload
     from cputrain.affinity.topology.catalog import find_machine, machine_names
     from cputrain.affinity.topology.machine import Machine
     from cputrain.affinity.views import Picture
@@ -50,7 +50,7 @@ _MODULES = {
     "cputrain.affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
     "cputrain.affinity.planner.plan_file": ("plan_to_json", "read_plan"),
     "cputrain.affinity.planner.openmp": ("Runtime", "find_runtime", "target_of"),
-    "cputrain.affinity.planner.request": ("Workload",),
+    "cputrain.affinity.planner.workload": ("Workload",),
     "cputrain.affinity.topology.catalog": ("find_machine", "machine_names"),
     "cputrain.affinity.topology.machine": ("Machine",),
     "cputrain.affinity.views": ("Picture",),

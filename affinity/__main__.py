@@ -18,9 +18,8 @@ from typing import Any
 from cputrain.affinity import bind
 from cputrain.affinity.errors import InputError, RequestError, as_option
 from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, read_host_plan, running_processes
-from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
-from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option
 from cputrain.affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
 from cputrain.affinity.topology.catalog import find_machine
@@ -115,12 +114,14 @@ def _read(options: dict[str, Any], _env: Mapping[str, str]) -> int:
 def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
     spec, output_format, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
     request = Request(**options)
+    from cputrain.predict.next_best import compare_plan  # the other commands need no model
+
     if spec == "this":
-        plan = plan_beside(request, env, share=share)
+        plan = plan_beside(request, env, share=share, compare=compare_plan)
     elif share:
         raise RequestError(NOT_SHARED)
     else:
-        plan = checked_plan(find_machine(spec), request)
+        plan = plan_machine(find_machine(spec), request, compare=compare_plan)
     _print(plan, output_format, env, explained=explain)
     return 0
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE, check_layout
 from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
+from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.planner.plan_file import request_from_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, local_rank_of, rank_from_env
@@ -75,7 +76,7 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     if local_rank is None:
         raise InputError(f"no local rank: {', '.join(LOCAL_RANK_VARIABLES)} are all unset; set --local-rank")
     command = tuple(options.command)
-    path = options.plan or plan_in_memory(plan_this_machine(request_from_json(options.plan_here), env, command))
+    path = options.plan or plan_in_memory(_plan_here(request_from_json(options.plan_here), command, env))
     plan = read_host_plan(path)
     allowed = options.allow_other_layout or env.get(OTHER_LAYOUT_VARIABLE) == "1"
     if options.plan and not (options.no_verify or allowed):
@@ -90,6 +91,13 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         keep_env=options.keep_env,
         bound=options.bound,
     )
+
+
+def _plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
+    """Plan this host as the launcher has planned it."""
+    from cputrain.predict.next_best import compare_plan  # ranks that only read a plan need no model
+
+    return plan_this_machine(request, env, command, compare=compare_plan)
 
 
 if __name__ == "__main__":

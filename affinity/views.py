@@ -5,9 +5,10 @@ from html import escape
 from textwrap import fill, wrap
 
 from cputrain.affinity.errors import InputError, Wording, as_field, describe
-from cputrain.affinity.planner import domains, memory, request, rules
+from cputrain.affinity.planner import domains, memory, rules
 from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
-from cputrain.affinity.planner.request import RESNET50, Reason
+from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.planner.workload import RESNET50
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.machine import Core, Machine, format_list
 from cputrain.affinity.wording import memory_text, plural
@@ -95,7 +96,6 @@ FIGURES = (
     *domains.LAYOUT_FIGURES,
     *rules.RULE_FIGURES,
     *rules.CORE_RATE_FIGURES,
-    *request.WORKLOAD_FIGURES,
     *memory.MEMORY_FIGURES,
 )
 

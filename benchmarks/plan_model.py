@@ -11,21 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    LOSES,
-    RESNET50,
-    SMALL_HOST_CORES,
-    USUAL_BATCH,
-    Choice,
-    Comparison,
-    Plan,
-    Request,
-    compared_plan,
-    host_model,
-    plan_machine,
-)
+from cputrain.affinity.planner import RESNET50, SMALL_HOST_CORES, USUAL_BATCH, Plan, Request, plan_machine
 from cputrain.affinity.terminal import markdown_table
 from cputrain.affinity.topology import Machine, catalog_machines, described_machines, find_machine
+from cputrain.predict import LOSES, Choice, Comparison, compared_plan, host_model
 
 HOSTS, GBIT = (1, 16, 256), (100.0, 200.0)
 HEAD = ("machine", "hosts", "Gbit/s", "by the rules", "slower than the best number", "plan", "still slower")
@@ -75,7 +64,8 @@ def cases(machines: list[Machine]) -> Iterator[Case]:
             for gbit in GBIT[: 1 if nodes == 1 else None]:
                 request = Request(nodes=nodes, link_gbit=gbit, local_batch=USUAL_BATCH, workload=KNOWN)
                 try:
-                    rules, (plan, choices) = plan_machine(machine, request), compared_plan(machine, request)
+                    rules = plan_machine(machine, request)
+                    plan, choices = compared_plan(rules)
                 except InputError as error:
                     print(f"{machine.name}: {error}", file=sys.stderr)
                     continue

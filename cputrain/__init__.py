@@ -1,6 +1,7 @@
 """Plan, launch and train on CPUs. A script may use, each part without the others:
 
 plan         find_machine, Request, plan_machine, Plan, WorkerPlan, Picture, read_plan, plan_to_json, bind_process
+predict      compare_plan (for plan_machine: the next best by the predicted step time)
 kernels      optimize, explain, restore, KernelPlan
 data         ImageLoader, Transform, Augmentation
 optimizers   Lars, Lamb, AdagradDA, param_groups
@@ -24,6 +25,7 @@ NAMES = {
         *("find_machine", "Request", "plan_machine", "Plan", "WorkerPlan", "Picture", "read_plan", "plan_to_json"),
         *("bind_process", "InputError", "RunError"),
     ),
+    "predict": ("compare_plan",),
     "kernels": ("optimize", "explain", "restore", "KernelPlan"),
     "data": ("ImageLoader", "Transform", "Augmentation"),
     "optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),

@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cputrain.affinity.planner.request import ALGORITHM_OF, LINK_GBIT
-
 Setting = tuple[str, str, str]
 """Environment variable, value, reason."""
+ALL_REDUCE = "CCL_ALLREDUCE"  # the variable of oneCCL's algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """A fabric, and the settings for it."""
+    """A fabric, the usual link speed of a host in Gbit/s, and the settings for it."""
 
     name: str
+    link_gbit: float
     settings: tuple[Setting, ...]
 
     @property
-    def link_gbit(self) -> float:
-        """The usual link speed of a host in Gbit/s."""
-        return LINK_GBIT[self.name]
+    def all_reduce(self) -> str | None:
+        """oneCCL's all-reduce that the settings choose; None if they leave it to oneCCL."""
+        return next((value for name, value, _ in self.settings if name == ALL_REDUCE), None)
 
 
 # CCL_ATL_TRANSPORT is not set here: oneCCL can use MPI only if Intel MPI, MPICH or srun's PMI started the ranks, which
@@ -33,16 +33,18 @@ FABRICS = {
     for fabric in (
         Fabric(
             name="opa",
+            link_gbit=100,
             settings=(
                 ("FI_PROVIDER", "psm2", "Omni-Path's libfabric provider"),
                 ("HFI_NO_CPUAFFINITY", "1", "prevents PSM2 from changing the plan's core binding"),
                 ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open separate endpoints"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", ALGORITHM_OF["opa"], LARGE_GRADIENTS),
+                (ALL_REDUCE, "rabenseifner", LARGE_GRADIENTS),
             ),
         ),
         Fabric(
             name="psm3",
+            link_gbit=100,
             settings=(
                 ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as in Intel's MLPerf runs"),
                 ("PSM3_ALLOW_ROUTERS", "1", "hosts may be in several subnets"),
@@ -51,27 +53,26 @@ FABRICS = {
         ),
         Fabric(
             name="ib",
+            link_gbit=200,
             settings=(
                 ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
                 ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", ALGORITHM_OF["ib"], LARGE_GRADIENTS),
+                (ALL_REDUCE, "ring", LARGE_GRADIENTS),
             ),
         ),
         Fabric(
             name="ethernet",
+            link_gbit=25,
             settings=(
                 ("FI_PROVIDER", "tcp", "TCP sockets, which every network card supports"),
                 *COMMON_MPI,
-                (
-                    "CCL_ALLREDUCE",
-                    ALGORITHM_OF["ethernet"],
-                    "assumed, not measured: sends the fewest bytes over the slow link",
-                ),
+                (ALL_REDUCE, "ring", "assumed, not measured: sends the fewest bytes over the slow link"),
             ),
         ),
         Fabric(
             name="efa",
+            link_gbit=100,
             settings=(
                 ("FI_PROVIDER", "efa", "Amazon's Elastic Fabric Adapter"),
                 ("FI_EFA_FORK_SAFE", "1", "scripts fork loader processes"),
@@ -80,6 +81,7 @@ FABRICS = {
         ),
         Fabric(
             name="slingshot",
+            link_gbit=200,
             settings=(
                 ("FI_PROVIDER", "cxi", "Slingshot's libfabric provider"),
                 ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no accelerator memory is used"),
@@ -88,6 +90,7 @@ FABRICS = {
         ),
         Fabric(
             name="shm",
+            link_gbit=100,
             settings=(("I_MPI_FABRICS", "shm", "one host, so shared memory only"),),
         ),
     )

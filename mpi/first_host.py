@@ -38,7 +38,9 @@ def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[
     request = replace(request_from_json(text), fabric=fabric.name)
     if "link_gbit" not in json.loads(text):
         request = replace(request, link_gbit=fabric.link_gbit)
-    return plan_this_machine(request, env, command)
+    from cputrain.predict.next_best import compare_plan  # where the plan is written already, it needs no model
+
+    return plan_this_machine(request, env, command, compare=compare_plan)
 
 
 def command_of_ranks(

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cputrain.affinity.planner import NETWORKS, LayerSize, layers_at, network_file, read_network
 from cputrain.models import import_torchvision
 from cputrain.models.tracing import SIDE, TracedRow, sums_of, table_of, traced
+from cputrain.predict import NETWORKS, LayerSize, layers_at, network_file, read_network
 from cputrain.recipe import OWN_NETWORKS, TIMM, TORCHVISION
 
 KEPT_TOLERANCE = 0.02  # as the files scale with the image's area

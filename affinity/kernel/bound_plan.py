@@ -25,7 +25,7 @@ from cputrain.affinity.kernel.binding import (
     verify,
 )
 from cputrain.affinity.planner.openmp import reconciled, with_libiomp5
-from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+from cputrain.affinity.planner.plan import Compare, Plan, Request, WorkerPlan, plan_machine
 from cputrain.affinity.planner.plan_file import (
     PLAN_FILE,
     plan_from_dict,
@@ -91,16 +91,19 @@ BOUND_RANK_VARIABLES = (
 )
 
 
-def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str]) -> tuple[Plan, int]:
+def plan_for_rank(
+    request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str], *, compare: Compare | None = None
+) -> tuple[Plan, int]:
     """Plan this host for the ranks that a launcher has started on it, and return the plan and this rank's worker index.
 
     A binding by the launcher or by an earlier plan is kept: its cores are then planned as if they were the whole host.
+    `compare` as in `plan_machine`.
     """
     machine = this_machine()
     bound = _bound_as(rank, env) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     ppn, index = (1, 0) if bound else (rank.local_world_size, rank.local_rank)
     full = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
-    return plan_this_machine(full, env, command, machine=machine), index
+    return plan_this_machine(full, env, command, machine=machine, compare=compare), index
 
 
 def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
@@ -394,16 +397,24 @@ class Neighbor:
     pus: tuple[int, ...]
 
 
-def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, share: bool) -> Plan:
+def plan_beside(
+    request: Request,
+    env: Mapping[str, str],
+    command: tuple[str, ...] = (),
+    *,
+    share: bool,
+    compare: Compare | None = None,
+) -> Plan:
     """Plan this host beside running processes of other plans: with `share` avoid their cores, otherwise warn.
 
-    `env` is this process's environment. Raises InputError if the request does not fit, or no core is left.
+    `env` is this process's environment; `compare` as in `plan_machine`. Raises InputError if the request does not fit,
+    or no core is left.
     """
     neighbors = find_neighbors(env)
     if share:
         occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
-        return plan_this_machine(replace(request, occupied=occupied), env, command)
-    plan = plan_this_machine(request, env, command)
+        return plan_this_machine(replace(request, occupied=occupied), env, command, compare=compare)
+    plan = plan_this_machine(request, env, command, compare=compare)
     return replace(plan, warnings=plan.warnings + contention_warnings(plan, neighbors))
 
 

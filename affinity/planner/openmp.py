@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cputrain.affinity.errors import InputError, RequestError
-from cputrain.affinity.planner.request import CUDA_BYTES, PROCESS_BYTES, Reason, Workload
+from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.planner.workload import CUDA_BYTES, PROCESS_BYTES, Workload
 from cputrain.affinity.topology.machine import one_of
 
 SYSTEM_LIBRARIES = (

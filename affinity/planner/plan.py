@@ -1,6 +1,6 @@
 """Plan a host: workers, threads, binding and environment, with a reason for each value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from types import MappingProxyType
@@ -28,15 +28,12 @@ from cputrain.affinity.planner.openmp import (
     runtime_reasons,
 )
 from cputrain.affinity.planner.request import (
-    PROCESS_BYTES,
     SET,
-    USUAL_BATCH,
     Measured,
     Reason,
     Request,
     Unused,
     check_request,
-    footprint,
     with_defaults,
 )
 from cputrain.affinity.planner.rules import (
@@ -47,6 +44,7 @@ from cputrain.affinity.planner.rules import (
     most_per_pass,
     worker_sizes,
 )
+from cputrain.affinity.planner.workload import PROCESS_BYTES, USUAL_BATCH, footprint
 from cputrain.affinity.topology.machine import Count, Ids, Machine, OneOrMore, format_list
 from cputrain.affinity.wording import formatted
 
@@ -228,19 +226,26 @@ class Plan:
         return memory_name(self.machine, worker.memory_policy, worker.memory_nodes, worker.pus)
 
 
+Compare = Callable[[Plan, Chosen], Plan]
+"""Takes a plan by the rules, and the numbers that were chosen instead of theirs; returns it with the cost of the next
+best numbers, or a plan with faster ones."""
+
+
 def plan_machine(
     machine: Machine,
     request: Request | None = None,
     runtime: Runtime | None = None,
     measured: Measured = NOTHING_MEASURED,
     chosen: Chosen = NOTHING_CHOSEN,
+    compare: Compare | None = None,
 ) -> Plan:
     """Plan one host: by default by the rules alone, for torch's own libgomp and glibc.
 
-    `measured` replaces figures that the rules assume, `chosen` numbers that they choose. Invariants, checked before
-    returning: domains are disjoint and inside the allowed set; no two workers share a core, unless the request allows
-    it; every allowed PU is used or listed as unused with a reason; the estimated memory fits. Raises InputError if the
-    request does not fit the host.
+    `measured` replaces figures that the rules assume, `chosen` numbers that they choose. `compare` compares the plan
+    with others and may return a faster one: `cputrain.predict.compare_plan`, for the plan that `cputrain plan` shows.
+    Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a core,
+    unless the request allows it; every allowed PU is used or listed as unused with a reason; the estimated memory fits.
+    Raises InputError if the request does not fit the host.
     """
     request = request or Request()
     check_request(request)
@@ -294,7 +299,7 @@ def plan_machine(
         measured=measured,
     )
     _check(plan)
-    return plan
+    return plan if compare is None else compare(plan, chosen)
 
 
 def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:

@@ -17,7 +17,7 @@ import msgspec
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import cache_folder, installed_version
 from cputrain.affinity.planner.openmp import find_runtime, installed_allocators, target_of
-from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan import Compare, Plan, plan_machine
 from cputrain.affinity.planner.request import Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
@@ -213,12 +213,17 @@ def measured_of(records: Sequence[Record]) -> Measured:
 
 
 def plan_this_machine(
-    request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, machine: Machine | None = None
+    request: Request,
+    env: Mapping[str, str],
+    command: tuple[str, ...] = (),
+    *,
+    machine: Machine | None = None,
+    compare: Compare | None = None,
 ) -> Plan:
     """Plan this machine, which is read unless given, based on its saved measurements.
 
-    OpenMP runtime and allocator are the ones that the Python started by `command` loads; (): this Python. Raises
-    InputError if the request does not fit.
+    OpenMP runtime and allocator are the ones that the Python started by `command` loads; (): this Python. `compare` as
+    in `plan_machine`. Raises InputError if the request does not fit.
     """
     machine = machine or this_machine()
     measured = read_measured(machine, request, env)
@@ -227,6 +232,4 @@ def plan_this_machine(
     if tuned in installed_allocators(target):
         allocator = tuned
     runtime = find_runtime(target, env, openmp=request.openmp, allocator=allocator)
-    from cputrain.affinity.planner.predicted import checked_plan  # ranks that only read a plan need no model
-
-    return checked_plan(machine, request, runtime, measured)
+    return plan_machine(machine, request, runtime, measured, compare=compare)

@@ -1,6 +1,5 @@
-"""Input of the planner: settings, the network's sizes, published profiles, measurements of the machine."""
+"""Input of the planner: settings, published profiles, measurements of the machine."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from cputrain.affinity.errors import RequestError
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.planner.workload import Workload
 from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
 from cputrain.affinity.wording import Number, join_or, numbers_of
 
@@ -114,119 +113,6 @@ PROFILES = {
 }
 
 
-BYTES = 4  # float32
-PROCESS_BYTES = 750_000_000
-CUDA_BYTES = 360_000_000  # more with a CUDA build of torch
-PEAK_OVER_KEPT = 1.6  # peak / activations kept for backward; the rest: gradients of activations, reordered copies
-IMAGE_PIXELS = 204_000  # mean of ImageNet's images before cropping
-USUAL_BATCH = 32  # local batch if none is set
-WORKLOAD_FIGURES = (
-    Reason(
-        what="memory of a process without a network",
-        value=f"{PROCESS_BYTES / 1e9:g} GB",
-        why="measured: Python with torch, oneDNN and the loader's batches 0.3-0.4 GB, Winograd's scratch 0.1 GB; "
-        f"a CUDA build of torch, which pip installs on Linux, {CUDA_BYTES / 1e9:g} GB more if this host has one",
-    ),
-    Reason(
-        what="peak memory / activations kept",
-        value=f"{PEAK_OVER_KEPT:g}",
-        why="measured with torch 2.13: ResNet-50 1.45 (4 to 32 images of 224 x 224), ResNet-18 1.6",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A network in training.
-
-    name: the network and its input size, as shown.
-    network: the network whose layers were traced; "" if only its sizes are known.
-    side: side of an image in pixels, as the network gets it.
-    parameters: number of weights.
-    gflop: floating-point operations of forward and backward pass in 1e9, per image.
-    activation_bytes: bytes that the forward pass keeps for the backward pass, per image.
-    optimizer_copies: size of the optimizer's state in copies of the weights (momentum: 1, Adam: 2).
-    assumed: whether it stands in for an unknown network; no plan is refused because of it.
-    decoder: library that decodes the images.
-    image_pixels: pixels of an image before cropping.
-    precision: precision of the computation.
-    norms: whether the optimizer reads weights and gradients once more for their norms, as LARS and LAMB do.
-    backend: library that sums the gradients: ccl or gloo.
-    compression: format in which gradients are sent: none or bf16.
-    bucket_mib: size of a gradient bucket in MiB; None if the trainer chooses it.
-    process_bytes: memory of a process without the network.
-    """
-
-    name: str
-    network: str = ""
-    side: int = 224
-    parameters: int
-    gflop: float
-    activation_bytes: int
-    optimizer_copies: int = 1
-    assumed: bool = False
-    decoder: str = "libjpeg-turbo"
-    image_pixels: int = IMAGE_PIXELS
-    precision: str = "float32"
-    norms: bool = False
-    backend: str = "ccl"
-    compression: str = "none"
-    bucket_mib: float | None = None
-    process_bytes: Count = PROCESS_BYTES
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes that each worker contributes to the all-reduce of a step."""
-        return self.parameters * BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """A worker's memory in bytes, by purpose."""
-
-    process: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.process + self.weights + self.gradients + self.optimizer + self.activations
-
-
-def _resnet50() -> Workload:
-    """ResNet-50 as traced by tools/network_table.py."""
-    traced = json.loads((shipped("networks") / "resnet50.json").read_text(encoding="utf-8"))
-    sizes = {key: traced[key] for key in ("parameters", "gflop", "activation_bytes")}
-    return Workload(name="ResNet-50 at 224 x 224", network="resnet50", assumed=True, **sizes)
-
-
-RESNET50 = _resnet50()
-
-
-def footprint(workload: Workload, local_batch: int) -> Footprint:
-    """Estimate a worker's peak memory with `local_batch` images per step.
-
-    Gradients count twice, for DDP's buckets; with bf16 the backward pass needs a copy of the weights in bfloat16.
-    """
-    weights = workload.parameters * BYTES
-    return Footprint(
-        process=workload.process_bytes,
-        weights=weights + (weights // 2 if workload.precision == "bf16" else 0),
-        gradients=2 * weights,
-        optimizer=workload.optimizer_copies * weights,
-        activations=round(PEAK_OVER_KEPT * workload.activation_bytes * local_batch),
-    )
-
-
-def largest_batch(workload: Workload, room_bytes: int) -> int:
-    """Return the largest local batch whose footprint fits; 0 if not even the weights fit."""
-    left = room_bytes - footprint(workload, 0).total
-    return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
-
-
 DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
 BF16 = "convolution, bf16 to float32"
 Speed = Annotated[float, Meta(gt=0)]
@@ -298,10 +184,6 @@ def training_name(workload: str, precision: str) -> str:
     """Return the name of a network's training rate: "training resnet50 at 224 x 224, float32"."""
     return f"training {workload}, {precision}"
 
-
-# Fabrics: the usual link speed of a host in Gbit/s, and oneCCL's all-reduce where settings choose one.
-LINK_GBIT = {"opa": 100, "psm3": 100, "ib": 200, "ethernet": 25, "efa": 100, "slingshot": 200, "shm": 100}
-ALGORITHM_OF = {"opa": "rabenseifner", "ib": "ring", "ethernet": "ring"}
 
 # Kinds of options: a number or "auto", a number, Gbit/s, a CPU list as for taskset, one of several words, auto|on|off
 # for a boolean field, and a flag.

@@ -14,19 +14,17 @@ from cputrain.affinity.planner.request import (
     COMM_CORES,
     DECODING,
     LOADER_CORES,
-    RESNET50,
     SET,
     STANDARD,
-    USUAL_BATCH,
     Measured,
     Rate,
     Reason,
     Request,
     Unused,
-    Workload,
     is_phi,
     training_name,
 )
+from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH, Workload
 from cputrain.affinity.topology.machine import Core, Machine
 from cputrain.affinity.wording import formatted, plural
 

@@ -30,7 +30,6 @@ from cputrain.affinity.kernel.binding import running_on, set_memory_policy
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
-from cputrain.affinity.planner.step_time import fit_alpha_beta, passes_over_weights
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import plural
 from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
@@ -50,9 +49,12 @@ from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
 from cputrain.measurements import BUCKET_ALL_REDUCE, TITLES, rate_record, spread_of, transport_records
 from cputrain.models.networks import build_model
-from cputrain.models.sizes import COPIES, TAKE_NORMS
 from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.predict.collectives import fit_alpha_beta
+from cputrain.predict.next_best import compare_plan
+from cputrain.predict.step_time import passes_over_weights
 from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.recipe.workload import COPIES, TAKE_NORMS
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
@@ -430,7 +432,8 @@ def bench_all_reduce(
     """Time all-reduces of each backend. Raises InputError on a host with one core, RunError if the ranks fail."""
     if len(machine.allowed_cores) < RANKS:
         raise InputError(f"bench comm needs two cores, but this process may use {len(machine.allowed_cores)}")
-    plan = plan_this_machine(Request(ppn=RANKS, threads=1, comm_cores=0, loader_cores=0), env, machine=machine)
+    request = Request(ppn=RANKS, threads=1, comm_cores=0, loader_cores=0)
+    plan = plan_this_machine(request, env, machine=machine, compare=compare_plan)
     found: dict[str, Times] = {}
     notes = []
     for backend in BACKENDS:

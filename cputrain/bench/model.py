@@ -17,9 +17,9 @@ from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.rank_process import run_on_ranks
 from cputrain.measurements import rate_record, spread_of
-from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
+from cputrain.recipe.workload import layer_sizes
 from cputrain.runs.folder import make_folder
 from cputrain.simulate.setup import LayerSeconds, Measurement, setup_of, training_record
 

@@ -12,8 +12,7 @@ import click
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Request
-from cputrain.affinity.planner.predicted import checked_plan
+from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import join_or
 from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
@@ -60,6 +59,7 @@ from cputrain.launch.options import PlanningOptions, request_of_options
 from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
 from cputrain.other_launchers import binder_in
+from cputrain.predict.next_best import compare_plan
 from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe, recipe_names
 from cputrain.recipe.schema import Recipe
 
@@ -527,4 +527,5 @@ def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> in
     request = request_of_options(options, base)
     if request.ppn is not None and request.ppn > cpus:
         raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs, but a pod has --cpus {cpus}: lower --ppn")
-    return request.ppn or len(checked_plan(find_machine(f"pack:1 core:{cpus} pu:1"), request).workers)
+    machine = find_machine(f"pack:1 core:{cpus} pu:1")
+    return request.ppn or len(plan_machine(machine, request, compare=compare_plan).workers)

@@ -16,10 +16,9 @@ import click
 from cputrain.affinity.errors import InputError, as_option, describe, render
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import read_plan
-from cputrain.affinity.planner.predicted import checked_plan
-from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
+from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH
 from cputrain.affinity.terminal import align_columns, shows_color
 from cputrain.affinity.topology.catalog import (
     catalog_machines,
@@ -59,6 +58,7 @@ from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, start_c
 from cputrain.mpi.hosts.hostfile import Cluster
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import Job
+from cputrain.predict.next_best import compare_plan
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -239,7 +239,8 @@ def machine_table(rows: Iterable[MachineRow]) -> str:
 
 def _planned(path: Path, name: str, request: Request) -> MachineRow:
     try:
-        return MachineRow(name=name, plan=checked_plan(find_machine(str(path)), request, Runtime()), error=None)
+        plan = plan_machine(find_machine(str(path)), request, Runtime(), compare=compare_plan)
+        return MachineRow(name=name, plan=plan, error=None)
     except InputError as error:
         message = describe(error, wording_of(["plan"])).replace(str(path), path.name)
         return MachineRow(name=name, plan=None, error=message)

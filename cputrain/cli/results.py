@@ -20,6 +20,7 @@ from cputrain.checkpoint.files import is_checkpoint
 from cputrain.cli.output import amount_option, format_option, number_option, path_option
 from cputrain.files import RECIPE, REPORT
 from cputrain.launch.local import for_evaluation, request_of
+from cputrain.predict.next_best import compare_plan
 from cputrain.recipe.schema import PlanSection
 from cputrain.runs.events import FILE
 from cputrain.runs.folder import checkpoints_of, load_training, run_of
@@ -188,7 +189,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     worker = bound_worker(env)
     if worker is None:
         recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
-        plan = plan_this_machine(request_of(recipe), env)
+        plan = plan_this_machine(request_of(recipe), env, compare=compare_plan)
         again = (*isolated_command("cputrain"), *sys.argv[1:])
         exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
     assert worker is not None

@@ -12,8 +12,6 @@ from typing import Any
 import click
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
-from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, runs_on
-from cputrain.affinity.planner.step_time import ALGORITHMS
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, plural
 from cputrain.cli.options import settings_argument
@@ -30,6 +28,8 @@ from cputrain.cli.output import (
 from cputrain.cli.words import FullSummaryGroup, complete_machine, complete_recipe, complete_setting
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
+from cputrain.predict.assumptions import LINKED, link_of, published_runs, runs_on
+from cputrain.predict.collectives import ALGORITHMS
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
 from cputrain.reproduce import (

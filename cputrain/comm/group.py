@@ -28,13 +28,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import running_on
 from cputrain.affinity.planner.plan import WorkerPlan
-from cputrain.affinity.planner.step_time import MEASURED_BYTES, fit_alpha_beta
 from cputrain.affinity.ranks.rank import Rank, with_rank
 from cputrain.affinity.wording import first_named
 from cputrain.comm import ccl
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, Watchdog, WatchedBackend, place_of_this_process
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.predict.collectives import MEASURED_BYTES, fit_alpha_beta
 
 FACTS = "facts"
 

@@ -53,6 +53,7 @@ from cputrain.mpi.preflight import run_preflight, unreachable
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port, run_local, run_remote
 from cputrain.native_build import COMPILING
+from cputrain.predict.next_best import compare_plan
 from cputrain.variables import restart_variables
 
 if TYPE_CHECKING:
@@ -448,7 +449,7 @@ def become_rank(
     report: Callable[[str], None],
 ) -> NoReturn:
     """Become the rank that mpirun, srun or torchrun has started: bind to its share of this host, exec the command."""
-    plan, index = plan_for_rank(request, rank, command, env)
+    plan, index = plan_for_rank(request, rank, command, env, compare=compare_plan)
     for warning in _warnings(plan) if rank.local_rank == 0 else ():
         report(f"warning: {warning}")
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check, keep_env=keep_env)

@@ -12,21 +12,23 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.bound_plan import plan_beside
 from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request, largest_batch
+from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request
+from cputrain.affinity.planner.workload import largest_batch
 from cputrain.affinity.start import isolated_command
 from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import THIS_HOST
 from cputrain.manifest import ScaleRecord
-from cputrain.models.sizes import workload_of
 from cputrain.mpi.hosts.hostfile import HostGroup
 from cputrain.mpi.launchers.programs import Job
 from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory
 from cputrain.mpi.supervise.run import run_local
 from cputrain.native_build import COMPILING
+from cputrain.predict.next_best import compare_plan
 from cputrain.recipe.derivation import TrainingSizes, derive, images_per_step, largest_local_batch
 from cputrain.recipe.schema import BatchSection, Recipe
+from cputrain.recipe.workload import workload_of
 from cputrain.runs.folder import load_training, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 
@@ -74,7 +76,8 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
 
 def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = None) -> Plan:
     """Return this machine's plan for a recipe; `images` is the number of training images, if known."""
-    return plan_beside(request_of(recipe, images=images), env, share=recipe.plan.share)
+    request = request_of(recipe, images=images)
+    return plan_beside(request, env, share=recipe.plan.share, compare=compare_plan)
 
 
 def train_here(

@@ -13,9 +13,8 @@ from cputrain.affinity.errors import InputError, RequestError, RunError
 from cputrain.affinity.kernel.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.plan_file import PLAN_FILE
-from cputrain.affinity.planner.predicted import checked_plan
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
 from cputrain.affinity.ranks.host_names import (
@@ -50,6 +49,7 @@ from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation
 from cputrain.mpi.launchers.command import find_launcher, newest_version, without_path
 from cputrain.mpi.launchers.programs import INTEL_MPI, InstalledLauncher, Job
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.predict.next_best import compare_plan
 
 THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
@@ -126,14 +126,14 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
     """
     request = request_of_options(options, base)
     if options.machine == THIS_MACHINE and options.on_this_host:
-        return plan_beside(request, env, command, share=bool(options.given["share"]))
+        return plan_beside(request, env, command, share=bool(options.given["share"]), compare=compare_plan)
     if options.given["share"]:
         raise RequestError(NOT_SHARED)
     if options.machine == THIS_MACHINE:
-        return plan_this_machine(request, env, command)
+        return plan_this_machine(request, env, command, compare=compare_plan)
     # The other machine's libraries cannot be inspected from here; its ranks run this Python, with torch's libgomp.
     machine = find_machine(options.machine)
-    return checked_plan(machine, request, Runtime(), read_measured(machine, request, env))
+    return plan_machine(machine, request, Runtime(), read_measured(machine, request, env), compare=compare_plan)
 
 
 def plan_hosts(
@@ -150,7 +150,7 @@ def plan_hosts(
     if options.given["share"]:
         raise RequestError(NOT_SHARED)
     groups = [(hosts, find_machine(machine)) for hosts, machine in options.groups]
-    return plan_cluster(groups, request_of_options(options, base))
+    return plan_cluster(groups, request_of_options(options, base), compare=compare_plan)
 
 
 def het_groups(options: PlanningOptions, cluster: Cluster) -> tuple[int, ...]:

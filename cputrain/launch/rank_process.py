@@ -87,7 +87,9 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, che
             "plan.share=true, but this rank was started by a launcher and cannot tell its job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
-    plan, index = plan_for_rank(request_of(recipe), rank, (), env)
+    from cputrain.predict.next_best import compare_plan  # bound ranks need no model
+
+    plan, index = plan_for_rank(request_of(recipe), rank, (), env, compare=compare_plan)
     command = (*isolated_command("cputrain"), *sys.argv[1:])
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)
 

@@ -1,7 +1,5 @@
 from .networks import build_model as build_model
 from .networks import inputs_note as inputs_note
-from .sizes import state_copies as state_copies
-from .sizes import workload_of as workload_of
 from .vision import import_torchvision as import_torchvision
 from .weights import Pretrained as Pretrained
 from .weights import fetch as fetch

@@ -13,10 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.step_time import CLASSES, LayerSize, layers_at
 from cputrain.models.networks import OWN_NETWORKS as BY_SIDE
 from cputrain.models.networks import build_model
-from cputrain.models.sizes import gflop_of
+from cputrain.predict.layers import CLASSES, LayerSize, gflop_of, layers_at
 from cputrain.recipe.schema import TIMM, ModelSection
 
 SIDE = 224  # the default crop for tracing a new network

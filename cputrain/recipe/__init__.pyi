@@ -34,3 +34,5 @@ from .schema import PhaseSection as PhaseSection
 from .schema import Recipe as Recipe
 from .schema import ScheduleSection as ScheduleSection
 from .schema import SweepSection as SweepSection
+from .workload import state_copies as state_copies
+from .workload import workload_of as workload_of

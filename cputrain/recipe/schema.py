@@ -19,9 +19,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
-from cputrain.affinity.planner.step_time import NETWORKS
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import join_or
+from cputrain.predict.layers import NETWORKS
 
 MOST = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
 Positive = Annotated[int, Field(ge=1, le=MOST)]

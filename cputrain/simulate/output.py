@@ -7,14 +7,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.errors import InputError, as_option, describe
-from cputrain.affinity.planner.assumptions import LINKED, link_of, published_runs, reference_run
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
-from cputrain.affinity.planner.step_time import NOT_MEASURED, Setup, Step
 from cputrain.affinity.wording import MIB, plural
 from cputrain.launch.options import PlanningOptions, network_of
-from cputrain.models.sizes import layer_sizes
+from cputrain.predict.assumptions import LINKED, link_of, published_runs, reference_run
+from cputrain.predict.layers import NOT_MEASURED
+from cputrain.predict.step_time import Setup, Step
 from cputrain.recipe.schema import Recipe
+from cputrain.recipe.workload import layer_sizes
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
 from cputrain.simulate.predict import (
     Candidate,

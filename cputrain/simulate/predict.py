@@ -1,13 +1,22 @@
 """Predict a training on one host, from measured or published rates, and on up to thousands; and search for a plan."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.assumptions import (
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import NOTHING_MEASURED, Compare, Request, plan_machine
+from cputrain.affinity.planner.request import PROFILES, Measured, is_phi
+from cputrain.affinity.planner.rules import MOST_COMM_CORES
+from cputrain.affinity.planner.workload import BYTES
+from cputrain.affinity.topology.catalog import named_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.wording import first_named, join_or, plural
+from cputrain.launch.local import request_of
+from cputrain.predict.assumptions import (
     CONSTANTS,
     Assumption,
     PublishedRun,
@@ -20,28 +29,11 @@ from cputrain.affinity.planner.assumptions import (
     runs_on,
     speed_of,
 )
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
-from cputrain.affinity.planner.predicted import checked_plan, core_flops
-from cputrain.affinity.planner.request import BYTES, PROFILES, Measured, is_phi
-from cputrain.affinity.planner.rules import MOST_COMM_CORES
-from cputrain.affinity.planner.step_time import (
-    ALGORITHMS,
-    Constants,
-    Layer,
-    Link,
-    Setup,
-    Speed,
-    Step,
-    seconds_at,
-    step_of,
-    work_of,
-)
-from cputrain.affinity.topology.catalog import named_machine
-from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import first_named, join_or, plural
-from cputrain.launch.local import request_of
-from cputrain.models.sizes import state_copies
+from cputrain.predict.collectives import ALGORITHMS, Link
+from cputrain.predict.host import core_flops
+from cputrain.predict.layers import Layer
+from cputrain.predict.next_best import compare_plan
+from cputrain.predict.step_time import Constants, Setup, Speed, Step, seconds_at, step_of, work_of
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import (
     LINE,
@@ -53,6 +45,7 @@ from cputrain.recipe.schema import (
     PlanSection,
     Recipe,
 )
+from cputrain.recipe.workload import state_copies
 from cputrain.simulate.setup import MeasuredTraining, Measurement, layers_of, reuse_slowness, set_slowness, setup_of
 
 MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
@@ -113,18 +106,20 @@ def planned_setup(
     algorithm: str | None = None,
     request: Request | None = None,
     measured: Measured = NOTHING_MEASURED,
-    plan: Callable[..., Plan] = plan_machine,
+    compare: Compare | None = None,
 ) -> Setup:
-    """Return a recipe's setup under a plan, by the rules unless `plan` is another planner.
+    """Return a recipe's setup under a plan; `compare` as in `plan_machine`.
 
     Raises InputError if it does not fit the machine.
     """
     requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit, fabric=link.name)
-    return setup_of(recipe, plan(machine, requested, Runtime(), measured), link, algorithm)
+    plan = plan_machine(machine, requested, Runtime(), measured, compare=compare)
+    return setup_of(recipe, plan, link, algorithm)
 
 
-def scenario_setup(scenario: Scenario, hosts: int, plan: Callable[..., Plan] = checked_plan) -> Setup:
-    """Return the setup of a scenario on `hosts` hosts, under the plan of `cputrain plan` or by another planner."""
+def scenario_setup(scenario: Scenario, hosts: int, compare: Compare | None = compare_plan) -> Setup:
+    """Return the setup of a scenario on `hosts` hosts, under the plan of `cputrain plan`, or of the rules alone if
+    `compare` is None."""
     setup = planned_setup(
         scenario.recipe,
         scenario.machine,
@@ -133,7 +128,7 @@ def scenario_setup(scenario: Scenario, hosts: int, plan: Callable[..., Plan] = c
         algorithm=scenario.algorithm,
         request=scenario.request,
         measured=scenario.measured,
-        plan=plan,
+        compare=compare,
     )
     return replace(setup, layers=reuse_slowness(setup.layers, scenario.reference.setup.layers))
 
@@ -582,7 +577,7 @@ def _with_plan(scenario: Scenario, batch: int | None = None, **plan: object) -> 
 def _fitting(scenario: Scenario, hosts: int) -> Setup | None:
     """Return the scenario's setup by the rules; None if it does not fit the host."""
     try:
-        return scenario_setup(scenario, hosts, plan_machine)
+        return scenario_setup(scenario, hosts, compare=None)
     except InputError:
         return None
 

@@ -10,24 +10,17 @@ from msgspec import Meta
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.predicted import setup_of_plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
-from cputrain.affinity.planner.step_time import (
-    NOT_MEASURED,
-    Layer,
-    Link,
-    Setup,
-    Work,
-    keep_network,
-    layer_of,
-    read_network,
-)
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.models.sizes import layer_sizes, workload_of
+from cputrain.predict.collectives import Link
+from cputrain.predict.host import setup_of_plan
+from cputrain.predict.layers import NOT_MEASURED, Layer, keep_network, layer_of, read_network
+from cputrain.predict.step_time import Setup, Work
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import OWN_NETWORKS, TIMM, Recipe
+from cputrain.recipe.workload import layer_sizes, workload_of
 
 
 def layers_of(recipe: Recipe) -> tuple[Layer, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
-from cputrain.affinity.planner.request import Workload, footprint, largest_batch
+from cputrain.affinity.planner.workload import Workload, footprint, largest_batch
 from cputrain.affinity.wording import GIB, plural
 from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, plan_training

@@ -517,7 +517,9 @@ def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: b
     check = worker is not None
     if worker is None:
         request = replace(request_of(recipe), workload=None, allocator="glibc")
-        plan, index = plan_for_rank(request, rank, (), env)
+        from cputrain.predict.next_best import compare_plan  # bound ranks need no model
+
+        plan, index = plan_for_rank(request, rank, (), env, compare=compare_plan)
         worker = plan.workers[index]
         bind_process(worker)
         env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)

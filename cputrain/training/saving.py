@@ -53,9 +53,9 @@ from cputrain.manifest import (
     read_file,
     read_manifest,
 )
-from cputrain.models.sizes import state_copies
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import USER_SAMPLES
+from cputrain.recipe.workload import state_copies
 from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
 from cputrain.training.state import Learner, TrainState, mean_statistics

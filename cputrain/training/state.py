@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.step_time import bucket_bytes
 from cputrain.affinity.wording import MIB, first_named, plural
 from cputrain.checkpoint.state import plain_name
 from cputrain.comm.group import all_gather, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
+from cputrain.predict.collectives import bucket_bytes
 from cputrain.recipe.schema import CommSection, Recipe
 from cputrain.training.engine import autocast
 

@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "find_machine",
         "Request",
         "plan_machine",
+        "compare_plan",
         "Plan",
         "WorkerPlan",
         "Picture",

@@ -11,7 +11,7 @@ from typing import Any
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Chosen, Plan, Request
+from cputrain.affinity.planner.plan import Chosen, Compare, Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
 from cputrain.affinity.ranks.host_names import (
     host_key,
@@ -435,16 +435,19 @@ class Cluster:
         return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
 
 
-def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Request) -> Cluster:
-    """Plan each group of hosts once, as part of one job. Raises InputError if a host is in two groups."""
+def plan_cluster(
+    groups: Sequence[tuple[tuple[str, ...], Machine]], request: Request, *, compare: Compare | None = None
+) -> Cluster:
+    """Plan each group of hosts once, as part of one job; `compare` as in `plan_machine`.
+
+    Raises InputError if a host is in two groups.
+    """
     hosts = [host for names, _ in groups for host in names]
     if (twice := repeated_host(hosts)) is not None:
         same = "" if twice[0] == twice[1] else f", as {twice[0]}"
         raise InputError(f"host {twice[1]} is in two groups{same}: name each host once")
     whole = replace(request, nodes=len(hosts))
-    from cputrain.affinity.planner.predicted import checked_plan  # agents, which plan nothing, read this module
-
-    plans = [checked_plan(machine, whole, Runtime()) for _, machine in groups]
+    plans = [plan_machine(machine, whole, Runtime(), compare=compare) for _, machine in groups]
     comm = {_ccl_threads(plan) for plan in plans}
     limited = len(comm) > 1 and (whole.workload is None or whole.workload.backend == "ccl")
     if limited:
@@ -452,7 +455,9 @@ def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Req
         plans = [
             plan
             if _ccl_threads(plan) == fewest
-            else checked_plan(machine, whole, Runtime(), chosen=_with_ccl_threads(machine, whole, fewest))
+            else plan_machine(
+                machine, whole, Runtime(), chosen=_with_ccl_threads(machine, whole, fewest), compare=compare
+            )
             for plan, (_, machine) in zip(plans, groups, strict=True)
         ]
     planned = tuple(HostGroup(hosts=names, plan=plan) for (names, _), plan in zip(groups, plans, strict=True))

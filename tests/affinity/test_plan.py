@@ -1,4 +1,5 @@
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,11 @@ from cputrain.affinity.planner import (
     OPTIONS,
     PROFILES,
     RESNET50,
+    Plan,
     Request,
     Runtime,
     plan_machine,
+    plan_this_machine,
     plan_to_dict,
     plan_to_json,
 )
@@ -383,3 +386,18 @@ def test_slower_cores_are_left_out_on_request() -> None:
         plan = plan_machine(slow, Request(e_cores=e_cores, ppn=1, loader_cores=0, comm_cores=0))
         named = {pu for item in plan.unused for pu in item.pus if "{e_cores=off}" in item.why}
         assert named == set(range(8)) - expected
+
+
+def test_the_caller_s_comparison_makes_the_plan_of_the_rules_and_of_what_was_chosen() -> None:
+    compared = []
+
+    def compare(plan: Plan, chosen: Mapping[str, tuple[int, str]]) -> Plan:
+        compared.append((plan, dict(chosen)))
+        return replace(plan, warnings=("compared",))
+
+    machine, chosen = build_machine(1, 1, 8, 1), {"loader_cores": (2, "measured")}
+    plan = plan_machine(machine, Request(ppn=1), RUNTIME, chosen=chosen, compare=compare)
+    assert plan.warnings == ("compared",) and len(plan.workers[0].loader_pus) == 2
+    assert compared == [(plan_machine(machine, Request(ppn=1), RUNTIME, chosen=chosen), chosen)]
+    assert plan_this_machine(Request(ppn=1), {}, machine=machine, compare=compare).warnings == ("compared",)
+    assert len(compared) == 2 and plan_this_machine(Request(ppn=1), {}, machine=machine).warnings == ()

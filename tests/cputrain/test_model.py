@@ -15,9 +15,9 @@ from cputrain.affinity.planner import Runtime, footprint
 from cputrain.data import Normalize, choose_normalize
 from cputrain.kernels.convolution import has_amx
 from cputrain.kernels.norms import batchnorms
-from cputrain.models import build_model, workload_of
+from cputrain.models import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe
+from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe, workload_of
 from cputrain.training import autocast, choose_engine, in_top, prepare_model
 
 pytestmark = pytest.mark.slow

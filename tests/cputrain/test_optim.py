@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cputrain.optim
-from cputrain.models import state_copies
 from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
-from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection
+from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection, state_copies
 from tests.cputrain import test_optim_edges as formulas
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,11 @@ from benchmarks.simulate_published import (
     table,
 )
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
+from cputrain.affinity.topology import named_machine
+from cputrain.cli import main
+from cputrain.cli.studies import numbers_of_hosts
+from cputrain.launch import request_of
+from cputrain.predict import (
     ASSUMPTIONS,
     CONSTANTS,
     PublishedRun,
@@ -35,10 +39,6 @@ from cputrain.affinity.planner import (
     step_of,
     work_of,
 )
-from cputrain.affinity.topology import named_machine
-from cputrain.cli import main
-from cputrain.cli.studies import numbers_of_hosts
-from cputrain.launch import request_of
 from cputrain.recipe import load_recipe
 from cputrain.simulate import Scenario, checkpoints_saved, core_flops_of, images_per_s_of, published_reference, speed_at
 

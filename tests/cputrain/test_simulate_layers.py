@@ -9,8 +9,9 @@ from torch import distributed as dist
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    BYTES,
+from cputrain.affinity.planner import BYTES
+from cputrain.models import build_model
+from cputrain.predict import (
     CONSTANTS,
     DEFAULT_BUCKETS,
     NETWORKS,
@@ -21,8 +22,7 @@ from cputrain.affinity.planner import (
     read_network,
     weight_tensors,
 )
-from cputrain.models import build_model, workload_of
-from cputrain.recipe import OWN_NETWORKS, DataSection, ModelSection, Recipe
+from cputrain.recipe import OWN_NETWORKS, DataSection, ModelSection, Recipe, workload_of
 from cputrain.simulate import layers_of, trace_unknown
 from tools.network_table import all_names, differences, main
 
@@ -79,7 +79,7 @@ def test_a_network_of_timm_without_a_file_is_traced() -> None:
 def test_a_wrong_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     wrong = (NETWORKS / "lenet.json").read_text().replace("[1500, 20]", "[1501, 20]")
     (tmp_path / "lenet.json").write_text(wrong)
-    monkeypatch.setattr("cputrain.affinity.planner.step_time.NETWORKS", tmp_path)
+    monkeypatch.setattr("cputrain.predict.layers.NETWORKS", tmp_path)
     read_network.cache_clear()
     try:
         assert main(["--check", "lenet"]) == 1

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import CONSTANTS, Layer, link_of, machine_name, read_records
+from cputrain.affinity.planner import machine_name, read_records
 from cputrain.affinity.topology import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
+from cputrain.predict import CONSTANTS, Layer, link_of
 from cputrain.recipe import load_recipe
 from cputrain.simulate import (
     LayerSeconds,

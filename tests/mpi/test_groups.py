@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, checked_plan, plan_from_dict
+from cputrain.affinity.planner import Request, plan_from_dict, plan_machine
 from cputrain.affinity.topology import find_machine
 from cputrain.mpi.hosts import cluster_to_dict, expand, plan_cluster
+from cputrain.predict import compare_plan
 from tests.support.commands import here, refused
 
 GROUPS = (
@@ -18,7 +19,9 @@ GROUPS = (
 
 
 def test_each_host_group_has_its_plan() -> None:
-    cluster = plan_cluster([(expand(hosts), find_machine(name)) for hosts, name in GROUPS], Request())
+    cluster = plan_cluster(
+        [(expand(hosts), find_machine(name)) for hosts, name in GROUPS], Request(), compare=compare_plan
+    )
     workers = [len(group.plan.workers) for group in cluster.groups]
     assert cluster.world_size == 4000 * workers[0] + 3000 * workers[1] + 3000 * workers[2]
     assert all(group.plan.request.nodes == 10_000 for group in cluster.groups)
@@ -32,9 +35,13 @@ def test_all_hosts_have_as_many_oneccl_threads() -> None:
     """oneCCL fails to start on ranks with different numbers of threads: a Xeon's core has two, an Arm core one."""
     names = ("skx-8160-2s", "graviton4-1s")
     cluster = plan_cluster(
-        [(("n1", "n2"), find_machine(names[0])), (("a1",), find_machine(names[1]))], Request(link_gbit=200.0)
+        [(("n1", "n2"), find_machine(names[0])), (("a1",), find_machine(names[1]))],
+        Request(link_gbit=200.0),
+        compare=compare_plan,
     )
-    alone = [checked_plan(find_machine(name), Request(nodes=3, link_gbit=200.0)) for name in names]
+    alone = [
+        plan_machine(find_machine(name), Request(nodes=3, link_gbit=200.0), compare=compare_plan) for name in names
+    ]
     threads = [plan.workers[0].env.get("CCL_WORKER_COUNT") for plan in alone]
     assert threads[0] != threads[1]
     together = [group.plan.workers[0].env.get("CCL_WORKER_COUNT") for group in cluster.groups]
@@ -44,10 +51,10 @@ def test_all_hosts_have_as_many_oneccl_threads() -> None:
 
 def test_comm_cores_that_are_set_stay_and_small_hosts_take_none_away() -> None:
     xeon, arm, small = (find_machine(name) for name in ("skx-8160-2s", "graviton4-2s", "pack:1 core:6 pu:1"))
-    asked = plan_cluster([(("n1",), xeon), (("a1",), arm)], Request(comm_cores=2))
+    asked = plan_cluster([(("n1",), xeon), (("a1",), arm)], Request(comm_cores=2), compare=compare_plan)
     assert [len({pu % 48 for pu in group.plan.workers[0].comm_pus}) for group in asked.groups] == [2, 2]
     assert [group.plan.workers[0].env["CCL_WORKER_COUNT"] for group in asked.groups] == ["2", "2"]
-    mixed = plan_cluster([(("n1", "n2"), xeon), (("s1",), small)], Request())
+    mixed = plan_cluster([(("n1", "n2"), xeon), (("s1",), small)], Request(), compare=compare_plan)
     assert [group.plan.workers[0].env.get("CCL_WORKER_COUNT") for group in mixed.groups] == ["1", None]
     assert mixed.groups[0].plan.workers[0].comm_pus
     assert any("oneCCL threads" in warning for warning in mixed.warnings)

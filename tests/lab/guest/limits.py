@@ -7,7 +7,7 @@ from pathlib import Path
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
-from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
+from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.wording import MIB
 from tests.lab.guest.binding import as_planned, refused

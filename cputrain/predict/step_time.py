@@ -1,40 +1,46 @@
-"""Layers of a network, the simulated host, and one step: compute, messages, all-reduce, and their overlap.
+"""One step of a simulated host: compute, messages, all-reduce, and their overlap.
 
 A layer takes the longer of its operations at the cores' rate and its bytes at the memory's rate (Williams, Waterman and
 Patterson 2009, Roofline). Layers that were measured are scaled by their measured slowness.
-
-Each algorithm is a list of exchanges; an exchange costs latency + bytes x max(1 / core, concurrent workers / link). The
-numbers of messages are from Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective Communication Operations in
-MPICH) and, for the ring, from Patarasuk and Yuan 2009.
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.domains import LOST_BY_REMOTE_MEMORY
-from cputrain.affinity.planner.request import BYTES
+from cputrain.affinity.planner.workload import BYTES
 from cputrain.affinity.wording import MIB
+from cputrain.predict.collectives import (
+    MEASURED_BYTES,
+    Cost,
+    Link,
+    MessagePath,
+    bucket_bytes,
+    cost,
+    exchanges,
+    fit_alpha_beta,
+)
+from cputrain.predict.layers import Layer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A host's network link: bytes/s that messages reach, latency of one message. `taper` is the factor by which the
-    bandwidth to hosts on other leaf switches is lower, `leaf_hosts` the number of hosts on one leaf switch."""
-
-    name: str
-    nominal_gbit: float
-    bytes_per_s: float
-    latency_s: float
-    latency_range_s: tuple[float, float]
-    taper: float
-    leaf_hosts: int
-    source: str
+DEFAULT_BUCKETS = 0.0  # DDP's defaults: 1 MiB for the first bucket, then 25 MiB
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB  # defaults of torch's DDP without bucket_cap_mb
+# Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
+# LARS and LAMB read weights and gradients once more, for their norms.
+PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
+HALF = 0.5  # size of bfloat16 relative to float32
+# Reads and writes of a bucket, in float32 sizes. DDP copies each gradient into the bucket. By comm.compression, in the
+# backward pass and when the sum of all ranks is ready: bf16 adds the rounding errors, rounds the gradients, widens and
+# subtracts them for the new errors; the sum is widened again.
+BUCKET_COPY_PASSES = 2
+ROUNDING_PASSES = {"none": (0.0, 0.0), "bf16": (9.0, 1.5)}
+# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass; in the backward pass
+# before it, and after it for their gradients.
+REORDERING_PASSES = (2, 4)
+LARGEST, STEPS = 10.0, 500  # upper limit of the numerical integration in standard deviations, and its steps
+SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
+PRECISE, TRIES = 1e-6, 100  # relative error and iterations of the solution for a core's FLOP/s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,133 +64,6 @@ class Constants:
     snapshot_bytes_per_s: float
     checkpoint_bytes_per_s: float
     evaluation_start_s: float
-
-
-NOT_MEASURED = (1.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """A layer: the number of values of each weight tensor, in the order of registration; other values are per image.
-
-    `flop` has the forward and the backward pass, `moved_bytes` the float32 activations read and written in each.
-    `reordered`: oneDNN copies the weights to another layout in each pass. `slowness` is the factor from the modeled to
-    the measured time of each pass, 1 if it was not measured.
-    """
-
-    name: str
-    weights: tuple[int, ...] = ()
-    flop: tuple[float, float] = (0.0, 0.0)
-    moved_bytes: tuple[float, float]
-    reordered: bool = False
-    slowness: tuple[float, float] = NOT_MEASURED
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights in float32, which is also the size of their gradients."""
-        return BYTES * sum(self.weights)
-
-
-# Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
-# to normalize; its backward pass reads input and gradient twice. Elementwise functions run in place; a sum adds two
-# tensors. Convolutions and products read their input and write their output, and do so twice in the backward pass.
-PASSES = {"norm": (3, 5), "act": (2, 3), "add": (3, 3), "copy": (2, 2), "pool": (1, 2)}
-CLASSES = 1000  # ImageNet's, of all traced networks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """An operation of a network with the sizes of its weights, and input, output and FLOP per image.
-
-    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool, copy, or norm+act if fused.
-    `weights`: number of values of each tensor, in the order of registration. `inputs`, `outputs`: number of values.
-    `flop`: FLOP of the forward pass and of the backward pass.
-    """
-
-    name: str
-    kind: str
-    weights: tuple[int, ...]
-    inputs: int
-    outputs: int
-    flop: tuple[int, int]
-
-
-NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
-
-
-def network_file(name: str) -> Path:
-    """Return the path of a network's sizes, which exists if it was traced. torchvision:resnet50 shares resnet50's, and
-    timm:resnet50.a1_in1k, whose tag is of weights, timm:resnet50's."""
-    file = NETWORKS / f"{name.replace(':', '/').partition('.')[0]}.json"
-    return file if file.exists() else NETWORKS / f"{name.removeprefix('torchvision:')}.json"
-
-
-_traced: dict[str, dict[str, Any]] = {}  # sizes by name, of networks without a file
-
-
-def keep_network(name: str, sizes: dict[str, Any]) -> None:
-    """Keep the sizes of a network that has no file, for this process."""
-    _traced[name] = sizes
-    read_network.cache_clear()
-
-
-@lru_cache(maxsize=8)
-def read_network(name: str) -> dict[str, Any] | None:
-    """Read a network's sizes; None if it was not traced."""
-    file = network_file(name)
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else _traced.get(name)
-
-
-def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:
-    """Return the layers of a traced network in forward order; the first layer computes no input gradient."""
-    layers: list[LayerSize] = []
-    for name, kind, weights, *quantities in network["layers"]:
-        inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
-        sizes = [quantity_at(each, network["maps"], side) for each in weights]
-        if quantities[1] == CLASSES or (isinstance(quantities[1], list) and quantities[1][0] == CLASSES):
-            outputs, flop, *sizes = (each * classes // CLASSES for each in (outputs, flop, *sizes))
-        layers.append(
-            LayerSize(
-                name=name,
-                kind=kind,
-                weights=tuple(sizes),
-                inputs=inputs,
-                outputs=outputs,
-                flop=(flop, 2 * flop if layers else flop),
-            )
-        )
-    return tuple(layers)
-
-
-def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
-    """Evaluate a quantity for images of side x side: a constant, or [factor, index of a map], which is factor times the
-    positions of a feature map with side floor((side + offset) / stride)."""
-    if not isinstance(quantity, list):
-        return int(quantity)
-    offset, stride = maps[quantity[1]]
-    return int(quantity[0] * max(1, (side + offset) // stride) ** 2)
-
-
-def layer_of(size: LayerSize, *, first: bool) -> Layer:
-    """Return a traced layer with the bytes that it moves; the first layer computes no gradient of its input."""
-    if size.flop[0]:
-        forward = backward = float(BYTES * (size.inputs + size.outputs))
-        moved = forward, backward if first else 2 * backward
-    else:
-        tensor = BYTES * (size.inputs if size.kind == "pool" else size.outputs)
-        forward, backward = (float(tensor * sum(PASSES[kind][way] for kind in size.kind.split("+"))) for way in (0, 1))
-        moved = forward, backward
-    forward_flop, backward_flop = size.flop
-    return Layer(
-        name=size.name,
-        weights=size.weights,
-        flop=(float(forward_flop), float(backward_flop)),
-        moved_bytes=moved,
-        reordered=size.kind == "conv",
-    )
-
-
-DEFAULT_BUCKETS = 0.0  # DDP's defaults: 1 MiB for the first bucket, then 25 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +116,6 @@ class Setup:
         return sum(layer.weight_bytes for layer in self.layers)
 
 
-# Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
-# LARS and LAMB read weights and gradients once more, for their norms.
-PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
-
-
 def passes_over_weights(copies: int, *, norms: bool = False) -> int:
     """Return the number of passes over the weights in an optimizer step, by the size of its state in copies."""
     return PLAIN_PASSES + PASSES_PER_COPY * copies + (NORM_READS if norms else 0)
@@ -253,17 +127,6 @@ class Speed:
 
     core_flops: float
     host_bytes_per_s: float
-
-
-HALF = 0.5  # size of bfloat16 relative to float32
-# Reads and writes of a bucket, in float32 sizes. DDP copies each gradient into the bucket. By comm.compression, in the
-# backward pass and when the sum of all ranks is ready: bf16 adds the rounding errors, rounds the gradients, widens and
-# subtracts them for the new errors; the sum is widened again.
-BUCKET_COPY_PASSES = 2
-ROUNDING_PASSES = {"none": (0.0, 0.0), "bf16": (9.0, 1.5)}
-# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass; in the backward pass
-# before it, and after it for their gradients.
-REORDERING_PASSES = (2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,134 +193,6 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
 def weight_tensors(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
     """Return (layer index, bytes) of every gradient, in the order in which the backward pass finishes them."""
     return [(i, BYTES * size) for i in reversed(range(len(layers))) for size in reversed(layers[i].weights)]
-
-
-MEASURED_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 100 << 20
-
-
-def fit_alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit t = alpha + beta x bytes to (bytes, seconds): seconds per message and seconds per byte.
-
-    Minimizes the squared relative errors, so that small messages count as much as large ones. Both results are
-    positive.
-    """
-    weights = [1 / (seconds * seconds) for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    beta = max(covariance / variance, 1e-15)
-    return max(mean_y - beta * mean_x, 1e-9), beta
-
-
-def bucket_bytes(gradient_bytes: int, alpha_s: float, beta_s: float) -> int:
-    """Return the bucket size with the least communication outside the backward pass, 1 MiB to 100 MiB.
-
-    With buckets of b bytes, the latency of G / b messages and the transfer of the last bucket do not overlap with
-    computation: alpha G / b + beta b, which is smallest at b = sqrt(alpha G / beta).
-    """
-    best = math.sqrt(alpha_s * gradient_bytes / beta_s)
-    return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
-
-
-ALGORITHMS = ("ring", "rabenseifner", "recursive-doubling", "two-level")
-HOST, LEAF, TOP = "host", "leaf", "top"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """`count` consecutive messages of `size` bytes, each of which a worker sends while it receives an equal one.
-
-    `level` is the widest level that they cross: a host, a leaf switch or the top of the network; `at_once` the number
-    of a host's workers that send over its link concurrently.
-    """
-
-    count: float
-    size: float
-    level: str
-    at_once: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagePath:
-    """The path of messages: the link (None on one host), a message's latency inside a host, and the bytes/s at which
-    the cores of one worker move and add: inside a host, and between hosts if that is less."""
-
-    link: Link | None
-    host_latency_s: float
-    move_bytes_per_s: float
-    wire_move_bytes_per_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of an all-reduce, and the seconds in which a core of the worker is busy with it."""
-
-    seconds: float
-    core_s: float
-
-
-def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hosts: int) -> tuple[Exchange, ...]:
-    """Return the exchanges of an all-reduce of `size` bytes over hosts x workers ranks, numbered host by host."""
-    ranks = hosts * workers
-    if ranks == 1:
-        return ()
-    if algorithm == "ring":  # one message at a time leaves each host, to its neighbor
-        return (Exchange(count=2 * (ranks - 1), size=size / ranks, level=HOST if hosts == 1 else LEAF),)
-    if algorithm == "two-level":
-        inside = Exchange(count=2 * (workers - 1), size=size / workers, level=HOST)
-        across = _pairwise(
-            size / workers, hosts, lambda distance: LEAF if distance < leaf_hosts else TOP, workers, halved=True
-        )
-        return ((inside,) if workers > 1 else ()) + across
-
-    def crossed(distance: int) -> str:
-        """Return the level between ranks at this distance; hosts of a leaf switch have consecutive numbers."""
-        return HOST if distance < workers else LEAF if distance < workers * leaf_hosts else TOP
-
-    return _pairwise(size, ranks, crossed, workers, halved=algorithm == "rabenseifner")
-
-
-def _pairwise(
-    size: float, ranks: int, crossed: Callable[[int], str], workers: int, *, halved: bool
-) -> tuple[Exchange, ...]:
-    """Return exchanges with the ranks at a distance of 1, 2, 4, ...: of all values (recursive doubling), or with
-    `halved` of a half, a quarter, ... of them, and back (Rabenseifner's algorithm).
-
-    Ranks beyond a power of two first send their values to another rank and receive the sums last.
-    """
-    powers = ranks.bit_length() - 1
-    steps = [(1 << k, 2, size / (2 << k)) if halved else (1 << k, 1, size) for k in range(powers)]
-    if ranks > 1 << powers:
-        steps.append((ranks - 1, 2, size))
-    found = ((crossed(distance), count, part) for distance, count, part in steps)
-    return tuple(
-        Exchange(count=count, size=part, level=level, at_once=1 if level == HOST else workers)
-        for level, count, part in found
-    )
-
-
-def cost(found: tuple[Exchange, ...], path: MessagePath) -> Cost:
-    """Return the seconds of exchanges over a path; a core moves one part of a message while the link moves another."""
-    seconds = core_s = 0.0
-    for exchange in found:
-        inside = exchange.level == HOST or path.link is None
-        moved = exchange.size / (
-            path.move_bytes_per_s if inside else min(path.move_bytes_per_s, path.wire_move_bytes_per_s)
-        )
-        core_s += exchange.count * moved
-        if inside or path.link is None:
-            seconds += exchange.count * (path.host_latency_s + moved)
-            continue
-        narrow = path.link.taper if exchange.level == TOP else 1.0
-        carried = exchange.size * exchange.at_once * narrow / path.link.bytes_per_s
-        seconds += exchange.count * (path.link.latency_s + max(moved, carried))
-    return Cost(seconds=seconds, core_s=core_s)
-
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB  # defaults of torch's DDP without bucket_cap_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,9 +275,6 @@ def _path(setup: Setup, constants: Constants) -> MessagePath:
     )
 
 
-LARGEST, STEPS = 10.0, 500  # upper limit of the numerical integration in standard deviations, and its steps
-
-
 @lru_cache(maxsize=256)
 def expected_maximum(draws: int) -> float:
     """Return the expected maximum of `draws` independent standard normal values: 0 for 1, 1.03 for 4, 3.04 for 512.
@@ -608,10 +340,6 @@ def seconds_at(setup: Setup, constants: Constants) -> Callable[[Speed], float]:
     """Return a function from the host's speed to the seconds of a setup's step."""
     messages, slowness = messages_of(setup, constants), _slowness(setup, constants)
     return lambda speed: _step(setup, work_of(setup, speed, constants), messages, slowness).step_s
-
-
-SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
-PRECISE, TRIES = 1e-6, 100
 
 
 def solve_core_flops(seconds: Callable[[float], float], target_s: float) -> float | None:

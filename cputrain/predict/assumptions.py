@@ -6,10 +6,12 @@ from typing import Any
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import read_yaml, shipped
-from cputrain.affinity.planner.request import ALL_REDUCE, LINK_GBIT, MEMORY, Measured
-from cputrain.affinity.planner.step_time import Constants, Link, Speed
+from cputrain.affinity.planner.request import ALL_REDUCE, MEMORY, Measured
 from cputrain.affinity.topology.catalog import processor_facts
 from cputrain.affinity.topology.machine import Machine
+from cputrain.mpi.fabric import FABRICS
+from cputrain.predict.collectives import Link
+from cputrain.predict.step_time import Constants, Speed
 
 US = 1e-6
 
@@ -32,7 +34,7 @@ def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None 
     """
     if fabric not in _LINKS:
         raise InputError(f"--fabric {fabric} does not connect hosts; choose one of {', '.join(LINKED)}")
-    kind, nominal = _LINKS[fabric], gbit or LINK_GBIT[fabric]
+    kind, nominal = _LINKS[fabric], gbit or FABRICS[fabric].link_gbit
     low, usual, high = kind["latency_us"]
     if latency_us is not None:
         low = usual = high = latency_us

@@ -4,6 +4,7 @@ import json
 import random
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,34 @@ import pytest
 
 from cputrain.affinity.errors import InputError, as_field, as_option
 from cputrain.affinity.planner import (
-    CONSTANTS,
-    LOSES,
     RESNET50,
     Measured,
     Plan,
     Rate,
     Request,
     Tuned,
-    checked_plan,
-    compared_plan,
     core_rates,
-    host_model,
-    layers_of_workload,
     plan_from_dict,
     plan_machine,
     plan_to_json,
-    published_core_flops,
-    published_runs,
-    setup_of_plan,
     training_name,
 )
 from cputrain.affinity.topology import find_machine, named_machine
+from cputrain.predict import (
+    CONSTANTS,
+    LOSES,
+    compare_plan,
+    compared_plan,
+    host_model,
+    layers_of_workload,
+    published_core_flops,
+    published_runs,
+    setup_of_plan,
+)
 from cputrain.simulate import core_flops_of, published_reference
 
 MACHINES = Path(__file__).parents[1] / "machines"
+checked_plan = partial(plan_machine, compare=compare_plan)
 
 
 def asked(nodes: int = 1, gbit: float = 100.0, **fields: object) -> Request:
@@ -117,7 +121,7 @@ def test_what_is_set_and_what_is_planned_for_an_assumed_network_stays(fields: di
     machine = find_machine(NUMA_8)
     rules, plan = (make(machine, asked(**fields)) for make in (plan_machine, checked_plan))
     assert plan.workers == rules.workers
-    choices = {choice.what: choice for choice in compared_plan(machine, asked(**fields))[1]}
+    choices = {choice.what: choice for choice in compared_plan(rules)[1]}
     if "profile" not in fields:
         loader = choices["loader cores per worker"]
         assert loader.loss > LOSES and loader.kept.startswith("not taken: ")

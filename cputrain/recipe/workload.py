@@ -1,15 +1,13 @@
-"""Sizes of networks, without torch, from the files that tools/network_table.py writes: configs/networks/NAME.json."""
+"""A recipe's training as the planner and the cost model know it: layers, operations, memory and optimizer state."""
 
 from dataclasses import replace
 
-from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
-from cputrain.affinity.planner.step_time import CLASSES, LayerSize, layers_at, read_network
+from cputrain.affinity.planner.workload import IMAGE_PIXELS, RESNET50, Workload
+from cputrain.predict.layers import CLASSES, LayerSize, early_strides, gflop_of, layers_at, read_network
 from cputrain.recipe.schema import LINE, OptimSection, Recipe
 
 SIDE = 224  # image side of all traced networks
 BF16_KEPT = 0.55  # memory of activations with bf16 relative to float32; 0.51 to 0.59, depending on the network
-
-
 # Tensors of the weights' size in an optimizer's state, with default options.
 COPIES = {
     "sgd": 0,
@@ -24,25 +22,6 @@ COPIES = {
     "adagrad_da": 3,
 }
 TAKE_NORMS = ("lars", "lamb")  # optimizers that read weights and gradients once more, for their norms
-
-
-def gflop_of(layers: tuple[LayerSize, ...]) -> float:
-    """Return the GFLOP of a forward and a backward pass, to four digits."""
-    return float(f"{sum(sum(layer.flop) for layer in layers) / 1e9:.4g}")
-
-
-def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
-    """Change a bottleneck ResNet's layers to resnet_version=v1, with the stride in each block's first convolution."""
-    named = {layer.name: layer for layer in layers}
-    for name, second in tuple(named.items()):
-        if name.endswith(".conv2") and second.outputs != second.inputs:
-            block, small = name.removesuffix("conv2"), second.outputs
-            first = named[f"{block}conv1"]
-            forward, backward = (each * small // second.inputs for each in first.flop)
-            named[first.name] = replace(first, outputs=small, flop=(forward, backward))
-            named[f"{block}bn1"] = replace(named[f"{block}bn1"], inputs=small, outputs=small)
-            named[name] = replace(second, inputs=small)
-    return tuple(named.values())
 
 
 def layer_sizes(recipe: Recipe) -> tuple[LayerSize, ...] | None:

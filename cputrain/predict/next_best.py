@@ -1,255 +1,35 @@
-"""A plan checked against the predicted step time: what the next best numbers cost, and faster ones where a rule loses.
+"""A plan compared with others by the predicted step time: what the next best numbers cost, and faster ones where a rule
+loses.
 
 The model is that of `cputrain simulate` (step_time.py): the same layers, constants, links and speed of the host.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import ceil, inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.domains import (
-    MOST_CORES_PER_WORKER,
-    SMALL_HOST_CORES,
-    capacity,
-    uniform_groups,
-    usable_cores,
-)
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_CHOSEN, NOTHING_MEASURED, Chosen, NextBest, Plan, plan_machine
+from cputrain.affinity.planner.domains import MOST_CORES_PER_WORKER, SMALL_HOST_CORES, uniform_groups, usable_cores
+from cputrain.affinity.planner.plan import NOTHING_CHOSEN, Chosen, NextBest, Plan, plan_machine
 from cputrain.affinity.planner.request import (
-    ALGORITHM_OF,
     COMM_CORES,
-    LINK_GBIT,
     LOADER_CORES,
-    RESNET50,
-    USUAL_BATCH,
     WORKERS_PER_HOST,
-    Measured,
     Reason,
     Request,
-    Workload,
-    is_phi,
     with_defaults,
 )
-from cputrain.affinity.planner.rules import MOST_COMM_CORES, TRAINING, core_rates, most_per_pass, passes_of
-from cputrain.affinity.planner.step_time import (
-    Constants,
-    Layer,
-    Setup,
-    Speed,
-    layer_of,
-    layers_at,
-    passes_over_weights,
-    read_network,
-    seconds_at,
-    solve_core_flops,
-)
-from cputrain.affinity.topology.catalog import named_machine, processor_facts
-from cputrain.affinity.topology.machine import Core, Machine
+from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.wording import plural
-
-if TYPE_CHECKING:
-    from cputrain.affinity.planner.assumptions import PublishedRun
+from cputrain.predict.host import HostModel, host_model, slowest_part
 
 LOSES = 0.03  # a rule's number stays if it is predicted to lose no more, which is below what the model can tell
-# Rate of the operations alone over that of whole steps, at most (3 x 3 convolutions reached 1.4 on Zen 4). A cited rate
-# that takes more was found under other conditions or with more memory bandwidth, a measured one with small batches.
-MOST_OVER_CITED, MOST_OVER_MEASURED = 2.0, 4.0
 PUBLISHED = "not taken: published trainings reserve at least one comm core"
 # A Xeon Phi's core moves messages so slowly that one for them pays for certain; of others the model is not sure.
 ONE_HOST = "not taken: the model was not measured with comm cores on one host"
-USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 COMPUTING = "computing cores per host"
 NOUNS = {WORKERS_PER_HOST: "worker", COMM_CORES: "comm core", LOADER_CORES: "loader core", COMPUTING: "computing core"}
 FIELDS = {WORKERS_PER_HOST: "ppn", COMM_CORES: "comm_cores", LOADER_CORES: "loader_cores"}
-
-
-def slowest_part(plan: Plan) -> dict[str, Any]:
-    """Return the fields of `Setup` for the worker that all others wait for: threads, comm_cores, loader_cores, pace and
-    remote. If batches are in proportion to the workers' cores, none waits, and their mean pace counts."""
-    core_of = plan.machine.core_of
-
-    def cores(pus: tuple[int, ...]) -> tuple[Core, ...]:
-        return tuple(dict.fromkeys(core_of[pu] for pu in pus))
-
-    parts = [cores(worker.compute_pus) for worker in plan.workers]
-    speeds = [capacity(part) for part in parts]
-    slowest = speeds.index(min(speeds))
-    part, worker = parts[slowest], plan.workers[slowest]
-    pace = min(core.speed for core in part)
-    if plan.request.balance == "batch":
-        pace *= sum(speeds) / len(speeds) / min(speeds)
-    return {
-        "threads": len(part),
-        "comm_cores": len(cores(worker.comm_pus)),
-        "loader_cores": len(cores(worker.loader_pus)),
-        "pace": pace,
-        "remote": 1 - 1 / len({core.numa_node for core in part}),
-    }
-
-
-@lru_cache(maxsize=8)
-def layers_of_workload(workload: Workload) -> tuple[Layer, ...]:
-    """Return the layers of a workload's traced network; a single layer of all its operations if it was not traced."""
-    network = read_network(workload.network)
-    if network is None:
-        gflop = workload.gflop * 1e9
-        moved = float(workload.activation_bytes)
-        return (
-            Layer(
-                name=workload.name,
-                weights=(workload.parameters,),
-                flop=(gflop / 3, 2 * gflop / 3),
-                moved_bytes=(2 * moved, 4 * moved),
-            ),
-        )
-    sizes = layers_at(network, workload.side)
-    return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostModel:
-    """The model of a host: its speed, the speed's source, and the setup of the plan that is checked with its images per
-    host and step."""
-
-    setup: Setup
-    images: float
-    speed: Speed
-    constants: Constants
-    source: str
-
-    def of(self, plan: Plan) -> Setup:
-        """Return the setup of another plan with as many images a host and step."""
-        workers, passes = len(plan.workers), self.setup.accumulation
-        if plan.request.global_batch is not None:
-            local, passes = batch_of(plan.request, workers)
-        else:
-            share = ceil(self.images / workers)
-            passes = min(share, passes)
-            local = ceil(share / passes)
-        return replace(self.setup, workers=workers, local_batch=local, accumulation=passes, **slowest_part(plan))
-
-    def images_per_s(self, setup: Setup) -> float:
-        """Return the images/s of a host whose workers share its images; a part of the last worker's may be empty."""
-        return self.images / seconds_at(setup, self.constants)(self.speed)
-
-
-def batch_of(request: Request, workers: int) -> tuple[int, int]:
-    """Return the images of a backward pass, at most, and the passes per step of each of `workers` per host."""
-    limit, ranks = request.local_batch or USUAL_BATCH, request.nodes * workers
-    if request.global_batch is None:
-        return limit, request.accumulation
-    return most_per_pass(limit, request.global_batch, ranks), passes_of(limit, request.global_batch, ranks)
-
-
-def setup_of_plan(plan: Plan) -> Setup:
-    """Return the setup of a plan's workload, ResNet-50 if it has none, over its request's link."""
-    from cputrain.affinity.planner.assumptions import LINKED, link_of  # reads a file
-
-    machine, request, several = plan.machine, plan.request, plan.request.nodes > 1
-    workload, workers = request.workload or RESNET50, len(plan.workers)
-    local, passes = batch_of(request, workers)
-    fabric = request.fabric if request.fabric in LINKED else "opa"
-    clock = processor_facts(machine.model).clock_range
-    return Setup(
-        layers=layers_of_workload(workload),
-        hosts=request.nodes,
-        workers=workers,
-        local_batch=local,
-        accumulation=passes,
-        precision=workload.precision,
-        compression=workload.compression,
-        optimizer_passes=passes_over_weights(workload.optimizer_copies, norms=workload.norms),
-        bucket_mib=workload.bucket_mib,
-        backend=workload.backend,
-        # Settings choose oneCCL's algorithm; gloo only has a ring.
-        algorithm=ALGORITHM_OF.get(fabric, "ring") if several and workload.backend == "ccl" else "ring",
-        link=link_of(fabric, gbit=request.link_gbit) if several else None,
-        phi=is_phi(machine),
-        clock_range=USUAL_CLOCK_RANGE if clock is None else clock,
-        decoded_per_core_s=core_rates(machine, workload, plan.measured).decoded_per_s,
-        **slowest_part(plan),
-    )
-
-
-def host_model(plan: Plan) -> HostModel:
-    """Return the model of a plan's host, with the speed that was measured, published or else cited for its cores."""
-    from cputrain.affinity.planner.assumptions import (  # reads a file
-        constants_of,
-        host_bytes_per_s,
-        measured_assumptions,
-        reference_run,
-        speed_of,
-    )
-
-    machine, setup, measured = plan.machine, setup_of_plan(plan), plan.measured
-    workload, constants = plan.request.workload or RESNET50, constants_of(measured_assumptions(measured))
-    rates, memory = core_rates(machine, workload, measured), host_bytes_per_s(machine, measured)
-    cores = len(machine.allowed_cores)
-    run = None if TRAINING in rates.measured else reference_run(machine.model, workload.precision)
-    flops = None if run is None else published_core_flops(run, constants)
-    source = "" if run is None else f"that of the published {run.name}"
-    if flops is None:
-        most = MOST_OVER_MEASURED if TRAINING in rates.measured else MOST_OVER_CITED
-        if TRAINING in rates.measured:  # whole steps of one host with generated images
-            alone = replace(setup, hosts=1, link=None, algorithm="ring", comm_cores=0, decoded_per_core_s=None)
-        else:  # cited for usual batches on cores near their memory
-            batch = max(setup.local_batch, USUAL_BATCH)
-            alone = replace(setup, hosts=1, workers=1, comm_cores=0, local_batch=batch, accumulation=1)
-            alone = replace(alone, link=None, decoded_per_core_s=None, pace=1.0, remote=0.0)
-        step_s = alone.local_batch * alone.accumulation * workload.gflop / (alone.threads * rates.gflops)
-        solved = core_flops(alone, step_s, cores, memory, constants)
-        flops = min(solved or inf, most * 1e9 * rates.gflops)
-        source = f"{rates.gflops:.3g} GFLOP/s a core{rates.since(TRAINING)}"
-    images = setup.global_batch / setup.hosts
-    if plan.request.global_batch is not None:
-        images = plan.request.global_batch / setup.hosts
-    speed = speed_of(flops, cores, memory, workload.precision, constants)
-    return HostModel(setup=setup, images=images, speed=speed, constants=constants, source=source)
-
-
-def core_flops(setup: Setup, step_s: float, cores: int, memory: float | None, constants: Constants) -> float | None:
-    """Return the FLOP/s of a core at which a step takes `step_s` seconds on hosts with these cores and bytes/s of
-    memory; None if no speed does."""
-    from cputrain.affinity.planner.assumptions import speed_of
-
-    seconds = seconds_at(setup, constants)
-    return solve_core_flops(lambda flops: seconds(speed_of(flops, cores, memory, setup.precision, constants)), step_s)
-
-
-@lru_cache(maxsize=8)
-def published_core_flops(run: "PublishedRun", constants: Constants) -> float | None:
-    """Return the FLOP/s of a core at which a published run, planned by the rules, reaches its images/s; None if no
-    speed does."""
-    from cputrain.affinity.planner.assumptions import host_bytes_per_s
-
-    machine = named_machine(run.machine)
-    network = read_network(run.network)
-    assert network is not None, "published runs are of traced networks"
-    workload = Workload(
-        name=f"{run.network} at {run.crop} x {run.crop}",
-        network=run.network,
-        side=run.crop,
-        parameters=network["parameters"],
-        gflop=network["gflop"],
-        activation_bytes=network["activation_bytes"],
-        precision=run.precision,
-    )
-    request = Request(
-        ppn=run.workers,
-        comm_cores=run.comm_cores,
-        nodes=run.hosts,
-        fabric=run.fabric,
-        link_gbit=run.gbit or LINK_GBIT[run.fabric],
-        local_batch=run.local_batch,
-        workload=workload,
-    )
-    setup = setup_of_plan(plan_machine(machine, request))
-    step_s = setup.global_batch / run.images_per_s
-    return core_flops(setup, step_s, len(machine.allowed_cores), host_bytes_per_s(machine), constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,36 +188,22 @@ class Comparison:
         return Choice(what=COMPUTING, value=own, rates=rates)
 
 
-def checked_plan(
-    machine: Machine,
-    request: Request,
-    runtime: Runtime | None = None,
-    measured: Measured = NOTHING_MEASURED,
-    chosen: Chosen = NOTHING_CHOSEN,
-) -> Plan:
-    """Plan one host by the rules, and let a number that is predicted to be clearly faster replace the rule's. The plan
-    has the predicted cost of the next best numbers.
+def compare_plan(plan: Plan, chosen: Chosen = NOTHING_CHOSEN) -> Plan:
+    """Let a number that is predicted to be clearly faster replace the rule's in a plan of `plan_machine`, of which this
+    is the argument `compare`. The plan has the predicted cost of the next best numbers.
 
     A number stays if the request, a profile, a measurement or `chosen` sets it, if the network is assumed, and the
-    number of workers also without a global batch. On one host only a Xeon Phi gets comm cores. Raises InputError if the
-    request does not fit the host.
+    number of workers also without a global batch. On one host only a Xeon Phi gets comm cores.
     """
-    plan, choices = compared_plan(machine, request, runtime, measured, chosen)
+    plan, choices = compared_plan(plan, chosen)
     return replace(plan, next_best=tuple(each.next_best for each in choices if each.next_best is not None))
 
 
-def compared_plan(
-    machine: Machine,
-    request: Request,
-    runtime: Runtime | None = None,
-    measured: Measured = NOTHING_MEASURED,
-    chosen: Chosen = NOTHING_CHOSEN,
-) -> tuple[Plan, tuple[Choice, ...]]:
-    """Return the plan of `checked_plan` without its next best numbers, and the choices that they are from; no choices
+def compared_plan(plan: Plan, chosen: Chosen = NOTHING_CHOSEN) -> tuple[Plan, tuple[Choice, ...]]:
+    """Return the plan of `compare_plan` without its next best numbers, and the choices that they are from; no choices
     where the model does not apply."""
-    plan = plan_machine(machine, request, runtime, measured, chosen)
     # On a few cores a worker for each was measured to be the fastest, which the model does not have.
-    if plan.oversubscribed or len(usable_cores(machine, plan.request).machine.allowed_cores) <= SMALL_HOST_CORES:
+    if plan.oversubscribed or len(usable_cores(plan.machine, plan.request).machine.allowed_cores) <= SMALL_HOST_CORES:
         return plan, ()
     rules = Comparison(plan=plan, model=host_model(plan), chosen=chosen)
     by_rules = rules.choices()
@@ -477,7 +243,7 @@ def _reasons(found: Comparison, choices: tuple[Choice, ...]) -> list[Reason]:
     if plan.request.profile != "auto":
         alone = replace(plan.request, profile="auto")
         try:
-            own, _ = compared_plan(plan.machine, alone, plan.runtime, plan.measured)
+            own, _ = compared_plan(plan_machine(plan.machine, alone, plan.runtime, plan.measured))
         except InputError as error:  # other settings fit only the profile's number of workers or cores
             reasons.append(
                 Reason(what="without the profile", value="no plan for these settings", why=str(error.args[0]))

@@ -1,0 +1,11 @@
+"""The time of a training step, predicted from machine, network and link; a plan compared with others by it.
+
+layers.py has the operations and bytes of a network's layers, collectives.py the cost of an all-reduce; step_time.py
+makes them a step, with their overlap. assumptions.py reads the constants and published runs, with their sources, from
+configs/published. host.py is the model of a plan's host; next_best.py compares the plan's numbers with others by it:
+`plan_machine(machine, request, compare=compare_plan)`.
+"""
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)
