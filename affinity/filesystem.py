@@ -24,6 +24,7 @@ REMEDIES = {
 }
 OCTAL = re.compile(r"\\([0-7]{3})")
 TRIED_BYTES = 1 << 16
+TARBALLS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 NO_TEMPORARY = "No usable temporary directory"  # tempfile's message, which does not give the reason for each directory
 
 
@@ -158,6 +159,11 @@ def _home_of_account() -> str | None:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return None
+
+
+def is_tarball(name: str) -> bool:
+    """Whether the name ends like a tarball's."""
+    return name.endswith(TARBALLS)
 
 
 def shipped(name: str) -> Path:

@@ -5,7 +5,6 @@ retitle the window, write to the clipboard, or type an answer.
 """
 
 import codecs
-import csv
 import io
 import locale
 import os
@@ -180,6 +179,8 @@ def _markdown_cell(text: str) -> str:
 
 def csv_table(rows: Sequence[Sequence[object]]) -> str:
     """Return comma-separated values, one row per line."""
+    import csv  # few tables are written as such
+
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()

@@ -1,7 +1,6 @@
 """Show a plan as text, SVG or in a notebook, and the differences between two plans."""
 
 from dataclasses import dataclass, fields, replace
-from html import escape
 from textwrap import fill, wrap
 
 from cputrain.affinity.errors import InputError, Wording, as_field, describe
@@ -371,7 +370,7 @@ def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -
         size = min(12, stripe)
         parts.append(
             f'<text x="{x + CELL / 2:g}" y="{y + (i + 0.5) * stripe + size / 3:g}" font-size="{size:g}" '
-            f'text-anchor="middle">{escape(sign(role, rank), quote=False)}<title>CPU {pu}: {role}</title></text>'
+            f'text-anchor="middle">{_escape(sign(role, rank))}<title>CPU {pu}: {role}</title></text>'
         )
     parts.append(_rect(x, y, CELL, CELL, fill="none", stroke="#444"))
     return parts
@@ -387,8 +386,14 @@ def _rect(
 def _text(parts: list[str], x: float, y: int, text: str, *, bold: bool = False) -> int:
     """Add a line of text below y, and return the y of the next line."""
     weight = ' font-weight="bold"' if bold else ""
-    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(text, quote=False)}</text>')
+    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{_escape(text)}</text>')
     return y + LINE
+
+
+def _escape(text: str) -> str:
+    from html import escape  # texts need no table of HTML's entities
+
+    return escape(text, quote=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,7 @@ from .catalog import find_machine as find_machine
 from .catalog import machine_names as machine_names
 from .catalog import named_machine as named_machine
 from .catalog import processor_facts as processor_facts
-from .catalog import save_machine as save_machine
 from .catalog import tree_root as tree_root
-from .catalog import unpacked as unpacked
 from .hwloc import read_lstopo as read_lstopo
 from .hwloc import read_synthetic as read_synthetic
 from .kernel_files import Limits as Limits
@@ -24,3 +22,5 @@ from .machine import parse_mask as parse_mask
 from .sysfs import ISA_FLAGS as ISA_FLAGS
 from .sysfs import read_machine as read_machine
 from .sysfs import this_machine as this_machine
+from .tarball import save_machine as save_machine
+from .tarball import unpacked as unpacked

@@ -27,7 +27,6 @@ from cputrain.affinity.topology.catalog import (
     find_machine,
     machine_names,
     named_machine,
-    save_machine,
 )
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.views import plan_differences
@@ -281,6 +280,8 @@ def save(file: Path | None) -> None:
     """
     file = file or Path(f"{platform.node() or 'host'}.tar.xz")
     check_writable(file.parent, "FILE's folder")
+    from cputrain.affinity.topology.tarball import save_machine  # imports compressors, which plans do not need
+
     files = save_machine(Path("/"), file)
     click.echo(f"{file}: {files:,} files; plan with: cputrain plan --machine {file}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Limits, catalog, find_machine, read_limits, tree_root, unpacked
+from cputrain.affinity.topology import Limits, find_machine, read_limits, tarball, tree_root, unpacked
 from tests.support.machines import build_machine, write_sysfs
 
 NOTHING = Limits(pus=None, nodes=None, cpu_quota=None, memory_bytes=None)
@@ -148,10 +148,10 @@ def packed(path: Path, members: Iterator[tuple[str, int]], **fields: str) -> Pat
 def test_a_tarball_that_unpacks_to_too_much_is_refused(
     members: Iterator[tuple[str, int]], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "MOST_UNPACKED", 32 << 20)
-    monkeypatch.setattr(catalog, "MOST_WRITTEN", 2 << 20)
-    monkeypatch.setattr(catalog, "MOST_MEMBERS", 200)
-    monkeypatch.setattr(catalog, "MOST_FILES", 100)
+    monkeypatch.setattr(tarball, "MOST_UNPACKED", 32 << 20)
+    monkeypatch.setattr(tarball, "MOST_WRITTEN", 2 << 20)
+    monkeypatch.setattr(tarball, "MOST_MEMBERS", 200)
+    monkeypatch.setattr(tarball, "MOST_FILES", 100)
     path = packed(tmp_path / "m.tar.gz", members)
     assert path.stat().st_size < 1 << 18
     with nullcontext() if why is None else pytest.raises(InputError, match=rf"m\.tar\.gz has {why}"), unpacked(path):
@@ -226,7 +226,7 @@ def linked(path: Path, links: dict[str, str], size: int = 1) -> Path:
 @pytest.mark.slow
 def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be written to the disk once more, without a limit."""
-    monkeypatch.setattr(catalog, "MOST_WRITTEN", 2 << 20)
+    monkeypatch.setattr(tarball, "MOST_WRITTEN", 2 << 20)
     path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 1 << 19)
     with pytest.raises(InputError, match="more than 2 MiB of topology files"), unpacked(path):
         pass
