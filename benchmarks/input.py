@@ -26,7 +26,11 @@ from tqdm import tqdm
 from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
 from cputrain.affinity.topology import this_machine
 from cputrain.affinity.views import processor
-from cputrain.bench import (
+from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
+from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
+from cputrain.data.pixels import decode_by_pillow, load
+from cputrain.data.prepare import Options, prepare
+from cputrain.studies.bench import (
     COUNT,
     generated_photos,
     images_per_cpu_s,
@@ -36,10 +40,6 @@ from cputrain.bench import (
     seconds_of,
     without_markers,
 )
-from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
-from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
-from cputrain.data.pixels import decode_by_pillow, load
-from cputrain.data.prepare import Options, prepare
 
 TIMES = 4
 IMAGENET = 1_281_167

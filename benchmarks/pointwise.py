@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from cputrain.bench import interleaved, seconds_of
+from cputrain.studies.bench import interleaved, seconds_of
 from cputrain.kernels.convolution import has_amx, use_products
 from cputrain.models import import_torchvision
 

@@ -18,7 +18,7 @@ from benchmarks.hosts import benchmark_hosts, bits_per_s, lines_of_rank_0
 from cputrain.affinity.terminal import markdown_table
 from cputrain.predict import CONSTANTS, DEFAULT_BUCKETS, Setup, link_of, seconds_at
 from cputrain.recipe import DataSection, ModelSection, Recipe
-from cputrain.simulate import Reference, core_flops_of, layers_of, speed_at
+from cputrain.studies.simulate import Reference, core_flops_of, layers_of, speed_at
 from tests.support.fake_hosts import FakeHosts
 
 REPEATS = 5  # per all-reduce

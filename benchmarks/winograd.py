@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from cputrain.bench import interleaved, seconds_of
+from cputrain.studies.bench import interleaved, seconds_of
 from cputrain.kernels.convolution import ConvolutionKernels, load_convolutions
 
 LAYERS = ((64, 56, 3), (128, 28, 3), (256, 14, 5), (512, 7, 2))

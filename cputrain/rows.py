@@ -1,17 +1,11 @@
-"""Tables as text, CSV, Markdown and JSON, and figures as SVG."""
+"""Tables as text, CSV, Markdown and JSON."""
 
-import io
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 from cputrain.affinity.terminal import align_columns, csv_table, markdown_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,34 +66,3 @@ class Rows:
     def json(self) -> list[dict[str, Any]]:
         """Return each row's values by column name."""
         return [{column.name: column.of(row) for column in self.columns} for row in self.rows]
-
-
-def columns_of(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tuple[Column, ...]:
-    """Return columns for rows that are tuples of values in this order."""
-    return tuple(Column(head, itemgetter(i), text) for i, head in enumerate(heads))
-
-
-def figure(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels: Any) -> str:
-    """Return a figure that `draw` draws as SVG; `labels` are axis settings."""
-    made, axes = subplots(figsize=size)
-    draw(axes)
-    axes.set(**labels)
-    axes.grid(alpha=0.3)
-    if axes.get_legend() is None:
-        axes.legend(fontsize="small")
-    return figure_svg(made)
-
-
-def subplots(*grid: int, figsize: tuple[float, float], **how: Any) -> Any:
-    """Create a matplotlib figure and its axes; importing matplotlib takes a second."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=figsize, layout="constrained")
-    return made, made.subplots(*grid, **how)
-
-
-def figure_svg(figure: "Figure") -> str:
-    """Return a figure as an SVG element for HTML pages."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)

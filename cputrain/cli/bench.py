@@ -16,7 +16,6 @@ from tqdm import tqdm
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import first_named, plural
-from cputrain.bench.figures import Report
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import (
     amount_option,
@@ -32,7 +31,8 @@ from cputrain.cli.words import FullSummaryGroup, complete_recipe
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
-from cputrain.tune import AXES, KEYS, Candidates
+from cputrain.studies.bench.figures import Report
+from cputrain.studies.tune import AXES, KEYS, Candidates
 
 QUICK_REPEATS, REPEATS = 2, 7
 DEFAULT_RECIPE = "imagefolder"
@@ -70,7 +70,7 @@ def model(
     Images are generated unless data.path=DIR is given; results with other images are not saved. The limits are the
     speeds of oneDNN's convolutions and matrix products in each precision that the processor has instructions for.
     """
-    from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions, trace_json
+    from cputrain.studies.bench.model import Spec, measure_model, model_records, model_report, precisions, trace_json
 
     step_count = steps or (2 if quick else 10)
     spec = Spec(
@@ -96,7 +96,7 @@ def model(
 @quick_option
 def memory(repeats: int | None, quick: bool, output_format: str) -> None:
     """Measure the bandwidth of each NUMA node by number of threads, counted as STREAM does: copy and triad."""
-    from cputrain.bench.limits import bench_memory
+    from cputrain.studies.bench.limits import bench_memory
 
     report, records = bench_memory(this_machine(), repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
@@ -113,7 +113,7 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
 
     The JPEGs come from FOLDER, at most 200, or are generated with ImageNet's mean size.
     """
-    from cputrain.bench.limits import bench_decoding
+    from cputrain.studies.bench.limits import bench_decoding
 
     env = os.environ
     report, records = bench_decoding(this_machine(), folder, env, repeats=_repeats(repeats, quick), quick=quick)
@@ -131,7 +131,7 @@ def comm(repeats: int | None, quick: bool, output_format: str) -> None:
     GB/s are bus bandwidth: the bytes that each rank sends. alpha and bandwidth are fitted to the medians. If a launcher
     supports both of oneCCL's transports, MPI and libfabric, the ranks of one host use the faster one from then on.
     """
-    from cputrain.bench.limits import bench_all_reduce
+    from cputrain.studies.bench.limits import bench_all_reduce
 
     env = os.environ
     report, records = bench_all_reduce(this_machine(), env, repeats=_repeats(repeats, quick), quick=quick)
@@ -158,7 +158,7 @@ def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bo
         return
     if step is not None:
         raise InputError("--step selects the norms of a RUN: give its folder")
-    from cputrain.bench.limits import bench_optimizer
+    from cputrain.studies.bench.limits import bench_optimizer
 
     _show(bench_optimizer(this_machine(), repeats=_repeats(repeats, quick), quick=quick), output_format)
 
@@ -170,7 +170,7 @@ def _repeats(requested: int | None, quick: bool) -> int:
 def _show(report: Report, output_format: str) -> None:
     """Print a report."""
     from cputrain.affinity.planner.records import current_versions, machine_name
-    from cputrain.bench.figures import report_json, report_svg, report_text
+    from cputrain.studies.bench.figures import report_json, report_svg, report_text
 
     if output_format == "json":
         click.echo(report_json(report, machine=machine_name(this_machine()), versions=current_versions()))
@@ -269,8 +269,8 @@ def tune_command(
     sets these keys. Finally other local batches and precisions are tried with that plan; as they change what is
     trained, they are only reported. Run nothing else on the host meanwhile.
     """
-    from cputrain import tune
     from cputrain.measurements import keep
+    from cputrain.studies import tune
 
     varied = tuple(axes.split(","))
     if unknown := [axis for axis in varied if axis not in AXES]:

@@ -193,7 +193,7 @@ def _show(
         lines.append(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
     if recipe is not None and derived is not None:
         from cputrain.cli.recipes import precision_lines
-        from cputrain.simulate.output import predicted
+        from cputrain.studies.simulate.output import predicted
 
         lines += [f"\n{derived}", *predicted(recipe, cluster.groups[0].plan, options, env)]
         lines += precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ()

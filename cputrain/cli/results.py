@@ -51,7 +51,7 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
 
         click.echo(write_report(runs[0], output))
         return
-    from cputrain.sweep.comparison import write_comparison  # slow to import, only needed for several runs
+    from cputrain.studies.sweep.comparison import write_comparison  # slow to import, only needed for several runs
 
     sweep = runs[0] if len(runs) == 1 else None
     folders = found if sweep else _folders_of(runs)
@@ -80,7 +80,7 @@ def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
 def _runs_in(folder: Path) -> tuple[Path, ...]:
     """Return the runs inside a folder that is not a run itself."""
     from cputrain.report.run import contains_run
-    from cputrain.sweep.comparison import runs_in
+    from cputrain.studies.sweep.comparison import runs_in
 
     return () if contains_run(folder) else runs_in(folder)
 

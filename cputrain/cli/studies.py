@@ -32,7 +32,7 @@ from cputrain.predict.assumptions import LINKED, link_of, published_runs, runs_o
 from cputrain.predict.collectives import ALGORITHMS
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.reproduce import (
+from cputrain.studies.reproduce import (
     DOCUMENTS,
     LARGE_BATCH_PICTURE,
     large_batch_table,
@@ -42,12 +42,12 @@ from cputrain.reproduce import (
     tables_markdown,
     tables_text,
 )
-from cputrain.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
-from cputrain.simulate.setup import find, trace_unknown, unreadable
-from cputrain.sweep.find_batch import CSV as BATCH_CSV
-from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
-from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
-from cputrain.sweep.results import (
+from cputrain.studies.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
+from cputrain.studies.simulate.setup import find, trace_unknown, unreadable
+from cputrain.studies.sweep.find_batch import CSV as BATCH_CSV
+from cputrain.studies.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
+from cputrain.studies.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
+from cputrain.studies.sweep.results import (
     CSV,
     FEWEST,
     MARKDOWN,
@@ -61,7 +61,7 @@ from cputrain.sweep.results import (
     table,
     write_results,
 )
-from cputrain.sweep.trainings import (
+from cputrain.studies.sweep.trainings import (
     DOES_NOT_FIT,
     DONE,
     INVALID,
@@ -455,12 +455,12 @@ def _check_best(watts: float | None, output_format: str, *, explained: bool) -> 
 
 
 def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *, explained: bool) -> None:
-    from cputrain.simulate.output import assumptions_text, rows_json, rows_text
+    from cputrain.studies.simulate.output import assumptions_text, rows_json, rows_text
 
     if output_format == "json":
         click.echo(rows_json(scenario, rows))
     elif output_format == "svg":
-        from cputrain.simulate.output import scaling_svg  # matplotlib, only needed for pictures
+        from cputrain.studies.simulate.output import scaling_svg  # matplotlib, only needed for pictures
 
         click.echo(scaling_svg(scenario, rows))
     else:
@@ -530,8 +530,8 @@ def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tup
 
 
 def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
-    from cputrain.simulate.output import candidates_json, candidates_text
-    from cputrain.simulate.predict import best_plan
+    from cputrain.studies.simulate.output import candidates_json, candidates_text
+    from cputrain.studies.simulate.predict import best_plan
 
     found = best_plan(scenario, hosts, batch_limit)
     if output_format == "json":
@@ -542,8 +542,8 @@ def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_f
 
 
 def _show_timeline(scenario: Scenario, hosts: int) -> None:
-    from cputrain.simulate.output import timeline_svg
-    from cputrain.simulate.predict import model_of, scenario_setup
+    from cputrain.studies.simulate.output import timeline_svg
+    from cputrain.studies.simulate.predict import model_of, scenario_setup
 
     setup = scenario_setup(scenario, hosts)
     click.echo(timeline_svg(scenario, setup, model_of(scenario).step(setup)))

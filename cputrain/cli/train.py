@@ -269,7 +269,7 @@ def find_lr_command(
     if rank is not None:
         context = bind_rank(training, rank, env, check=not no_verify, shown=output_format != "json")
         context.startup.phase("importing PyTorch")
-        from cputrain.rate_finder import find_rate  # torch: after the binding is read back
+        from cputrain.studies.rate_finder import find_rate  # torch: after the binding is read back
 
         ends = {"low": low, "high": high}
         as_json = output_format == "json"

@@ -19,7 +19,9 @@ from torch import nn
 from benchmarks.input import main as bench_decoders
 from cputrain.affinity.topology import NumaNode, this_machine
 from cputrain.affinity.views import processor
-from cputrain.bench import (
+from cputrain.cli import main
+from cputrain.models import ConvolutionShape
+from cputrain.studies.bench import (
     HEIGHT,
     WIDTH,
     Figure,
@@ -36,11 +38,10 @@ from cputrain.bench import (
     thread_counts,
     trace_json,
 )
-from cputrain.cli import main
 from cputrain.kernels.convolution import ConvolutionShape
 from cputrain.kernels.measure import shape_key
 from cputrain.kernels.plan import MIN_SPEEDUP
-from cputrain.simulate import LayerSeconds
+from cputrain.studies.simulate import LayerSeconds
 from tests.cputrain.test_decode import NEEDS_TURBO
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused

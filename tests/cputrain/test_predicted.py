@@ -37,7 +37,7 @@ from cputrain.predict import (
     published_runs,
     setup_of_plan,
 )
-from cputrain.simulate import core_flops_of, published_reference
+from cputrain.studies.simulate import core_flops_of, published_reference
 
 MACHINES = Path(__file__).parents[1] / "machines"
 checked_plan = partial(plan_machine, compare=compare_plan)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from cputrain.cli import main
-from cputrain.reproduce import DOCUMENTS, Experiment, published_tables
+from cputrain.studies.reproduce import DOCUMENTS, Experiment, published_tables
 
 FOUND = list(published_tables(DOCUMENTS))
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from cputrain.tune import Race, Ratio, run_race
+from cputrain.studies.tune import Race, Ratio, run_race
 
 CANDIDATES = 200
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.rate_finder import SMOOTHING, RangeTest, range_test_svg, rate_at, suggest
+from cputrain.studies.rate_finder import SMOOTHING, RangeTest, range_test_svg, rate_at, suggest
 from tests.support.forked import in_fork
 from tests.support.images import write_images
 

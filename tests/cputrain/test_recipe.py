@@ -22,7 +22,7 @@ from cputrain.recipe import (
     recipe_names,
     with_absolute_paths,
 )
-from cputrain.sweep import variants
+from cputrain.studies.sweep import variants
 
 
 def refusal(tmp_path: Path, text: str, *settings: str) -> str:

@@ -40,7 +40,14 @@ from cputrain.predict import (
     work_of,
 )
 from cputrain.recipe import load_recipe
-from cputrain.simulate import Scenario, checkpoints_saved, core_flops_of, images_per_s_of, published_reference, speed_at
+from cputrain.studies.simulate import (
+    Scenario,
+    checkpoints_saved,
+    core_flops_of,
+    images_per_s_of,
+    published_reference,
+    speed_at,
+)
 
 COVERED = (pytest.mark.long, pytest.mark.nightly)
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")

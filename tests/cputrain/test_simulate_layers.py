@@ -23,7 +23,7 @@ from cputrain.predict import (
     weight_tensors,
 )
 from cputrain.recipe import OWN_NETWORKS, DataSection, ModelSection, Recipe, workload_of
-from cputrain.simulate import layers_of, trace_unknown
+from cputrain.studies.simulate import layers_of, trace_unknown
 from tools.network_table import all_names, differences, main
 
 needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")

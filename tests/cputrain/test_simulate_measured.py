@@ -14,7 +14,7 @@ from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
 from cputrain.predict import CONSTANTS, Layer, link_of
 from cputrain.recipe import load_recipe
-from cputrain.simulate import (
+from cputrain.studies.simulate import (
     LayerSeconds,
     MeasuredTraining,
     Measurement,

@@ -15,9 +15,9 @@ from cputrain.affinity.wording import GIB
 from cputrain.cli.output import parse_clock
 from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit, describe_exit
 from cputrain.recipe import SweepSection
-from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
 from cputrain.runs import elapsed
-from cputrain.sweep import (
+from cputrain.studies.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
+from cputrain.studies.sweep import (
     RunResult,
     TrainingSetup,
     Variant,

@@ -12,7 +12,7 @@ from cputrain.data.formats import DatasetSummary
 from cputrain.launch import PlannedTraining, request_of
 from cputrain.measurements import keep
 from cputrain.recipe import derive, load_recipe
-from cputrain.tune import (
+from cputrain.studies.tune import (
     Choices,
     PlanCandidate,
     Race,

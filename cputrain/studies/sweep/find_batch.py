@@ -26,7 +26,7 @@ from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import make_folder
-from cputrain.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
+from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.wording import plural
 from cputrain.files import write_text
-from cputrain.rows import Column, Rows, figure_svg, subplots
+from cputrain.rows import Column, Rows
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.sweep.trainings import (
+from cputrain.studies.svg import figure_svg, subplots
+from cputrain.studies.sweep.trainings import (
     DONE,
     IMAGES,
     SEED,

@@ -46,7 +46,14 @@ from cputrain.recipe.schema import (
     Recipe,
 )
 from cputrain.recipe.workload import state_copies
-from cputrain.simulate.setup import MeasuredTraining, Measurement, layers_of, reuse_slowness, set_slowness, setup_of
+from cputrain.studies.simulate.setup import (
+    MeasuredTraining,
+    Measurement,
+    layers_of,
+    reuse_slowness,
+    set_slowness,
+    setup_of,
+)
 
 MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
 NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link

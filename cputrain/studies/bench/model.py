@@ -12,7 +12,6 @@ from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.wording import plural, spread
-from cputrain.bench.figures import Figure, Report, Table, figure_of
 from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.rank_process import run_on_ranks
@@ -21,7 +20,8 @@ from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.recipe.workload import layer_sizes
 from cputrain.runs.folder import make_folder
-from cputrain.simulate.setup import LayerSeconds, Measurement, setup_of, training_record
+from cputrain.studies.bench.figures import Figure, Report, Table, figure_of
+from cputrain.studies.simulate.setup import LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Parts of a step, in order; "other" is the time between them."""
@@ -54,7 +54,7 @@ def measure_training(
     folder = planned.recipe.folder
     make_folder(planned.recipe, overwrite=True)
     asked = {"recipe": str(folder / RECIPE), "spec": asdict(spec)}
-    return run_on_ranks(planned.plan, "cputrain.bench.recorder:measure", asked, folder, env, what=what)
+    return run_on_ranks(planned.plan, "cputrain.studies.bench.recorder:measure", asked, folder, env, what=what)
 
 
 GIGA = 1e9

@@ -26,7 +26,6 @@ from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.planner.rules import CORES_TO_SPARE_ONE
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import plural
-from cputrain.bench.model import Spec, measure_training, precisions, steps_alone
 from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.measurements import new_record
 from cputrain.native_build import compiler
@@ -34,6 +33,7 @@ from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.rows import Column, Rows
+from cputrain.studies.bench.model import Spec, measure_training, precisions, steps_alone
 from cputrain.training.ipex import has_ipex
 
 CHANGING = ("batch", "precision")  # axes that change what is trained

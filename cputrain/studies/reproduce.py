@@ -20,9 +20,10 @@ from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Positive, Recipe, Section, SweepSection
-from cputrain.rows import Column, Rows, figure
-from cputrain.sweep.results import spread, write_results
-from cputrain.sweep.trainings import SEED, RunResult, Variant, clock, train_all, variants
+from cputrain.rows import Column, Rows
+from cputrain.studies.svg import figure
+from cputrain.studies.sweep.results import spread, write_results
+from cputrain.studies.sweep.trainings import SEED, RunResult, Variant, clock, train_all, variants
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,11 +4,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cputrain.affinity.wording import plural
 from cputrain.measurements import spread_of
-from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
+from cputrain.rows import Column, Rows
+from cputrain.studies.svg import figure_svg, subplots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +121,12 @@ def _table_text(table: Table) -> str:
     kept = table.rows if table.shown is None else table.rows[: table.shown]
     rest = len(table.rows) - len(kept)
     more = f"\n({rest} more: --format json)" if rest else ""
-    return f"{table.title}\n{Rows(columns_of(table.head, _cell), kept).text()}{more}"
+    return f"{table.title}\n{Rows(_columns(table.head, _cell), kept).text()}{more}"
+
+
+def _columns(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tuple[Column, ...]:
+    """Return columns for rows that are tuples of values in this order."""
+    return tuple(Column(head, itemgetter(i), text) for i, head in enumerate(heads))
 
 
 def _cell(value: str | float) -> str:
@@ -138,7 +145,7 @@ def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str
         "machine": machine,
         "versions": list(versions),
         "figures": list(map(asdict, report.figures)),
-        "tables": {table.title: Rows(columns_of(table.head), table.rows).json() for table in report.tables},
+        "tables": {table.title: Rows(_columns(table.head), table.rows).json() for table in report.tables},
         "notes": [*report.notes, *noise_note(report.figures)],
     }
     return json.dumps(values, indent=1)

@@ -16,8 +16,8 @@ from cputrain.predict.layers import NOT_MEASURED
 from cputrain.predict.step_time import Setup, Step
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.workload import layer_sizes
-from cputrain.rows import Column, Rows, figure, figure_svg, subplots
-from cputrain.simulate.predict import (
+from cputrain.rows import Column, Rows
+from cputrain.studies.simulate.predict import (
     Candidate,
     Row,
     Scenario,
@@ -26,7 +26,8 @@ from cputrain.simulate.predict import (
     reference_of,
     rows_of,
 )
-from cputrain.simulate.setup import MeasuredTraining, find, layers_of, reuse_slowness, unreadable
+from cputrain.studies.simulate.setup import MeasuredTraining, find, layers_of, reuse_slowness, unreadable
+from cputrain.studies.svg import figure, figure_svg, subplots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,6 @@ from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import plural
-from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
 from cputrain.comm.group import end_group, start_group, timed_rounds
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
 from cputrain.data.pixels import (
@@ -55,6 +54,7 @@ from cputrain.predict.next_best import compare_plan
 from cputrain.predict.step_time import passes_over_weights
 from cputrain.recipe.schema import ModelSection, OptimSection
 from cputrain.recipe.workload import COPIES, TAKE_NORMS
+from cputrain.studies.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes

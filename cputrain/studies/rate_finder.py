@@ -18,7 +18,7 @@ from cputrain.files import write_text
 from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
-from cputrain.rows import figure
+from cputrain.studies.svg import figure
 from cputrain.training.entry import build_state
 from cputrain.training.session import endless_batches, start_session
 from cputrain.training.step import StepSettings, train_step

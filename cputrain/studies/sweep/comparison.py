@@ -29,8 +29,8 @@ from cputrain.report.run import Run, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import describe_value, values_by_key
-from cputrain.sweep.results import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
-from cputrain.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in, setup_of
+from cputrain.studies.sweep.results import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
+from cputrain.studies.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in, setup_of
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
 

@@ -19,8 +19,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import functional
 
-from cputrain.bench.figures import seconds_of
-from cputrain.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.comm.group import end_group
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.data.loader import Batch
@@ -28,6 +26,8 @@ from cputrain.kernels.evidence import measuring
 from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import step_lr
 from cputrain.recipe.loading import load_recipe
+from cputrain.studies.bench.figures import seconds_of
+from cputrain.studies.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.training.entry import build_state
 from cputrain.training.session import Session, endless_batches, start_session, with_measured_engine
 from cputrain.training.state import TrainState
