@@ -1,5 +1,4 @@
-"""Networks: networks.py builds a recipe's network, weights.py loads weights into it.
-"""
+"""Networks: networks.py builds a recipe's network, weights.py loads weights into it."""
 
 from cputrain.affinity.lazy import front
 

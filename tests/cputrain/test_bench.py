@@ -20,7 +20,9 @@ from benchmarks.input import main as bench_decoders
 from cputrain.affinity.topology import NumaNode, this_machine
 from cputrain.affinity.views import processor
 from cputrain.cli import main
-from cputrain.models import ConvolutionShape
+from cputrain.kernels.convolution import ConvolutionShape
+from cputrain.kernels.measure import shape_key
+from cputrain.kernels.plan import MIN_SPEEDUP
 from cputrain.studies.bench import (
     HEIGHT,
     WIDTH,
@@ -38,9 +40,6 @@ from cputrain.studies.bench import (
     thread_counts,
     trace_json,
 )
-from cputrain.kernels.convolution import ConvolutionShape
-from cputrain.kernels.measure import shape_key
-from cputrain.kernels.plan import MIN_SPEEDUP
 from cputrain.studies.simulate import LayerSeconds
 from tests.cputrain.test_decode import NEEDS_TURBO
 from tests.support.ccl_jobs import unmeasured_cache
