@@ -193,6 +193,6 @@ def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
         first = blocks[0]
         if section.resnet_version == "v1":
             first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
-        zeroed = {"none": [], "last_of_stage": blocks[-1:]}.get(section.zero_gamma, blocks)
+        zeroed = {"none": [], "last_of_stage": blocks[-1:]}.get(section.zeroed_gamma, blocks)
         for block in zeroed:
             nn.init.zeros_((block.bn3 if hasattr(block, "bn3") else block.bn2).weight)

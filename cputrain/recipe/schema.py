@@ -244,6 +244,13 @@ class ModelSection(Section):
     """Name of the last frozen layer, as in layer3 or layer4.0. All layers up to and including it keep their initial
     weights; null: all layers are trained."""
 
+    @property
+    def zeroed_gamma(self) -> str:
+        """The meaning of `zero_gamma` for this network."""
+        if self.zero_gamma != "auto":
+            return self.zero_gamma
+        return "last_of_block" if self.name in RESNETS else "none"
+
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:

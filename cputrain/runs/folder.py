@@ -190,6 +190,8 @@ Differences = dict[str, tuple[Any, Any]]
 def differences(old: Recipe, new: Recipe) -> Differences:
     """Return the keys in which two recipes differ, comparing absolute paths and ignoring `output`."""
     a, b = values_by_key(old), values_by_key(new)
+    if old.model.zeroed_gamma == new.model.zeroed_gamma:  # "auto" is another word for what it means
+        a["model.zero_gamma"] = b["model.zero_gamma"]
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 

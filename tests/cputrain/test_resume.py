@@ -234,6 +234,8 @@ def test_paths_are_compared_as_what_they_name(tmp_path: Path, monkeypatch: pytes
         ((), ("plan.ppn=1", "engine=compile", "max_steps=3", "evaluate.batch=5", "checkpoint.keep=9"), set()),
         ((), ("phases=[{from_epoch: 1, crop: 64}]",), {"phases"}),
         ((), ("seed=2", "data.path=staged", "on_nan=skip"), {"seed"}),
+        (("model.zero_gamma=last_of_block",), ("model.zero_gamma=auto",), set()),
+        (("model.zero_gamma=none",), ("model.zero_gamma=auto",), {"model.zero_gamma"}),
     ],
 )
 def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: tuple[str, ...], changes: set) -> None:

@@ -164,7 +164,7 @@ def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.7" in ran.stdout
     none = here("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
-    assert "lenet at 512 x 512 with 1 images per step needs 6.58 GiB; --memory leaves " in refused(none)
+    assert "lenet at 512 x 512 with 1 image per step needs 6.58 GiB; --memory leaves " in refused(none)
 
 
 @pytest.fixture
