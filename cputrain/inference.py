@@ -26,7 +26,7 @@ from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
-from cputrain.kernels.convolution import use_winograd
+from cputrain.kernels.plan import WINOGRAD, Gain, plan_kernels
 from cputrain.manifest import NetworkRecord, first_error, read_manifest
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
@@ -39,7 +39,8 @@ from cputrain.training.engine import (
     evaluation_network,
     network_input,
     prepare_model,
-    winograd_kernels,
+    target_for,
+    with_winograd,
 )
 from cputrain.training.saving import load_eval_model
 
@@ -85,15 +86,16 @@ def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
     """
     network, record, recipe, step = load_network(checkpoint)
     engine = choose_engine("auto", recipe.precision, env)  # the training's engine may not be available here
-    prepare_model(network, engine, recipe.precision)
-    try:
-        kernels = winograd_kernels(recipe.model.winograd, engine, recipe.precision, env)
-    except (InputError, RunError) as error:
-        logger.warning("cputrain: convolutions stay direct: %s", error)
-        kernels = None
-    if kernels is not None:
-        for name in read_manifest(checkpoint).training.winograd or ():
-            use_winograd(network.get_submodule(name), kernels)
+    stored = read_manifest(checkpoint).training.winograd
+    if stored:
+        engine = with_winograd(engine, recipe.model.winograd, recipe.precision, env)
+    plan = None
+    if engine.kernels is not None:
+        if stored and (why := engine.kernels.missing.get(WINOGRAD)):
+            logger.warning("cputrain: convolutions stay direct: %s", why)
+        gains: dict[str, Gain] = dict.fromkeys(stored or (), (None, "as in training"))
+        plan = plan_kernels(network, target_for(recipe.precision), gains, engine.kernels.missing)
+    prepare_model(network, engine, recipe.precision, plan)
     network.eval()
     return Classifier(
         checkpoint=checkpoint,

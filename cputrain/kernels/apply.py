@@ -54,24 +54,29 @@ class LoadedKernels:
 
     norms: Kernels | None
     convolutions: ConvolutionKernels | None
-    missing: Mapping[str, str]
+    errors: Mapping[str, InputError | RunError]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The reasons as text."""
+        return {name: str(error) for name, error in self.errors.items()}
 
 
 def load_for(target: Target, env: Mapping[str, str], *, winograd: bool) -> LoadedKernels:
     """Load the kernels that a plan for this target may use, compiling them if necessary."""
-    missing: dict[str, str] = {}
+    errors: dict[str, InputError | RunError] = {}
     norms = convolutions = None
     try:
         norms = checked(load(env))
     except (InputError, RunError) as error:
-        missing |= dict.fromkeys((BATCHNORM, FUSED), str(error))
+        errors |= dict.fromkeys((BATCHNORM, FUSED), error)
     amx = "AMX" in target.instructions
     if winograd or (target.is_bf16 and not amx and "AVX512_BF16" in target.instructions):
         try:
             convolutions = load_convolutions(env)
         except (InputError, RunError) as error:
-            missing |= dict.fromkeys((WINOGRAD, WEIGHT_GRADIENT), str(error))
-    return LoadedKernels(norms=norms, convolutions=convolutions, missing=missing)
+            errors |= dict.fromkeys((WINOGRAD, WEIGHT_GRADIENT), error)
+    return LoadedKernels(norms=norms, convolutions=convolutions, errors=errors)
 
 
 def convolutions_channels_last(network: nn.Module) -> None:
@@ -216,7 +221,7 @@ def _planned(
     gain = rule(target, images)
     if choose == "measure" and loaded.convolutions is not None and shapes:
         gain = measured(set(shapes.values()), images, target, loaded.convolutions, env)
-    return plan_kernels(model, target, shapes, gain, loaded.missing)
+    return plan_kernels(model, target, {name: gain(shape) for name, shape in shapes.items()}, loaded.missing)
 
 
 def fuse_optimizer(optimizer: Optimizer) -> bool:

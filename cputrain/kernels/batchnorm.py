@@ -436,7 +436,7 @@ def checked(kernels: Kernels) -> Kernels:
     """
     if wrong := _difference(kernels):
         raise RunError(
-            f"native kernels: those of batch-norm give wrong results ({wrong}): remove {kernels.path.parent} and set "
+            f"native kernels: the batch-norm kernels give wrong results ({wrong}): remove {kernels.path.parent} and set "
             "CXX to another compiler, or use torch's layers"
         )
     return kernels

@@ -1,6 +1,6 @@
 """Measured speedups of convolution kernels, kept for the next start on this host."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def measured(
     target: Target,
     kernels: ConvolutionKernels,
     env: Mapping[str, str],
-) -> Gain:
+) -> Callable[[ConvolutionShape], Gain]:
     """Return the speedup of Winograd's algorithm for each shape: kept on rank 0's host, or measured now.
 
     In a process group, all ranks must call this; shapes that rank 0's host does not know are measured on all ranks at
@@ -58,7 +58,7 @@ def measured(
         with suppress(RunError):  # without a writable cache, the next start measures again
             keep(new_record(machine, RECORD, name, gains, command="cputrain train"), env)
 
-    def gain(shape: ConvolutionShape) -> tuple[float, str]:
+    def gain(shape: ConvolutionShape) -> Gain:
         return gains[shape_key(shape, images)], "measured on this host"
 
     return gain

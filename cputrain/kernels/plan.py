@@ -99,6 +99,10 @@ class KernelPlan:
         except (KeyError, TypeError) as error:
             raise InputError(f"not a kernel plan: {error}") from None
 
+    def speedups(self, kernel: str) -> dict[str, float | None]:
+        """Return the measured speedups of the layers that get this kernel, by name; None by a rule."""
+        return {each.layer: each.speedup for each in self.replaced if each.kernel == kernel}
+
     def layers(self, kernel: str) -> tuple[str, ...]:
         """Return the names of the layers that get this kernel."""
         return tuple(each.layer for each in self.replaced if each.kernel == kernel)
@@ -121,21 +125,20 @@ def _kind(choice: Choice) -> tuple[str, str]:
     return choice.kernel, choice.why
 
 
-Gain = Callable[[ConvolutionShape], tuple[float | None, str]]
-"""Returns the measured speedup of Winograd's algorithm for a shape, None if it follows from a rule, which then says no
-with 0, and why."""
+Gain = tuple[float | None, str]
+"""Speedup of a kernel over torch's, and why: measured, or None if a rule says yes and 0 if it says no."""
 
 MIN_SPEEDUP = 1.05
 """Smallest speedup that is worth the larger rounding error of Winograd's algorithm."""
 
 
 def plan_kernels(
-    network: nn.Module, target: Target, shapes: Mapping[str, ConvolutionShape], gain: Gain, missing: Mapping[str, str]
+    network: nn.Module, target: Target, winograd: Mapping[str, Gain], missing: Mapping[str, str]
 ) -> KernelPlan:
     """Plan the kernels of a network; it is not changed.
 
-    `shapes` are those of the layers that Winograd's algorithm supports, if it is wanted, and `gain` its speedup for
-    each. `missing` names kernels that cannot be used here, with the reason.
+    `winograd` has the gains of Winograd's algorithm by layer, if it is wanted. `missing` names kernels that cannot be
+    used here, with the reason.
     """
     replaced: list[Choice] = []
     kept: list[Choice] = []
@@ -153,8 +156,8 @@ def plan_kernels(
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.BatchNorm2d):
             choose(name, BATCHNORM, "", f"no kernel for {type(layer).__name__}")
-        elif isinstance(layer, nn.Conv2d) and not isinstance(layer, Native) and (shapes or target.is_bf16):
-            _choose_convolution(name, layer, target, shapes, gain, choose)
+        elif isinstance(layer, nn.Conv2d) and not isinstance(layer, Native) and (winograd or target.is_bf16):
+            _choose_convolution(name, layer, target, winograd, choose)
     return KernelPlan(target=target, replaced=tuple(replaced), kept=tuple(kept))
 
 
@@ -167,13 +170,12 @@ def _choose_convolution(
     name: str,
     layer: nn.Conv2d,
     target: Target,
-    shapes: Mapping[str, ConvolutionShape],
-    gain: Gain,
+    winograd: Mapping[str, Gain],
     choose: Callable[..., None],
 ) -> None:
     own = departure(layer) if type(layer) is nn.Conv2d else f"{type(layer).__name__}, not torch's Conv2d"
     amx = target.is_bf16 and "AMX" in target.instructions
-    speedup, why = gain(shapes[name]) if name in shapes and covers(layer) and not amx else (0.0, "")
+    speedup, why = winograd[name] if name in winograd and covers(layer) and not amx else (0.0, "")
     if speedup is None or speedup >= MIN_SPEEDUP:
         choose(name, WINOGRAD, why, speedup=speedup)
     elif amx and supports_products(layer):
@@ -184,10 +186,10 @@ def _choose_convolution(
         choose(name, CONVOLUTION, "", own or why, speedup or None)
 
 
-def rule(target: Target, images: int) -> Gain:
+def rule(target: Target, images: int) -> Callable[[ConvolutionShape], Gain]:
     """Return the rule for Winograd's algorithm on this target, from measurements (docs/benchmarks.md)."""
 
-    def gain(shape: ConvolutionShape) -> tuple[float | None, str]:
+    def gain(shape: ConvolutionShape) -> Gain:
         tiles = images * math.ceil(shape.height / 4) * math.ceil(shape.width / 4)
         if target.is_bf16:
             return 0.0, "in bfloat16 it gains little"

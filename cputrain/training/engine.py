@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,17 +16,10 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
-from cputrain.kernels.apply import convolutions_channels_last
-from cputrain.kernels.batchnorm import Kernels, checked, load
-from cputrain.kernels.convolution import (
-    ConvolutionKernels,
-    has_amx,
-    load_convolutions,
-    use_direct_gradients,
-    use_products,
-)
+from cputrain.kernels.apply import LoadedKernels, apply_plan, convolutions_channels_last, load_for
+from cputrain.kernels.convolution import has_amx
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
-from cputrain.kernels.rewriting import fuse_batchnorms
+from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, KernelPlan, Target, plan_kernels
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)
@@ -39,15 +32,11 @@ PASSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels.
-
-    `gradients` are the kernels for weight gradients in bf16, if the CPU has instructions for them and no AMX.
-    """
+    """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels."""
 
     name: str
     why: str
-    kernels: Kernels | None = None
-    gradients: ConvolutionKernels | None = None
+    kernels: LoadedKernels | None = None
 
 
 def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
@@ -67,25 +56,21 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name="ipex", why=f"engine=ipex, {ipex.PACKAGE} {ipex.check_ipex()}")
     if precision == "float64":
         return Engine(name="eager", why="precision=float64, which the native kernels do not support")
-    try:
-        kernels = checked(load(env))
-    except (InputError, RunError) as error:
-        why = str(error).removeprefix("native kernels: ")
+    kernels = load_for(target_for(precision), env, winograd=False)
+    if kernels.norms is None:
+        why = kernels.missing[BATCHNORM].removeprefix("native kernels: ")
         if requested == "native":
             why = why.replace("use torch's layers", "set engine=eager")
-            raise type(error)(f"engine=native: {why}") from None
+            raise type(kernels.errors[BATCHNORM])(f"engine=native: {why}")
         return Engine(name="eager", why=why)
-    gradients = _gradient_kernels(env) if precision == "bf16" and not has_amx() else None
-    return Engine(name="native", why=str(kernels.path), kernels=kernels, gradients=gradients)
+    if WEIGHT_GRADIENT in kernels.missing:
+        logger.warning("cputrain: weight gradients are computed by torch: %s", kernels.missing[WEIGHT_GRADIENT])
+    return Engine(name="native", why=str(kernels.norms.path), kernels=kernels)
 
 
-def _gradient_kernels(env: Mapping[str, str]) -> ConvolutionKernels | None:
-    try:
-        kernels = load_convolutions(env)
-    except (InputError, RunError) as error:
-        logger.warning("cputrain: weight gradients are computed by torch: %s", error)
-        return None
-    return kernels if kernels.multiplies_bf16 else None
+def target_for(precision: str) -> Target:
+    """Return what kernels are chosen for with precision=`precision`."""
+    return Target.here(torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 def _check_compile(env: Mapping[str, str]) -> None:
@@ -108,17 +93,15 @@ def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
     return own
 
 
-def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """Convert weights to the precision, those of convolutions to channels-last, which oneDNN needs, and fuse layers or
-    set up compilation."""
+def prepare_model(model: nn.Module, engine: Engine, precision: str, plan: KernelPlan | None = None) -> nn.Module:
+    """Convert weights to the precision, those of convolutions to channels-last, which oneDNN needs, and apply a plan of
+    its kernels, by default without Winograd's algorithm, or set up compilation."""
     convert_weights(model, precision)
     convolutions_channels_last(model)
     if engine.kernels is not None:
-        fuse_batchnorms(model, engine.kernels)
-        if precision == "bf16" and has_amx():
-            use_products(model)
-    if engine.gradients is not None:
-        use_direct_gradients(model, engine.gradients)
+        apply_plan(
+            model, plan or plan_kernels(model, target_for(precision), {}, engine.kernels.missing), engine.kernels
+        )
     if engine.name == "compile":
         model.compile()
     return model
@@ -135,14 +118,12 @@ def convert_weights(model: nn.Module, precision: str) -> None:
     model.to(dtype=DTYPES[precision])
 
 
-def winograd_kernels(
-    requested: str, engine: Engine, precision: str, env: Mapping[str, str]
-) -> ConvolutionKernels | None:
-    """Return the kernels for model.winograd=`requested`, or None if it is off, the engine is not native, or the
-    precision is bf16 on AMX, whose matrix products are faster. Raises InputError or RunError if they cannot be used."""
-    if requested == "off" or engine.kernels is None or (precision == "bf16" and has_amx()):
-        return None
-    return load_convolutions(env)
+def with_winograd(engine: Engine, requested: str, precision: str, env: Mapping[str, str]) -> Engine:
+    """Return the engine with the kernels for model.winograd=`requested`, if it is native; not in bf16 on AMX, whose
+    matrix products are faster."""
+    if engine.kernels is None or requested == "off" or (precision == "bf16" and has_amx()):
+        return engine
+    return replace(engine, kernels=load_for(target_for(precision), env, winograd=True))
 
 
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:

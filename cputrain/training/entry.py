@@ -85,7 +85,7 @@ from cputrain.training.saving import (
     rename_damaged,
     restore,
 )
-from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
+from cputrain.training.session import Session, plan_network, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
 from cputrain.training.state import Learner, TrainState, make_dense, make_train_state
 from cputrain.training.step import Loss, Task, TrainResult, UserTask
@@ -160,13 +160,13 @@ def build_state(
             notes.append(f"{path.name} expects images normalized by 0.5, as by transform_input: set {settings}")
     if loaded is None and (note := inputs_note(network, recipe.model.name, recipe.data)):
         notes.append(note)
-    prepare_model(network, session.engine, recipe.precision)
+    stored = loaded.manifest.training.winograd if loaded else None
+    engine, plan, winograd = plan_network(session, network, session.mean_local_batch, stored)
+    prepare_model(network, engine, recipe.precision, plan)
     if session.engine.kernels is not None and (left := left_to_torch(network)):
         notes.append(left)
     learner = Learner(network, task.losses, recipe.precision, task.loss_module)
     check_learner(learner)
-    stored = loaded.manifest.training.winograd if loaded else None
-    winograd = choose_winograd(session, network, session.mean_local_batch, stored)
     if winograd:
         notes.append(f"convolutions by Winograd's algorithm: {plural(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim, task.loss_module)

@@ -33,10 +33,10 @@ from cputrain.training.log import EvaluationProgress
 from cputrain.training.saving import load_eval_model
 from cputrain.training.session import (
     Session,
-    choose_winograd,
     evaluation_batch,
     evaluation_batches,
     evaluation_shares,
+    plan_network,
     start_session,
 )
 from cputrain.training.step import Accuracy, count_correct
@@ -156,8 +156,9 @@ def eval_rank(
     session = start_session(context, recipe, splits=("val",))
     context.startup.done()
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
-    prepare_model(network, session.engine, recipe.precision)
-    choose_winograd(session, network, recipe.batch.local, read_manifest(checkpoints[0]).training.winograd)
+    stored = read_manifest(checkpoints[0]).training.winograd
+    engine, plan, _ = plan_network(session, network, recipe.batch.local, stored)
+    prepare_model(network, engine, recipe.precision, plan)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:

@@ -53,10 +53,11 @@ from cputrain.data.from_recipe import open_recipe_data, training_transform
 from cputrain.data.loader import Batch, ImageLoader, choose_normalize, own_batches, point_batches, read_and_decode
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import Decode, Pixels, Transform, center_crop, choose_decoder, decode_by_pillow
-from cputrain.kernels.convolution import ConvolutionShape, covered_shapes, use_winograd
+from cputrain.kernels.apply import agreed
+from cputrain.kernels.convolution import covered_shapes
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.measure import measured
-from cputrain.kernels.plan import MIN_SPEEDUP, Target
+from cputrain.kernels.plan import WINOGRAD, Gain, KernelPlan, plan_kernels
 from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
@@ -68,7 +69,8 @@ from cputrain.training.engine import (
     Engine,
     choose_engine,
     same_engine,
-    winograd_kernels,
+    target_for,
+    with_winograd,
 )
 from cputrain.training.step import Task, UserTask, recipe_task
 
@@ -325,49 +327,40 @@ def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
     return None
 
 
-def choose_winograd(
+def plan_network(
     session: Session, network: nn.Module, images: int, stored: tuple[str, ...] | None = None
-) -> dict[str, float | None] | None:
-    """Switch the layers of a prepared network to Winograd's algorithm if they are faster with it for `images` a pass.
+) -> tuple[Engine, KernelPlan | None, dict[str, float | None] | None]:
+    """Plan the kernels of a network for `images` a pass, in which convolutions use Winograd's algorithm if they are
+    faster with it, or those of a checkpoint (`stored`) do.
 
-    Returns each layer's speedup by name; the speedup is None for layers from a checkpoint (`stored`), which are used
-    without a measurement. Returns None if Winograd's algorithm cannot be used.
-
-    All ranks must call this. Shapes without a cached measurement on rank 0's host are measured on all ranks at the same
-    time; rank 0's results decide.
+    Returns the engine with all kernels that the plan uses, the plan, None if the engine is not native, and the speedups
+    of the layers by Winograd's algorithm, None if it cannot be used. All ranks must call this.
     """
-    recipe, env, problem, kernels = session.recipe, session.context.env, "", None
-    if recipe.model.winograd == "off":
-        return None
-    try:
-        kernels = winograd_kernels(recipe.model.winograd, session.engine, recipe.precision, env)
-    except (InputError, RunError) as error:
-        problem = str(error)
-    of_ranks = all_gather((problem, kernels is not None))
+    recipe, env = session.recipe, session.context.env
+    engine = with_winograd(session.engine, recipe.model.winograd, recipe.precision, env)
+    if engine.kernels is None:
+        return engine, None, None
+    target, missing = target_for(recipe.precision), engine.kernels.missing
+    has_kernels = engine is not session.engine and WINOGRAD not in missing
+    problem = missing.get(WINOGRAD, "") if engine is not session.engine else ""
+    of_ranks = all_gather((problem, has_kernels))
     problems = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]
+    gains: dict[str, Gain] = {}
+    used = all(has for _, has in of_ranks)
+    if used and stored is not None:
+        gains = dict.fromkeys(stored, (None, "as in the checkpoint"))
+    elif used and engine.kernels.convolutions is not None:
+        try:
+            with random_numbers_kept():  # which a user's data may draw
+                shapes = covered_shapes(network, session.task.example(1)[0])
+        except InputError as error:
+            shapes, problems = {}, [str(error)]
+        gain = measured(set(shapes.values()), images, target, engine.kernels.convolutions, env)
+        gains = {name: gain(shape) for name, shape in shapes.items()}
     if problems and session.is_main_rank:
         logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
-    if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
-        return None
-    shapes: dict[str, ConvolutionShape] = {}
-    try:
-        with random_numbers_kept():  # which a user's data may draw
-            shapes = covered_shapes(network, session.task.example(1)[0])
-    except InputError as error:
-        if session.is_main_rank:
-            logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", error)
-    chosen: dict[str, float | None]
-    if stored is None:
-        target = Target.here(torch.bfloat16 if recipe.precision == "bf16" else torch.float32)
-        gain = measured(set(shapes.values()), images, target, kernels, env)
-        gains = {name: gain(shape)[0] for name, shape in shapes.items()}
-        chosen = {name: gain for name, gain in gains.items() if gain is not None and gain >= MIN_SPEEDUP}
-    else:
-        chosen = dict.fromkeys(stored)
-    chosen = {name: gain for name, gain in all_gather(chosen)[0].items() if name in shapes}
-    for name in chosen:
-        use_winograd(network.get_submodule(name), kernels)
-    return chosen
+    plan = agreed(plan_kernels(network, target, gains, missing), missing)
+    return engine, plan, plan.speedups(WINOGRAD) if used else None
 
 
 SAMPLE_IMAGES, SAMPLE_BLOCKS = 32, 4  # images of a split to try before the first step, in 4 blocks if read in blocks

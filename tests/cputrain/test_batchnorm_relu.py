@@ -402,7 +402,7 @@ def compiler_that(place: Path, does: str) -> dict[str, str]:
         ("sed -i 's/return GOMP_parallel .*/return 0;/' batchnorm_relu.cpp", "OpenMP runtime is not visible"),
         (
             "sed -i 's/ + shift\\[c\\]//' forward.hpp",
-            r"\(output in float32 is .* off\): remove /.*, or set engine=eager",
+            r"\(output in float32 is .* off\): remove /.*, or (use torch's layers|set engine=eager)",
         ),
         ("sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp", r"\(gradient in float32 is .* off\)"),
     ],
