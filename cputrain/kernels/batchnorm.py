@@ -436,8 +436,8 @@ def checked(kernels: Kernels) -> Kernels:
     """
     if wrong := _difference(kernels):
         raise RunError(
-            f"native kernels: the batch-norm kernels give wrong results ({wrong}): remove {kernels.path.parent} and set "
-            "CXX to another compiler, or use torch's layers"
+            f"native kernels: the batch-norm kernels give wrong results ({wrong}): remove {kernels.path.parent} and "
+            "set CXX to another compiler, or use torch's layers"
         )
     return kernels
 

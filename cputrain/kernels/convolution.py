@@ -209,8 +209,8 @@ def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, ensure_compiled(EXTENSION, path, env))
     if wrong := _difference(kernels):
         raise RunError(
-            f"native kernels: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX to "
-            "another compiler, or use torch's layers"
+            f"native kernels: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX "
+            "to another compiler, or use torch's layers"
         )
     return kernels
 

@@ -47,6 +47,7 @@ def test_ten_thousand_collectives_leak_no_memory() -> None:
         assert line["grown_mib"] < 20, line
 
 
+@pytest.mark.long
 def test_fsdp_checkpoints_and_hooks_use_it() -> None:
     assert [line["users"] for line in together("users", limit_s=120)] == ["ok", "ok"]
 

@@ -246,7 +246,7 @@ def test_what_is_decoded_ahead_is_bounded_in_bytes() -> None:
     assert [batches_ahead(size) for size in (1, 8 << 20, 64 << 20)] == [8, 4, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_stays_flat_over_many_epochs(tmp_path: Path) -> None:
     images = open_dataset(str(write_images(tmp_path / "images", size=16))).train
 

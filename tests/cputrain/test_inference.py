@@ -143,7 +143,9 @@ def test_what_is_no_file_is_no_image(tmp_path: Path) -> None:
     assert image_files([tmp_path]) == [str(tmp_path / "folder.jpg/image.png"), str(tmp_path / "gone.jpg")]
 
 
-@pytest.mark.parametrize("name", ["safetensors", "state-dict", "torchscript", "onnx"])
+@pytest.mark.parametrize(
+    "name", ["safetensors", "state-dict", "torchscript", pytest.param("onnx", marks=pytest.mark.long)]
+)
 def test_each_export_has_eval_s_logits_for_any_batch_and_says_what_it_takes(
     place: Path, best: Path, tmp_path: Path, name: str
 ) -> None:

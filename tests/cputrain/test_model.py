@@ -131,7 +131,10 @@ def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
     assert kept == pytest.approx(expected.activation_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "side"), [("resnet18", 32), ("resnet50", 32), ("alexnet-bn", 67)])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("resnet18", 32), pytest.param("resnet50", 32, marks=(pytest.mark.long, pytest.mark.nightly)), ("alexnet-bn", 67)],
+)
 def test_native_layers_keep_what_torch_s_in_place_relu_keeps(name: str, side: int) -> None:
     """No mask and no output besides; half in bfloat16, but for what stays float32: the workload's share."""
     kept = {}

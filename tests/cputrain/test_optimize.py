@@ -194,7 +194,13 @@ def off(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).double().norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("timm's ResNet", "timm's DenseNet") else ())
+        for name in NETWORKS
+    ],
+)
 def test_a_foreign_network_trains_as_with_torch_s_layers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, said = NETWORKS[name]
     plain, plain_optimizer = built(kind)

@@ -39,6 +39,7 @@ def test_the_source_distribution_has_what_the_tests_read() -> None:
     assert all((ROOT / name).exists() for name in names - {"man"})  # made when a distribution is built
 
 
+@pytest.mark.long
 def test_a_wheel_is_the_same_from_a_checkout_and_from_a_source_distribution(tmp_path: Path) -> None:
     build = (sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t")
     subprocess.run((*build, "sdist"), cwd=ROOT, check=True, capture_output=True)

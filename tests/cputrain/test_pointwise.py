@@ -45,7 +45,12 @@ def test_a_product_is_the_convolution(stride: int | tuple[int, int], bias: bool)
 
 @pytest.mark.parametrize(
     ("name", "products"),
-    [("resnet50", 36), ("resnet18", 3), ("torchvision:mobilenet_v2", 34), ("torchvision:resnext50_32x4d", 36)],
+    [
+        ("resnet50", 36),
+        ("resnet18", 3),
+        ("torchvision:mobilenet_v2", 34),
+        pytest.param("torchvision:resnext50_32x4d", 36, marks=(pytest.mark.long, pytest.mark.nightly)),
+    ],
 )
 def test_a_network_s_1_x_1_layers_become_products_and_train_alike(name: str, products: int) -> None:
     torch.manual_seed(1)

@@ -59,7 +59,9 @@ ALIASES = {"resnet18": 7, "resnet50": 15, "timm:resnet18": 7}
 """Blocks whose images are another block's outputs."""
 
 
-@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize(
+    "name", ["resnet18", pytest.param("resnet50", marks=(pytest.mark.long, pytest.mark.nightly)), "timm:resnet18"]
+)
 def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

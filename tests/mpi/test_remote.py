@@ -72,7 +72,7 @@ def launch(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("name", launchers("openmpi", "mpich"))
+@pytest.mark.parametrize("name", launchers("mpich"))
 def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
     code = (
         f"import os, signal, subprocess, time; p = subprocess.Popen(['sleep', '{OWN}']); "
@@ -265,7 +265,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
         yield hosts
 
 
-@pytest.mark.parametrize("name", launchers("openmpi4", "mpich"))
+@pytest.mark.parametrize("name", launchers("openmpi4"))
 def test_hosts_that_share_their_first_label_have_their_own_plans_and_labels(
     alike: FakeHosts, name: str, tmp_path: Path
 ) -> None:
