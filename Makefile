@@ -77,7 +77,7 @@ test-all: mpi clients kernels docs
 # Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels
 # and folding with that torch, the oldest that is supported.
 test-ipex: .ipex/installed
-	.ipex/bin/python -m pytest $(PARALLEL) tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py \
+	.ipex/bin/python -m pytest $(PARALLEL) tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py tests/cputrain/test_fusion.py \
 	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long"
 
 .ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt

@@ -187,8 +187,8 @@ def _choose_convolution(
 
 
 MIN_CHANNELS = {"AVX512": 64, "AVX2": 16}
-"""Channels from which on Winograd's three passes were faster than oneDNN's: 1.6 to 3 times on Zen 4 (64 to 512 channels),
-1.4 to 3 times on Zen 3 (16 to 512)."""
+"""Channels from which on Winograd's three passes were faster than oneDNN's: 1.6 to 3 times on Zen 4 (64 to 512
+channels), 1.4 to 3 times on Zen 3 (16 to 512)."""
 MIN_TILES = 32
 """Tiles of a batch from which on they were: 8 images of 7 x 7 pixels, or one of 21 x 21."""
 

@@ -209,6 +209,7 @@ class _Watch:
         self.inlined: list[str] = []
         self.methods: list[str] = []
         self.asked = False
+        self.originals: dict[Any, Any] = {}
         self.arguments = list(signature(self.kind.forward).parameters.values())[1:]
         self.defaults = {each.name for each in self.arguments if each.default is not Parameter.empty}
         self.own: set[CodeType] = set()
@@ -263,11 +264,19 @@ class _Watch:
             self.asked = True
             return self.tensors
 
+        def concatenated(tensors: Any, *inputs: Any, **named: Any) -> Any:
+            if is_instance(tensors, fx.Proxy):  # of a list, which torch 2.8's cat does not take
+                return tracer.create_proxy("call_function", cat, (tensors, *inputs), named)
+            return cat(tensors, *inputs, **named)
+
+        cat = torch.cat
+        self.originals = {asked: is_instance, concatenated: cat}
         profiler = sys.getprofile()
         with ExitStack() as stack:
             for name, function in (("__call__", called), ("__getattr__", value_of), ("__getattribute__", read)):
                 stack.enter_context(_replaced(nn.Module, name, function))
             stack.enter_context(_replaced(builtins, "isinstance", asked))
+            stack.enter_context(_replaced(torch, "cat", concatenated))
             stack.callback(sys.setprofile, profiler)
             sys.setprofile(self._event)
             yield
@@ -385,6 +394,8 @@ class _Watch:
                 raise NotTraceable(f"uses the module {value.__name__}")
             path, owner, name = value.__name__, vars(value), each.argval
             value = owner.get(name, MISSING)
+        if isinstance(value, FunctionType):
+            value = self.originals.get(value, value)
         if name in UNKNOWN or value is MISSING:
             raise NotTraceable(f"uses {name}")
         if isinstance(value, FunctionType):

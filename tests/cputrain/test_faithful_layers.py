@@ -788,6 +788,7 @@ def test_a_network_that_cannot_be_tried_is_refused_with_the_reason() -> None:
     assert not seen
 
 
+@pytest.mark.long
 def test_networks_of_libraries_are_native_throughout() -> None:
     for name in ("resnet18", "resnet50", "torchvision:densenet121", "torchvision:mobilenet_v3_small"):
         assert left_to_torch(native(build_model(ModelSection(name=name), 10, 32))) == ""

@@ -108,6 +108,7 @@ def records_of(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_wandb_has_config_metrics_and_report_of_a_resumed_run_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
