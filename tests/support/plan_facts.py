@@ -37,8 +37,8 @@ class Facts:
 
     def cores(self, worker: WorkerPlan) -> list[Core]:
         """The worker's cores of the type that computes."""
-        speed = next(core.speed for core in self.usable if worker.compute_pus[0] in core.pus)
-        return [core for core in self.usable if {*core.pus} & {*worker.pus} and core.speed == speed]
+        speeds = {core.speed for core in self.usable if {*core.pus} & {*worker.compute_pus}}
+        return [core for core in self.usable if {*core.pus} & {*worker.pus} and core.speed in speeds]
 
     @property
     def comm_cores(self) -> int:
