@@ -1,6 +1,10 @@
-"""Native kernels for layers of any network: batchnorm.py and convolution.py with the compiled code in native/, built by
-build.py. fusion.py replaces layers by native ones for training if they compute the same (evidence.py), folding.py
-builds a faster network for evaluation; norms.py has batch-norm variants by torch's operators.
+"""Native kernels for the layers of any network: `cputrain.optimize`.
+
+plan.py chooses kernels, with reasons; apply.py loads and applies them, in all ranks alike; measure.py keeps measured
+speedups. rewriting.py finds batch-norm layers, additions and ReLUs that can be computed together, in forward passes
+that tracing.py has proven to be nothing else; fusion.py computes them so, as long as evidence.py finds all as it was.
+batchnorm.py and convolution.py are the layers, with the compiled code in native/, built by build.py; folding.py makes a
+network for evaluation, norms.py has batch-norm variants by torch's operators.
 """
 
 from cputrain.affinity.lazy import front
