@@ -28,7 +28,11 @@ from cputrain.kernels.tracing import NotTraceable, Reference, Traced, is_sequent
 
 
 def native_norms(network: nn.Module) -> dict[str, str]:
-    """Return the batch-norm layers that are torch's, by name, with why they must stay so, "" if they can be native."""
+    """Return the batch-norm layers that are torch's, by name, with why they must stay so, "" if they can be native.
+
+    Only layers as built can: of exactly these classes, with options that the kernels have, without hooks, and without
+    attributes in the place of methods. Hooks and layers that are set later count from the next call on.
+    """
     return {
         name: _unfit(layer)
         for name, layer in network.named_modules()
@@ -55,20 +59,6 @@ def fused_forwards(network: nn.Module) -> dict[str, tuple[Fusion, ...] | str]:
     return found
 
 
-def fuse_batchnorms(network: nn.Module, kernels: Kernels) -> None:
-    """Replace batch-norm layers by native ones, and compute them together with the addition and the ReLU after them
-    where the forward pass of the module that calls them is known from a trace, and where timm has both in one layer.
-
-    Only layers as built are replaced: of exactly these classes, with options that the kernels have, without hooks, and
-    without attributes in the place of methods. Hooks and layers that are set later count from the next call on.
-
-    All modules, parameters and buffers and their names stay; only classes change. `restore` undoes it.
-    """
-    norms, forwards = native_norms(network), fused_forwards(network)
-    replace_norms(network, [name for name, why in norms.items() if not why], kernels)
-    fuse_forwards(network, {name: each for name, each in forwards.items() if each and not isinstance(each, str)})
-
-
 def replace_norms(network: nn.Module, names: list[str], kernels: Kernels) -> None:
     """Make batch-norm layers native."""
     for name in names:
@@ -92,7 +82,7 @@ def fuse_forwards(network: nn.Module, forwards: Mapping[str, tuple[Fusion, ...]]
 
 
 def left_to_torch(network: nn.Module) -> str:
-    """Return a line with the layers that `fuse_batchnorms` has left to torch, by class and reason; "" if none."""
+    """Return a line with the layers that stay torch's, by class and reason; "" if there are none."""
     if replaced := replaced_functions():
         return f"not native, but torch's: all layers, because torch.nn.functional.{replaced[0]} is replaced"
     layers = ", ".join(f"{count} {what}" for what, count in sorted(Counter(obstacles(network).values()).items()))

@@ -27,10 +27,11 @@ from cputrain.kernels.convolution import (
     use_products,
     use_winograd,
 )
-from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
+from cputrain.kernels.rewriting import left_to_torch
 from cputrain.models import build_model, import_torchvision
 from cputrain.recipe import ModelSection
 from tests.support.forked import ROOT, ended, forked
+from tests.support.kernels import fuse_batchnorms
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.fusion import FusedModule
-from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
+from cputrain.kernels.rewriting import left_to_torch
 from cputrain.kernels.tracing import NotTraceable, trace
+from tests.support.kernels import fuse_batchnorms
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, second_use
 from cputrain.kernels.norms import GhostBatchNorm2d
-from cputrain.kernels.rewriting import fuse_batchnorms
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.studies.bench import LayerRecorder
 from tests.cputrain.test_batchnorm_relu import fused, images_of
+from tests.support.kernels import fuse_batchnorms
 
 pytestmark = pytest.mark.slow
 

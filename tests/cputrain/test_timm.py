@@ -19,7 +19,7 @@ from cputrain.kernels import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.folding import FoldedConv2d, fold_batchnorms
 from cputrain.kernels.norms import batchnorms
-from cputrain.kernels.rewriting import fuse_batchnorms, left_to_torch
+from cputrain.kernels.rewriting import left_to_torch
 from cputrain.models import build_model, import_torchvision, inputs_note
 from cputrain.optim import build_optimizer
 from cputrain.recipe import DataSection, ModelSection, OptimSection
@@ -27,6 +27,7 @@ from cputrain.runs import read_events
 from cputrain.training import has_onednn
 from tests.support.forked import in_fork
 from tests.support.images import write_images
+from tests.support.kernels import fuse_batchnorms
 
 pytestmark = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
 

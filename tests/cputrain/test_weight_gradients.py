@@ -14,11 +14,11 @@ from cputrain.kernels.batchnorm import checked, load
 from cputrain.kernels.convolution import DirectConv2d, covers, has_amx, load_convolutions, use_direct_gradients
 from cputrain.kernels.folding import fold_batchnorms
 from cputrain.kernels.plan import Target
-from cputrain.kernels.rewriting import fuse_batchnorms
 from cputrain.models import build_model
 from cputrain.recipe import ModelSection
 from cputrain.training import choose_engine, prepare_model
 from tests.support.convolutions import images_of, layer_of, passes
+from tests.support.kernels import fuse_batchnorms
 
 ROUNDING = 2**-8  # of a value to bfloat16
 
