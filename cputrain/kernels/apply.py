@@ -238,11 +238,25 @@ def fuse_optimizer(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
     optimizer.defaults |= {"fused": True, "foreach": False}
+    if _as_parameters not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_as_parameters)
     return True
 
 
-def _is_real(parameter: Tensor) -> bool:
-    return parameter.is_cpu and parameter.is_floating_point() and parameter.layout is torch.strided
+def _as_parameters(optimizer: Optimizer, *_: Any) -> None:
+    """Store gradients and state in the memory order of the parameters, by which torch's fused kernels compute."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        strides = parameter.stride()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            for group in optimizer.param_groups:
+                group["fused"] = False  # as there is no fused kernel
+            return
+        if parameter.grad is not None and parameter.grad.stride() != strides:
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != strides:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def plan_of(model: nn.Module) -> KernelPlan | None:

@@ -382,6 +382,32 @@ class OwnSgd(torch.optim.SGD):
     pass
 
 
+@pytest.mark.parametrize("kept", ["momentum", "gradients"])
+def test_momentum_and_gradients_of_another_layout_belong_to_the_same_weights(kept: str) -> None:
+    found = []
+    for native in (False, True):
+        torch.manual_seed(1)
+        network = nn.Conv2d(3, 8, 3)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        for number in range(3):
+            if number == 1 and native:
+                cputrain.optimize(network, optimizer)
+            network(images()).pow(3).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=kept == "momentum")
+        found.append(network.weight.detach())
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_sparse_gradients_have_no_fused_optimizer() -> None:
+    network = nn.Embedding(4, 2, sparse=True)
+    _, optimizer = cputrain.optimize(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    before = network.weight.detach().clone()
+    network(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(network.weight, before)
+
+
 def test_other_optimizers_stay_as_they_are() -> None:
     for optimizer in (
         OwnSgd([nn.Parameter(torch.zeros(2))], lr=0.1),
