@@ -101,8 +101,12 @@ def calls_are_plain(*kinds: type[nn.Module]) -> bool:
 
 
 def methods_are_plain(layer: Native, *names: str) -> bool:
-    """Return whether methods of a native layer's plain class are as written, and the layer has none of its own."""
-    return not vars(layer).keys() & set(names) and all(is_as_written(layer.plain, name) for name in names)
+    """Return whether methods of a native layer's plain class, and those that they override, are as written, and the
+    layer has none of its own."""
+    if vars(layer).keys() & set(names):
+        return False
+    bases = layer.plain.__mro__[: layer.plain.__mro__.index(nn.Module)]
+    return all(is_as_written(kind, name) for kind in bases for name in names if name in vars(kind))
 
 
 def is_as_written(kind: type, name: str) -> bool:

@@ -84,19 +84,19 @@ class Fusion:
         """Return why the code cannot be used now, "" if it can."""
         if not (
             calls_are_plain(nn.ReLU, nn.Identity, nn.Sequential)
+            and nn.Module.__call__ is nn.Module._wrapped_call_impl  # which profilers replace, and traces
             and methods_are_plain(cast(Native, module), *self.methods)
         ):
             return "hooks of all modules, or replaced methods"
+        if changed := next((read.name for read in self.reads if not read.still_holds(module)), ""):
+            return f"another {changed}"
         for path, names in self.containers:
             found: Any = module
             for name in path:
                 found = found._modules[name]
             if tuple(found._modules) != names:
                 return "other layers"
-        changed = next((read.name for read in self.reads if not read.still_holds(module)), "")
-        return (
-            f"another {changed}" if changed else next(filter(None, (part.obstacle(module) for part in self.parts)), "")
-        )
+        return next(filter(None, (part.obstacle(module) for part in self.parts)), "")
 
     def run(self, module: nn.Module, inputs: tuple[Any, ...], *, sole_user: bool) -> Any:
         """Compute the forward pass; `sole_user` is whether nothing else has the only input."""
@@ -164,8 +164,8 @@ class FusedModule(_Derived):
 
     def fusion_for(self, inputs: tuple[Any, ...]) -> Fusion | None:
         """Return the fused forward pass for arguments of these classes."""
-        tensors = all(isinstance(each, Tensor) for each in inputs)
-        found = (each for each in self.fusions if each.tensors == tensors and each.inputs == len(inputs))
+        are = {isinstance(each, Tensor) for each in inputs}
+        found = (each for each in self.fusions if are == {each.tensors} and each.inputs == len(inputs))
         return None if any(each is None for each in inputs) else next(found, None)
 
     def undo(self) -> None:

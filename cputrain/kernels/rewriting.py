@@ -165,7 +165,8 @@ def _fused(
     parts: dict[str, Part] = {}
     ends: set[fx.Node] = set()
     for node in list(layers):
-        if _can_join(layers[node]) and (chain := _following(node, layers)) is not None:
+        has_input = len(node.args) == 1 and not node.kwargs
+        if has_input and _can_join(layers[node]) and (chain := _following(node, layers)) is not None:
             parts[str(node.target)] = Part(path=_path(node), kinds=tuple(FUSED.values()), norm=True)
             parts |= {str(each.target): Part(path=_path(each), kinds=(type(layers[each]),)) for each in chain.passed}
             fused = _join(graph, node, chain)
@@ -231,7 +232,7 @@ def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None
             complete = found = replace(found, nodes=nodes, relu=True, passed=passed)
         elif layer is not None and is_exactly(nn.Identity, layer) and user.args == (last,) and not user.kwargs:
             found = replace(found, nodes=nodes, passed=passed)
-        elif found.residual is None and residual is not None and _may_move(norm, layers):
+        elif found.residual is None and residual is not None and _may_move(norm, user, layers):
             in_place = user.target is operator.iadd
             complete = found = replace(found, nodes=nodes, residual=residual, in_place=in_place)
         else:
@@ -260,14 +261,23 @@ def _residual(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
     first, second = node.args
     if second is normalized and node.target is not operator.iadd:
         first, second = second, first
-    return second if first is normalized and isinstance(second, fx.Node) else None
+    if first is not normalized or second is normalized:
+        return None
+    return second if isinstance(second, fx.Node) else None
 
 
-def _may_move(norm: fx.Node, layers: dict[Any, nn.Module]) -> bool:
-    """Return whether a call of batch-norm may be computed later, where its outputs are added: nothing in between can
-    change its input, a new tensor that nothing else has."""
+def _may_move(norm: fx.Node, addition: fx.Node, layers: dict[Any, nn.Module]) -> bool:
+    """Return whether a call of batch-norm may be computed later, where its outputs are added: its input is a new tensor
+    that nothing else has, and nothing in between can use or change the layer."""
     made: Any = norm.args[0]
-    return isinstance(layers.get(made), nn.Conv2d) and type(layers[made]) in CONVOLUTIONS and len(made.users) == 1
+    if type(layers.get(made)) not in CONVOLUTIONS or len(made.users) != 1:
+        return False
+    nodes = list(norm.graph.nodes)
+    between = nodes[nodes.index(norm) + 1 : nodes.index(addition)]
+    used = any(layers[norm] in layers[each].modules() for each in between if each in layers)
+    return not used and not any(
+        str(each.target).startswith(f"{norm.target}.") for each in nodes if each.op == "get_attr"
+    )
 
 
 def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
@@ -279,7 +289,8 @@ def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
         fused = norm
         last.replace_all_uses_with(norm)
     else:
-        with graph.inserting_before(last):
+        # Where the addition is: until ReLU, its other operand may change.
+        with graph.inserting_before(next(each for each in chain.nodes if chain.residual in each.args)):
             options |= {"in_place": True} if chain.in_place else {}
             fused = graph.call_module(str(norm.target), (norm.args[0], chain.residual), options)
         last.replace_all_uses_with(fused)
@@ -318,13 +329,20 @@ def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str
         if layer is None or [*user.args, *user.kwargs.values()].count(images) != 1:
             return False
         if not adds:
-            if type(layer) not in KEEP_NOTHING:
+            if type(layer) not in KEEP_NOTHING or (
+                type(layer) is nn.Identity and not _is_only_added(user, layers, parts)
+            ):
                 return False
             parts.setdefault(str(user.target), Part(path=_path(user), kinds=KEEP_NOTHING))
     with graph.inserting_after(images):
         alias = graph.placeholder("second_use_of_input")
     second.replace_input_with(images, alias)
     return True
+
+
+def _is_only_added(identity: fx.Node, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
+    """Return whether all uses of a layer's outputs, which are its input, are additions after batch-norm."""
+    return all(user in layers and user.args[1:] == (identity,) and str(user.target) in parts for user in identity.users)
 
 
 KEEP_NOTHING = (nn.Identity, nn.AvgPool2d, nn.MaxPool2d, *CONVOLUTIONS, *FUSED, *FUSED.values())

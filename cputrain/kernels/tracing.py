@@ -58,16 +58,17 @@ class Reference:
         raise NotTraceable(f"calls {function.__name__}, which has no name in a Python module")
 
     @property
-    def function(self) -> Callable[..., Any]:
-        """The function."""
-        found: Callable[..., Any] = getattr(import_module(self.module), self.name)
+    def function(self) -> Any:
+        """The function, or the module if there is no name."""
+        module = import_module(self.module)
+        found: Any = getattr(module, self.name) if self.name else module
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A value that a traced forward pass has read: attribute `name` of the module at `path`, or global `name` of the
-    Python module called `path`. Of a module the value is nn.Module."""
+    Python module called `path`. Of a module the value is nn.Module, of a tensor Tensor."""
 
     path: str
     name: str
@@ -77,6 +78,8 @@ class Read:
     def __reduce__(self) -> tuple[Any, ...]:
         """Store functions by reference."""
         value = Reference.to(self.value) if _is_function(self.value) else self.value
+        if isinstance(value, ModuleType):
+            value = Reference(value.__name__, "")
         return _read, (self.path, self.name, value, self.is_global)
 
     def still_holds(self, root: nn.Module) -> bool:
@@ -88,6 +91,8 @@ class Read:
             if self.value is nn.Module:
                 return owner._modules.get(self.name) is not None
             found = getattr(owner, self.name, MISSING)
+            if self.value is Tensor:
+                return isinstance(found, Tensor)
         return found is self.value or (
             isinstance(self.value, int | float | str | tuple)
             and type(found) is type(self.value)
@@ -129,7 +134,7 @@ def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
     watch = _Watch(module, tracer, tensors=tensors)
     try:
         inputs = [tracer.create_proxy("placeholder", name, (), {}) for name in watch.inputs()]
-        with random_numbers_kept(), torch.no_grad(), watch.watching():
+        with TRACING, random_numbers_kept(), torch.no_grad(), watch.watching():
             outputs = watch.kind.forward(module, *inputs)
         tracer.create_node("output", "output", (tracer.create_arg(outputs),), {})
     except NotTraceable:
@@ -146,8 +151,26 @@ def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
     )
 
 
+TRACING = threading.RLock()
+"""Held while functions of torch are replaced."""
+
+
 class _Proxy(fx.Proxy):
-    """A proxy whose `a += b` is recorded as such, where torch.fx records a + b."""
+    """A proxy whose `a += b` is recorded as such, where torch.fx records a + b, and which has no text and no hash."""
+
+    def __repr__(self) -> str:
+        raise NotTraceable("writes a value as text")
+
+    def __format__(self, options: str) -> str:
+        raise NotTraceable("writes a value as text")
+
+    def __hash__(self) -> int:
+        raise NotTraceable("looks up a value by its identity")
+
+    def __getattr__(self, k: str) -> Any:
+        if not k.startswith("__") and not hasattr(Tensor, k):
+            raise NotTraceable(f"reads {k}, which tensors do not have")
+        return _Attribute(self, k)
 
 
 def _in_place(name: str) -> Any:
@@ -155,7 +178,25 @@ def _in_place(name: str) -> Any:
     return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+class _Attribute(_Proxy, fx.proxy.Attribute):
+    """An attribute of a value, or a method to call."""
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+):
     setattr(_Proxy, f"__i{_name}__", _in_place(f"i{_name}"))
 
 
@@ -208,6 +249,7 @@ class _Watch:
         self.containers: dict[str, tuple[str, ...]] = {}
         self.inlined: list[str] = []
         self.methods: list[str] = []
+        self.called: set[str] = set()
         self.asked = False
         self.originals: dict[Any, Any] = {}
         self.arguments = list(signature(self.kind.forward).parameters.values())[1:]
@@ -241,9 +283,12 @@ class _Watch:
             if is_sequential(module) and is_silent(module) and len(inputs) == 1 and not named:
                 self.inlined.append(path)
                 self.containers[path] = tuple(module._modules)
+                if any(type(child).__call__ is not called for child in module.children()):
+                    raise NotTraceable("calls a layer with a __call__ of its own")
                 for child in module._modules.values():
                     inputs = (child(*inputs),)  # type: ignore[misc]
                 return inputs[0]
+            self.called.add(path)
             return tracer.create_proxy("call_module", path, inputs, named)
 
         def value_of(module: nn.Module, name: str) -> Any:
@@ -252,7 +297,7 @@ class _Watch:
             return tracer.getattr(name, value, tracer.proxies) if recorded else value
 
         def read(module: nn.Module, name: str) -> Any:
-            if sys._getframe(1).f_code in self.own:
+            if threading.get_ident() == thread and sys._getframe(1).f_code in self.own:
                 self._read(module, name)
             return object.__getattribute__(module, name)
 
@@ -290,13 +335,15 @@ class _Watch:
             if module is not self.module and value.__code__.co_filename != CONTAINERS:
                 raise NotTraceable(f"calls {plain_of(module).__name__}.{name}")
             return
+        path = "" if module is self.module else self.tracer.path_of_module(module)
         if isinstance(value, Tensor) and found:
-            return
-        if isinstance(value, nn.Module):
+            value = Tensor
+        elif isinstance(value, nn.Module):
             value = nn.Module
+        elif name != "training" and path and any(f"{path}.".startswith(f"{each}.") for each in self.called):
+            raise NotTraceable(f"reads {path}.{name}, which the call before may change")
         elif not _is_constant(value) and not _is_function(value):
             raise NotTraceable(f"reads {name}, a {type(value).__name__}")
-        path = "" if module is self.module else self.tracer.path_of_module(module)
         self.reads.append(Read(path=path, name=name, value=value, is_global=False))
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -345,6 +392,10 @@ class _Watch:
             if not is_as_written(self.kind, name):
                 raise NotTraceable(f"replaced method {name}")
             self.methods.append(name)
+        elif any(vars(base).get(name) is function for base in self.kind.__mro__):
+            self.methods.append(name)  # overridden, called by super()
+            if not is_in_source(function, function.__module__):
+                raise NotTraceable(f"replaced method {name}")
         elif not is_in_source(function, function.__module__):
             raise NotTraceable(f"{name} is not as written")
         if set(code.co_freevars) - {"__class__"}:
@@ -352,8 +403,12 @@ class _Watch:
         home = sys.modules.get(function.__module__)
         if home is None or function.__globals__ is not vars(home):
             raise NotTraceable(f"{name} has globals of its own")
-        for each in _codes(code):
-            self._inspect(function, each)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for each in defaults:
+            if not (_is_constant(each) or _is_function(each) or isinstance(each, torch.dtype)):
+                raise NotTraceable(f"{name} has a {type(each).__name__} as default")
+        for part in _codes(code):
+            self._inspect(function, part)
         self.own |= set(_codes(code))
 
     def _inspect(self, function: FunctionType, code: CodeType) -> None:
@@ -362,12 +417,14 @@ class _Watch:
             if each.opname.startswith(FORBIDDEN):
                 what = next((words for start, words in WORDS.items() if each.opname.startswith(start)), "")
                 raise NotTraceable(f"{code.co_name} {what or 'has ' + each.opname.lower()}")
-            if each.opname in COMPARES_BY_IDENTITY and not self._is_known(code, instructions[:number]):
+            if each.opname in COMPARES_BY_IDENTITY and not self._is_known(function, code, instructions[:number]):
                 raise NotTraceable(f"{code.co_name} compares a value by `is`")
+            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval.startswith("__"):
+                raise NotTraceable(f"reads {each.argval}")
             if each.opname == "LOAD_GLOBAL":
                 self._global(function, each.argval, instructions[number + 1 :])
 
-    def _is_known(self, code: CodeType, before: list[dis.Instruction]) -> bool:
+    def _is_known(self, function: FunctionType, code: CodeType, before: list[dis.Instruction]) -> bool:
         """Return whether the value before a comparison is an attribute of the module, which is then among its reads, or
         an argument with its default value."""
         values = [each for each in before if not (each.opname == "LOAD_CONST" and each.argval is None)]
@@ -379,7 +436,8 @@ class _Watch:
             return False
         name = values[-1].argval
         if attribute:
-            return bool(name == code.co_varnames[0])
+            is_method = any(vars(base).get(function.__name__) is function for base in self.kind.__mro__)
+            return is_method and code is function.__code__ and bool(name == code.co_varnames[0])
         stores = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST")]
         return code is self.kind.forward.__code__ and name in self.defaults and name not in stores
 
@@ -387,7 +445,10 @@ class _Watch:
         """Check what is read from a global, through attributes of Python modules."""
         owner, value = function.__globals__, function.__globals__.get(name, vars(builtins).get(name, MISSING))
         path = function.__module__
+        if isinstance(value, ModuleType):
+            self.reads.append(Read(path=path, name=name, value=value, is_global=True))
         for each in following:
+            after = each
             if not isinstance(value, ModuleType):
                 break
             if each.opname not in ("LOAD_ATTR", "LOAD_METHOD") or value.__name__.partition(".")[0] not in MODULES:
@@ -398,6 +459,14 @@ class _Watch:
             value = self.originals.get(value, value)
         if name in UNKNOWN or value is MISSING:
             raise NotTraceable(f"uses {name}")
+        if isinstance(value, type | FunctionType | BuiltinFunctionType) and after.opname in (
+            "LOAD_ATTR",
+            "LOAD_METHOD",
+        ):
+            if not _is_of(value, "torch") and not isinstance(vars(value).get(after.argval), FunctionType):
+                raise NotTraceable(f"reads {after.argval} of {name}")
+        elif isinstance(value, type) and not _is_of(value, "torch", "builtins") and not _is_argument(after):
+            raise NotTraceable(f"reads the global {name}, a class")
         if isinstance(value, FunctionType):
             self.known.setdefault(value.__code__, value)
         elif not (_is_constant(value) or isinstance(value, BuiltinFunctionType | type | torch.dtype)):
@@ -460,6 +529,15 @@ def _is_function(value: Any) -> bool:
 
 def _of_container(method: MethodType) -> bool:
     return method.__func__.__code__.co_filename == CONTAINERS
+
+
+def _is_of(value: Any, *packages: str) -> bool:
+    return str(value.__module__).partition(".")[0] in packages
+
+
+def _is_argument(after: dis.Instruction) -> bool:
+    """Return whether the instruction after a class passes it as an argument, as to isinstance."""
+    return after.opname in ("CALL", "PRECALL", "CALL_FUNCTION") and bool(after.argval)
 
 
 def _has_proxy(value: Any) -> bool:

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ from tests.support.kernels import fuse_batchnorms
 pytestmark = pytest.mark.slow
 
 SCALE = 1.0
+OPTIONS = {"scale": 2.0}
+
+
+class Config:
+    scale = 2.0
+
+
 calls: list[str] = []
 
 
@@ -135,9 +143,49 @@ class UpdatesBuffer(Base):
         return self.act(self.bn1(self.conv1(x)))
 
 
+class ChangesResidual(Base):
+    """Changes what it has added, before ReLU."""
+
+    def forward(self, x):
+        y = self.other(x) * 1
+        out = self.bn1(self.conv1(x)) + y
+        y.mul_(3)
+        return functional.relu(out) + y
+
+
+class CallsNormTwice(Base):
+    """Adds after the second call, which must be the second in the running statistics, too."""
+
+    def forward(self, x):
+        first = self.bn1(self.conv1(x))
+        second = functional.relu(self.bn1(3 * self.conv2(x)))
+        return functional.relu(first + second)
+
+
+class NamesInput(Base):
+    def forward(self, x):
+        out = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(input=self.conv2(out)) + x)
+
+
+class AddsToItself(Base):
+    def forward(self, x):
+        out = self.bn1(self.conv1(x))
+        out = out + out
+        return functional.relu(self.bn2(self.conv2(out)))
+
+
+class ChangesAlias(Base):
+    def forward(self, x):
+        alias = x.data
+        alias += 1
+        return functional.relu(self.bn1(self.conv1(x)))
+
+
 FUSES: dict[type[Base], int] = {
     **dict.fromkeys((FunctionalResNet, Sum, Methods, PreActivation, Dimensions), 2),
     **dict.fromkeys((Loop, Branches, Lists, UpdatesBuffer), 1),
+    **dict.fromkeys((ChangesResidual, CallsNormTwice, NamesInput, AddsToItself, ChangesAlias), 1),
     LinearBottleneck: 1,
     Derived: 2,
 }
@@ -294,7 +342,88 @@ class AnyNumber(Base):
         return self.act(self.bn1(self.conv1(inputs[0])))
 
 
+class ReadsDefault(Base):
+    def forward(self, x, options=OPTIONS):
+        return self.act(self.bn1(self.conv1(x))) * options["scale"]
+
+
+class ReadsClass(Base):
+    def forward(self, x):
+        return self.act(self.bn1(self.conv1(x))) * Config.scale
+
+
+class GetsOfClass(Base):
+    def forward(self, x):
+        return self.act(self.bn1(self.conv1(x))) * getattr(Config, "scale")  # noqa: B009
+
+
+class WritesText(Base):
+    def forward(self, x):
+        y = self.act(self.bn1(self.conv1(x)))
+        return 2 * y if f"{x.device}" == "cpu" else y
+
+
+class AsksOfClass(Base):
+    def forward(self, x):
+        y = self.act(self.bn1(self.conv1(x)))
+        return 2 * y if x.__class__ == Tensor else y
+
+
+class AsksArgument(Base):
+    def forward(self, x):
+        ask = lambda each: each is not None and each._base is None  # noqa: E731
+        return self.act(self.bn1(self.conv1(x))) if ask(x) else x
+
+
+class LooksUp(Base):
+    def forward(self, x):
+        y = self.act(self.bn1(self.conv1(x)))
+        return 2 * y if self.other(x) in {x} else y
+
+
+class GetsWithDefault(Base):
+    def forward(self, x):
+        return self.act(self.bn1(self.conv1(x))) * getattr(x, "factor", 2.0)
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def __call__(self, x):
+        return super().__call__(x) * self.steps
+
+    def forward(self, x):
+        self.steps = 2
+        return x
+
+
+class ReadsChild(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(Steps())
+
+    def forward(self, x):
+        return self.act(self.bn1(self.other[0](x))) * self.other[0].steps
+
+
+class CallsOtherCall(ReadsChild):
+    def forward(self, x):
+        return self.act(self.bn1(self.other(x)))
+
+
 REFUSED = {
+    ReadsDefault: "a dict as default",
+    ReadsClass: "reads scale of Config",
+    GetsOfClass: "a class",
+    WritesText: "writes a value as text",
+    AsksOfClass: "reads __class__",
+    AsksArgument: "compares a value by `is`",
+    LooksUp: "looks up a value",
+    GetsWithDefault: "reads factor",
+    ReadsChild: "calls __call__|may change",
+    CallsOtherCall: "__call__ of its own",
     Counts: "assigns",
     Keeps: "reads cache, a list",
     Prints: "calls print",
@@ -342,6 +471,31 @@ def changed_global(_network: Base) -> None:
     globals()["SCALE"] = 3.0
 
 
+def patched_base(_network: Base) -> None:
+    FunctionalResNet.forward = lambda self, x: self.bn1(x).relu()  # type: ignore[method-assign]
+
+
+def no_layers(network: Base) -> None:
+    network.layers, network.gain, network.mask = None, None, None
+
+
+class Optional(Base):
+    mask: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(1)
+
+    def forward(self, x):
+        x = functional.relu(self.bn1(self.conv1(x)))
+        if self.layers is not None:
+            for layer in self.layers:
+                x = layer(x)
+        if self.gain is not None:
+            x = x + self.gain
+        return x if self.mask is None else 2 * x
+
+
 LATER: dict[str, tuple[type[Base], Callable[[Any], None]]] = {
     "an attribute": (Methods, lambda network: setattr(network, "scale", 5.0)),
     "a branch": (Branches, lambda network: setattr(network, "use_act", False)),
@@ -355,6 +509,9 @@ LATER: dict[str, tuple[type[Base], Callable[[Any], None]]] = {
     "a hook": (Sum, seen),
     "a forward": (FunctionalResNet, lambda network: setattr(network, "forward", network.conv1.forward)),
     "a parameter": (Methods, lambda network: setattr(network, "gain", nn.Parameter(torch.full((8, 1, 1), 3.0)))),
+    "a method of a base class": (Derived, patched_base),
+    "nothing in the place of tensors and layers": (Optional, no_layers),
+    "a Python module": (FunctionalResNet, lambda _: globals().update(functional=SimpleNamespace(relu=torch.sigmoid))),
     "a buffer": (Methods, lambda network: network.shift.add_(1)),
 }
 
@@ -363,6 +520,8 @@ LATER: dict[str, tuple[type[Base], Callable[[Any], None]]] = {
 def test_what_is_changed_later_counts(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, change = LATER[what]
     monkeypatch.setitem(globals(), "SCALE", SCALE)
+    monkeypatch.setitem(globals(), "functional", functional)
+    monkeypatch.setattr(FunctionalResNet, "forward", FunctionalResNet.forward)
     calls.clear()
     network = native(built(kind))
     run(network)
@@ -384,6 +543,70 @@ def test_lists_and_tensors_have_a_forward_of_their_own() -> None:
     assert [each.tensors for each in network.fusions] == [True, False]
     for inputs in (images(), [images()], (images(), images())):
         assert torch.allclose(network(inputs), plain(inputs), atol=1e-5)
+
+
+def test_a_replaced_call_of_all_modules_sees_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, plain, call, seen = native(built(Sum)), built(Sum), nn.Module.__call__, []
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *inputs: (seen.append(self), call(self, *inputs))[1])
+    for each in (network, plain):
+        each(images())
+    assert [type(each).__name__ for each in seen].count("ReLU") == 4
+
+
+class TwoInputs(Base):
+    def forward(self, x, y):
+        return self.act(self.bn1(self.conv1(x if isinstance(x, Tensor) else x[0])))
+
+
+def test_tensors_beside_lists_are_computed_by_the_class_s_forward() -> None:
+    network, plain = native(built(TwoInputs)), built(TwoInputs)
+    for inputs in ((images(), [images()]), ([images()], images()), (images(), images()), ([images()], [])):
+        assert torch.allclose(network(*inputs), plain(*inputs), atol=1e-5)
+
+
+class Block(Base):
+    def forward(self, x):
+        return functional.relu(self.bn1(self.conv1(x)) + x)
+
+
+class GivesInput(Base):
+    def forward(self, x):
+        skip = self.other(x)
+        return functional.relu(self.bn1(self.conv1(x))), skip
+
+
+def test_a_returned_input_retains_the_whole_gradient() -> None:
+    found = []
+    for change in (native, lambda network: network):
+        torch.manual_seed(1)
+        network = change(nn.Sequential(Block(), GivesInput()).to(memory_format=torch.channels_last))
+        out, skip = network(images())
+        skip.retain_grad()
+        (out.square().sum() + skip.sum()).backward()
+        found.append(skip.grad)
+    assert torch.allclose(*found, atol=1e-4)
+
+
+def test_a_thread_trains_while_another_traces() -> None:
+    import threading
+
+    networks, errors = [built(FunctionalResNet) for _ in range(4)], []
+
+    def work(network: nn.Module, *, traces: bool) -> None:
+        try:
+            for _ in range(10):
+                trace(network) if traces else network(images())
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    call = nn.Module.__call__
+    threads = [threading.Thread(target=work, args=(each,), kwargs={"traces": i < 2}) for i, each in enumerate(networks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert nn.Module.__call__ is call
 
 
 def test_arguments_by_name_and_with_defaults_are_those_of_the_class() -> None:
