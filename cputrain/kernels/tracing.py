@@ -417,7 +417,10 @@ class _Watch:
             if each.opname.startswith(FORBIDDEN):
                 what = next((words for start, words in WORDS.items() if each.opname.startswith(start)), "")
                 raise NotTraceable(f"{code.co_name} {what or 'has ' + each.opname.lower()}")
-            if each.opname in COMPARES_BY_IDENTITY and not self._is_known(function, code, instructions[:number]):
+            with_none = each.opname != "IS_OP" or _is_none(instructions[number - 1])
+            if each.opname in COMPARES_BY_IDENTITY and not (
+                with_none and self._is_known(function, code, instructions[:number])
+            ):
                 raise NotTraceable(f"{code.co_name} compares a value by `is`")
             if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval.startswith("__"):
                 raise NotTraceable(f"reads {each.argval}")
@@ -427,7 +430,7 @@ class _Watch:
     def _is_known(self, function: FunctionType, code: CodeType, before: list[dis.Instruction]) -> bool:
         """Return whether the value before a comparison is an attribute of the module, which is then among its reads, or
         an argument with its default value."""
-        values = [each for each in before if not (each.opname == "LOAD_CONST" and each.argval is None)]
+        values = [each for each in before if not _is_none(each)]
         attribute = False
         while values and values[-1].opname == "LOAD_ATTR":
             values.pop()
@@ -508,6 +511,10 @@ COMPARES_BY_IDENTITY = {"IS_OP", "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE"}
 COMPARES_BY_IDENTITY |= {
     f"POP_JUMP_{way}_IF_{what}" for way in ("FORWARD", "BACKWARD") for what in ("NONE", "NOT_NONE")
 }
+
+
+def _is_none(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "LOAD_CONST" and instruction.argval is None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -375,6 +375,12 @@ class AsksArgument(Base):
         return self.act(self.bn1(self.conv1(x))) if ask(x) else x
 
 
+class ComparesWithAttribute(Base):
+    def forward(self, x):
+        y = self.act(self.bn1(self.conv1(x)))
+        return 2 * y if self.other(x) is self.downsample else y
+
+
 class LooksUp(Base):
     def forward(self, x):
         y = self.act(self.bn1(self.conv1(x)))
@@ -420,6 +426,7 @@ REFUSED = {
     WritesText: "writes a value as text",
     AsksOfClass: "reads __class__",
     AsksArgument: "compares a value by `is`",
+    ComparesWithAttribute: "compares a value by `is`",
     LooksUp: "looks up a value",
     GetsWithDefault: "reads factor",
     ReadsChild: "calls __call__|may change",
