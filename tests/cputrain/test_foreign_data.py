@@ -301,6 +301,18 @@ def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
     assert counts(pairs) == (8, 4), "a mask beside an image has a longer suffix"
 
 
+def test_a_tar_with_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "in", lambda i: {"cls": str(i % 2).encode()})
+    path = folder / "imagenet1k-train-0000.tar"
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[2].offset  # tarfile takes what is wrong there for the end
+    data = path.read_bytes()
+    for damaged in (data[: header + 99], data[:header] + b"x" * 512 + data[header + 512 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"cannot read .*no header at byte {header:,}; is the download complete"):
+            survey(str(folder))
+
+
 def test_tars_without_a_sample_are_passed_over_and_named(tmp_path: Path) -> None:
     folder = write_tars(tmp_path / "in", lambda i: {"cls": str(i % 2).encode()})
     (folder / "imagenet1k-train-0002.tar").touch()

@@ -336,7 +336,7 @@ def members(archive: Path, start: int) -> Iterator[Member]:
     """Yield name, offset and length of the regular files in a tar that begins at byte `start` of a file.
 
     Nothing is unpacked, so any names are safe; links and hidden files are skipped. Raises InputError if the archive is
-    compressed, truncated or has a name twice.
+    compressed, truncated, damaged or has a name twice.
     """
     names: set[str] = set()
     try:
@@ -357,6 +357,9 @@ def members(archive: Path, start: int) -> Iterator[Member]:
                         names.add(member.name)
                         yield member.name, member.offset_data, member.size
                     tar.members.clear()  # type: ignore[attr-defined]  # else it keeps all 1.3 million in memory
+                file.seek(tar.offset)  # type: ignore[attr-defined]  # tarfile ends in silence at a damaged header
+                if any(file.read(tarfile.BLOCKSIZE)):
+                    raise tarfile.ReadError(f"no header at byte {tar.offset:,}")  # type: ignore[attr-defined]
     except (OSError, tarfile.TarError) as error:
         raise InputError(f"cannot read {archive}: {error}; is the download complete?") from None
 
