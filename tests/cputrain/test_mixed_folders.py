@@ -171,9 +171,11 @@ def test_a_table_without_images_beside_tables_of_images_is_ignored_and_named(tmp
 
 
 def test_images_in_no_split_s_folder_are_named(folder: Path) -> None:
-    write_files(folder, {"extra/cat/0.png": png(0), "more/0.png": png(0), "docs/readme.txt": b""})
+    write_files(
+        folder, {"extra/cat/0.png": png(0), "more/0.png": png(0), "docs/readme.txt": b"", "old/train/red/0.png": png(0)}
+    )
     (note,) = detect(folder).notes
-    assert note == f"{folder}: ignored the images in extra, more, which are in no split's folder"
+    assert note == f"{folder}: ignored the images in extra, more, old, which are in no split's folder"
 
 
 def img2dataset(root: Path, **extra: list[Any]) -> None:

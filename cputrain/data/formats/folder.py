@@ -267,14 +267,22 @@ def _has_image_below(folder: Path) -> bool:
     )
 
 
+def _with_class_folders(path: Path) -> Iterator[Path]:
+    """Yield a folder and its first subfolders, of those that are named as splits also theirs."""
+    yield path
+    for name in folders_in(path)[:MOST_INNER]:
+        yield path / name
+        if _are_splits([name]) and not path.is_symlink():
+            yield from (path / name / inner for inner in folders_in(path / name)[:MOST_INNER])
+
+
 def _notes_beside(root: Path, folders: Mapping[str, Path]) -> list[str]:
     """Return a line about folders beside those of the splits that contain images, also in subfolders; or no line."""
     if folders[TRAIN] == root:
         return []  # the class folders are not in a folder of a split
     top = folders[TRAIN].parent
     beside = [top / name for name in folders_in(top)[:MOST_INNER] if top / name not in folders.values()]
-    inner = {path: [path, *(path / name for name in folders_in(path)[:MOST_INNER])] for path in beside}
-    if with_images := [path.name for path, places in inner.items() if any(map(has_image, places))]:
+    if with_images := [path.name for path in beside if any(map(has_image, _with_class_folders(path)))]:
         return [f"{top}: ignored the images in {first_named(with_images)}, which are in no split's folder"]
     return []
 
