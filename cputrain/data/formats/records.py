@@ -358,7 +358,7 @@ def members(archive: Path, start: int) -> Iterator[Member]:
                         yield member.name, member.offset_data, member.size
                     tar.members.clear()  # type: ignore[attr-defined]  # else it keeps all 1.3 million in memory
                 file.seek(tar.offset)  # tarfile ends in silence at a damaged header
-                if any(file.read(tarfile.BLOCKSIZE)):
+                if names and any(file.read(tarfile.BLOCKSIZE)):
                     raise tarfile.ReadError(f"no header at byte {tar.offset:,}")
     except (OSError, tarfile.TarError) as error:
         raise InputError(f"cannot read {archive}: {error}; is the download complete?") from None
