@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cputrain.affinity.errors import RunError
 from cputrain.kernels.batchnorm import FusedBatchNorm2d, second_use
 from cputrain.kernels.evidence import (
     Native,
@@ -99,10 +100,20 @@ class Fusion:
         return next(filter(None, (part.obstacle(module) for part in self.parts)), "")
 
     def run(self, module: nn.Module, inputs: tuple[Any, ...], *, sole_user: bool) -> Any:
-        """Compute the forward pass; `sole_user` is whether nothing else has the only input."""
+        """Compute the forward pass; `sole_user` is whether nothing else has the only input.
+
+        Raises RunError if a layer that it calls changes a value that the module's own forward pass would read later.
+        """
         if self.reuses:
             inputs = (*inputs, second_use(inputs[0]) if sole_user else inputs[0])
-        return _compiled(self.source, self.functions)(module, *inputs)
+        outputs = _compiled(self.source, self.functions)(module, *inputs)
+        for read in self.reads:
+            if not read.still_holds(module):
+                raise RunError(
+                    f"{type(module).__name__}.forward reads {read.name}, which a layer changes during it: call "
+                    "cputrain.restore(model), or train with engine=eager"
+                )
+        return outputs
 
 
 @cache

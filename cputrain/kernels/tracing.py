@@ -140,6 +140,8 @@ def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
     except NotTraceable:
         raise
     except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for proxies
+        if isinstance(error, fx.proxy.TraceError):
+            raise NotTraceable("branches on a tensor's values or shape") from None
         raise NotTraceable(str(error).partition("\n")[0] or type(error).__name__) from None
     return Traced(
         graph=tracer.graph,

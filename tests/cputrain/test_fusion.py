@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cputrain.affinity.errors import RunError
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.fusion import FusedModule
 from cputrain.kernels.rewriting import left_to_torch
@@ -436,7 +437,7 @@ REFUSED = {
     Prints: "calls print",
     CallsHelper: "calls append|reads the global calls",
     Draws: "calls rand",
-    Grows: "control flow",
+    Grows: "branches on a tensor's values or shape",
     Detached: "has |no_grad",
     Compares: "compares a value by `is`",
     AsksForHooks: "reads _forward_hooks",
@@ -644,3 +645,29 @@ def test_a_profiler_of_the_process_goes_on_after_a_trace() -> None:
         sys.setprofile(None)
     assert profiler is not None
     assert "__getattribute__" not in vars(nn.Module)
+
+
+class Sets(nn.Module):
+    """Changes the attribute of another module."""
+
+    def __init__(self, target: list[Any]) -> None:
+        super().__init__()
+        self.target = target
+
+    def forward(self, x):
+        self.target[0].scale = 5.0
+        return x
+
+
+class ReadsLate(Base):
+    def forward(self, x):
+        return self.act(self.bn1(self.conv1(self.other(x)))) * self.scale
+
+
+def test_a_value_that_a_layer_changes_during_the_pass_is_an_error() -> None:
+    network = built(ReadsLate)
+    network.other = Sets([network])
+    network = native(network)
+    with pytest.raises(RunError, match=r"ReadsLate\.forward reads scale, which a layer changes during it"):
+        network(images())
+    network(images())  # of the new value, by the class's own forward
