@@ -220,6 +220,7 @@ def test_a_rank_that_is_lost_before_it_makes_a_group_is_named_without_a_local_ra
     assert "rank 0 waits in the creation of group 1" in end.err and "rank 1 on" in end.err and "no heartbeat" in end.err
 
 
+@pytest.mark.long
 def test_a_process_forks_while_oneccl_is_stuck() -> None:
     """Or while a heartbeat is being written."""
     with ExitStack() as stack:

@@ -265,7 +265,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
         yield hosts
 
 
-@pytest.mark.parametrize("name", launchers("openmpi4"))
+@pytest.mark.parametrize("name", launchers("mpich"))
 def test_hosts_that_share_their_first_label_have_their_own_plans_and_labels(
     alike: FakeHosts, name: str, tmp_path: Path
 ) -> None:
