@@ -19,7 +19,7 @@ from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -184,21 +184,8 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
     """An attribute of a value, or a method to call."""
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-):
+IN_PLACE = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+for _name in IN_PLACE.split():
     setattr(_Proxy, f"__i{_name}__", _in_place(f"i{_name}"))
 
 
@@ -534,10 +521,6 @@ def _is_constant(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, FunctionType | BuiltinFunctionType)
-
-
-def _of_container(method: MethodType) -> bool:
-    return method.__func__.__code__.co_filename == CONTAINERS
 
 
 def _is_of(value: Any, *packages: str) -> bool:
