@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 
 DIRECT = ("precision=float32", "model.winograd=off")
 CHANGES = {

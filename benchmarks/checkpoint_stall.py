@@ -29,23 +29,16 @@ from torch._C._distributed_c10d import HashStore, Store
 from cputrain.checkpoint.folder import name_of
 from cputrain.checkpoint.writer import CheckpointWriter
 from cputrain.checksums import crc32c_of_file
-from cputrain.comm import SignedKeys
+from cputrain.comm.store import SignedKeys
 from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
-from cputrain.models import build_model
+from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe import CommSection, Recipe
-from cputrain.training import (
-    CoreUsage,
-    Learner,
-    Position,
-    TrainState,
-    choose_engine,
-    load,
-    make_train_state,
-    prepare_model,
-    sample_losses,
-    take_snapshot,
-)
+from cputrain.recipe.schema import CommSection, Recipe
+from cputrain.training.engine import choose_engine, prepare_model
+from cputrain.training.saving import Position, load, take_snapshot
+from cputrain.training.state import Learner, TrainState, make_train_state
+from cputrain.training.step import sample_losses
+from cputrain.training.watchers import CoreUsage
 
 INTERVAL_S = 300.0
 CLASSES = 1000

@@ -20,11 +20,11 @@ from statistics import median
 
 import torch
 
-from cputrain.affinity.ranks import Rank
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor
 from cputrain.comm.ccl.environment import Transport, find_libraries, settings
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from cputrain.native_build import compiler
 
 HERE = Path(__file__).parent

@@ -22,9 +22,9 @@ import torch.distributed.nn.functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain.affinity.ranks import rank_from_env, rendezvous
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
+from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
 
 REDUCED = 24 << 20  # bytes
 K = TypeVar("K")
@@ -105,7 +105,7 @@ def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -
     by all ranks at once; measured in turns."""
     wrapped = DistributedDataParallel(built(network, crop), gradient_as_bucket_view=True)
     if compressed:
-        from cputrain.comm import Bf16AllReduceHook
+        from cputrain.comm.hooks import Bf16AllReduceHook
 
         wrapped.register_comm_hook(None, Bf16AllReduceHook().hook)
     values = torch.ones(REDUCED // 4)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 
 PROGRAM = "tests.support.ccl_stranger"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # Open MPI refuses root otherwise

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from cputrain.models import import_torchvision
+from cputrain.models.vision import import_torchvision
 
 SIDE = 224
 

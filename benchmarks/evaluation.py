@@ -18,9 +18,9 @@ from torch.fx.experimental.optimization import fuse
 
 from cputrain.kernels.convolution import covers, load_convolutions, use_winograd
 from cputrain.kernels.norms import batchnorms
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.training import Engine, autocast, choose_engine, evaluation_network, prepare_model
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
 EAGER = choose_engine("eager", "float32", {})
 CLASSES = 1000

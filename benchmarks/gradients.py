@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.kernels.convolution import load_convolutions, use_winograd
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
 
 CLASSES = 1000
 Gradients = dict[str, Tensor]

@@ -24,20 +24,23 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor
-from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
-from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import RECORD, Shards
+from cputrain.data.formats.source import VERSION
+from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches
+from cputrain.data.order import epoch_order
 from cputrain.data.pixels import decode_by_pillow, load
 from cputrain.data.prepare import Options, prepare
-from cputrain.studies.bench import (
+from cputrain.studies.bench.figures import seconds_of
+from cputrain.studies.bench.limits import (
     COUNT,
     generated_photos,
     images_per_cpu_s,
     last_pixel,
     photos_of,
     prepared,
-    seconds_of,
     without_markers,
 )
 

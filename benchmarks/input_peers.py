@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data import Transform
-from cputrain.models import import_torchvision
+from cputrain.data.pixels import Transform
+from cputrain.models.vision import import_torchvision
 
 SIDE, BATCH = 224, 32
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)

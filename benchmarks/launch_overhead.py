@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cputrain.studies.bench import seconds_of
+from cputrain.studies.bench.figures import seconds_of
 
 MPI = Path(__file__).parents[1] / ".mpi"
 COMMANDS = {"true": ("true",), "python -c pass": (sys.executable, "-c", "pass")}

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.launch_overhead import MPI, environment
 from cputrain.affinity.terminal import markdown_table
-from cputrain.mpi.supervise import tree
+from cputrain.mpi.supervise.activity import tree
 from tests.support.fake_hosts import FakeHosts
 
 PPN, MANY_HOSTS = 2, 2048

@@ -16,17 +16,16 @@ import time
 from itertools import pairwise
 
 from cputrain.affinity.terminal import align_columns
-from cputrain.mpi.supervise import (
-    REMOTE_POLL_S,
-    STALL_CHECK_S,
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.run import REMOTE_POLL_S, STALL_CHECK_S
+from cputrain.mpi.supervise.stalls import StallWatch
+from cputrain.mpi.supervise.wire import (
     TOKEN_VARIABLE,
     Activity,
     Answer,
     Hello,
-    Monitor,
     Preempt,
     ShowStack,
-    StallWatch,
     Stop,
     connect,
     heartbeat_interval,

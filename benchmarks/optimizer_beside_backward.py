@@ -112,9 +112,9 @@ def ddp_of(side: int, *, beside: bool) -> tuple[Any, Callable[[list[Any], list[A
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.models import build_model
-    from cputrain.recipe import ModelSection
-    from cputrain.training import choose_engine, prepare_model
+    from cputrain.models.networks import build_model
+    from cputrain.recipe.schema import ModelSection
+    from cputrain.training.engine import choose_engine, prepare_model
 
     engine = choose_engine("native", "float32", os.environ)
     network = prepare_model(build_model(ModelSection(name="resnet50"), 1000, side), engine, "float32")

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cputrain.models import build_model, import_torchvision
+from cputrain.models.networks import build_model
+from cputrain.models.vision import import_torchvision
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe import ModelSection, OptimSection
-from cputrain.studies.bench import interleaved, seconds_of
-from cputrain.training import choose_engine, prepare_model
+from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.studies.bench.figures import interleaved, seconds_of
+from cputrain.training.engine import choose_engine, prepare_model
 
 Make = Callable[[torch.nn.Module], Optimizer]
 

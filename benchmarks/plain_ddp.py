@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import cputrain
-from cputrain.models import import_torchvision
+from cputrain.models.vision import import_torchvision
 
 
 def main() -> None:

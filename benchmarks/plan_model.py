@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import RESNET50, SMALL_HOST_CORES, USUAL_BATCH, Plan, Request, plan_machine
+from cputrain.affinity.planner.domains import SMALL_HOST_CORES
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH
 from cputrain.affinity.terminal import markdown_table
-from cputrain.affinity.topology import Machine, catalog_machines, described_machines, find_machine
-from cputrain.predict import LOSES, Choice, Comparison, compared_plan, host_model
+from cputrain.affinity.topology.catalog import catalog_machines, described_machines, find_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.predict.host import host_model
+from cputrain.predict.next_best import LOSES, Choice, Comparison, compared_plan
 
 HOSTS, GBIT = (1, 16, 256), (100.0, 200.0)
 HEAD = ("machine", "hosts", "Gbit/s", "by the rules", "slower than the best number", "plan", "still slower")

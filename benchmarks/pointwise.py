@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from cputrain.kernels.convolution import has_amx, use_products
-from cputrain.models import import_torchvision
-from cputrain.studies.bench import interleaved, seconds_of
+from cputrain.models.vision import import_torchvision
+from cputrain.studies.bench.figures import interleaved, seconds_of
 
 SIDE = 224
 Shape = tuple[int, int, int, int]

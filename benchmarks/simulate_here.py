@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from benchmarks.comm_rank import REDUCED
 from benchmarks.hosts import benchmark_hosts, bits_per_s, lines_of_rank_0
 from cputrain.affinity.terminal import markdown_table
-from cputrain.predict import CONSTANTS, DEFAULT_BUCKETS, Setup, link_of, seconds_at
-from cputrain.recipe import DataSection, ModelSection, Recipe
-from cputrain.studies.simulate import Reference, core_flops_of, layers_of, speed_at
+from cputrain.predict.assumptions import CONSTANTS, link_of
+from cputrain.predict.step_time import DEFAULT_BUCKETS, Setup, seconds_at
+from cputrain.recipe.schema import DataSection, ModelSection, Recipe
+from cputrain.studies.simulate.predict import Reference, core_flops_of, speed_at
+from cputrain.studies.simulate.setup import layers_of
 from tests.support.fake_hosts import FakeHosts
 
 REPEATS = 5  # per all-reduce

@@ -20,9 +20,18 @@ import yaml
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.terminal import align_columns, markdown_table
-from cputrain.affinity.topology import named_machine
-from cputrain.predict import CONSTANTS, PublishedRun, link_of, published_runs, seconds_at
-from cputrain.studies.simulate import Row, Scenario, core_flops_of, published_reference, rows_of, run_recipe, speed_at
+from cputrain.affinity.topology.catalog import named_machine
+from cputrain.predict.assumptions import CONSTANTS, PublishedRun, link_of, published_runs
+from cputrain.predict.step_time import seconds_at
+from cputrain.studies.simulate.predict import (
+    Row,
+    Scenario,
+    core_flops_of,
+    published_reference,
+    rows_of,
+    run_recipe,
+    speed_at,
+)
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
 

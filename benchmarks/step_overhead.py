@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 
 BATCH, RANKS, WINDOW = 16, 2, 200
 LIMIT_US = 500.0

@@ -36,11 +36,11 @@ def run_steps(options: argparse.Namespace) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
-    from cputrain.models import build_model
+    from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
+    from cputrain.models.networks import build_model
     from cputrain.optim import build_optimizer, set_lr_and_decay
-    from cputrain.recipe import ModelSection, OptimSection
-    from cputrain.training import autocast, choose_engine, network_input, optimize_training, prepare_model
+    from cputrain.recipe.schema import ModelSection, OptimSection
+    from cputrain.training.engine import autocast, choose_engine, network_input, optimize_training, prepare_model
 
     torch.set_num_threads(1)
     precision = "bf16" if options.bf16 else "float32"

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cputrain.affinity.planner import find_runtime, target_of
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.planner.openmp import find_runtime, target_of
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 
 GLOBAL_BATCH, CORES = 32, 2
 EXPERT, OPTIMIZED = "an expert's script", "an expert's script and cputrain.optimize"

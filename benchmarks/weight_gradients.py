@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.kernels.convolution import load_convolutions, use_direct_gradients
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.studies.bench import interleaved, seconds_of
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.studies.bench.figures import interleaved, seconds_of
 
 SIDE = 224
 Shape = tuple[int, int, int, int, int]

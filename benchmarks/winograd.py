@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cputrain.kernels.convolution import ConvolutionKernels, load_convolutions
-from cputrain.studies.bench import interleaved, seconds_of
+from cputrain.studies.bench.figures import interleaved, seconds_of
 
 LAYERS = ((64, 56, 3), (128, 28, 3), (256, 14, 5), (512, 7, 2))
 """Channels, height of the images, and number of layers of this kind in ResNet-50."""

@@ -17,6 +17,7 @@ Everything else is internal and may change. The command `cputrain --help` lists 
 # No imports here: only __main__.py protects the command from a user's typing.py or enum.py.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 __version__ = "0.1.0"
@@ -25,25 +26,29 @@ NAMES = {
         *("find_machine", "Request", "plan_machine", "Plan", "WorkerPlan", "Picture", "read_plan", "plan_to_json"),
         *("bind_process", "InputError", "RunError"),
     ),
-    "predict": ("compare_plan",),
-    "kernels": ("optimize", "explain", "restore", "KernelPlan"),
-    "data": ("ImageLoader", "Transform", "Augmentation"),
+    "predict.next_best": ("compare_plan",),
+    "kernels.apply": ("optimize", "explain", "restore"),
+    "kernels.plan": ("KernelPlan",),
+    "data.loader": ("ImageLoader",),
+    "data.pixels": ("Transform", "Augmentation"),
     "optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
     "schedule": ("Schedule", "lr_at"),
-    "comm": ("compress_bf16",),
-    "checkpoint": ("AsyncCheckpoint", "Restored"),
-    "training": ("train", "TrainResult", "Accuracy"),
+    "comm.hooks": ("compress_bf16",),
+    "checkpoint.async_checkpoint": ("AsyncCheckpoint", "Restored"),
+    "training.entry": ("train",),
+    "training.step": ("TrainResult", "Accuracy"),
 }
-"""The public names by the package that defines them."""
+"""The public names by the module that defines them."""
 
-HOME = {name: package for package, names in NAMES.items() for name in names}
+HOME = {name: module for module, names in NAMES.items() for name in names}
+PACKAGES = [*dict.fromkeys(module.partition(".")[0] for module in NAMES)]
 __all__ = ["__version__", *sorted(HOME)]  # noqa: PLE0604  strings, as mypy knows
 
 
 def __getattr__(name: str) -> "Any":
     """Import a public name, or a package of one, at its first use; untyped, as the packages below import the version
     from here."""
-    if name not in HOME and name not in NAMES:
+    if name not in HOME and name not in PACKAGES:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
     from importlib import import_module
 
@@ -53,4 +58,16 @@ def __getattr__(name: str) -> "Any":
 
 def __dir__() -> list[str]:
     """List what a script may use."""
-    return [*__all__, *NAMES]
+    return [*__all__, *PACKAGES]
+
+
+def names_of(package: str) -> "Callable[[str], Any]":
+    """Return a `__getattr__` that gives a package, as "cputrain.data", its public names: scripts import them from
+    there, too."""
+
+    def find(name: str) -> "Any":
+        if HOME.get(name, "").partition(".")[0] != package.partition(".")[2]:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return __getattr__(name)
+
+    return find

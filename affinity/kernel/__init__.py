@@ -2,7 +2,3 @@
 
 Only bind_process, bind_thread, exec_bound, set_memory_policy and running_on change the process.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

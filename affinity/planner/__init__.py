@@ -5,7 +5,3 @@ Pure stages in order: `usable_cores`, `with_defaults` (a profile's or a tuned pl
 `find_runtime` (the OpenMP runtime that a Python loads), `read_records` (measurements of this machine), `read_plan`, and
 by `plan_this_machine`, which uses the first two.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

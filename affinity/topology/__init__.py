@@ -3,7 +3,3 @@
 Read from this host's /sys and /proc, from a folder or tarball with a copy of them, from lstopo's XML, from a synthetic
 description, or from the catalog by name.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

@@ -6,6 +6,6 @@ for the trainer. Both copy the state (state.py; tree.py for any object's state d
 checkpoint.json, with checksums and without pickle.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

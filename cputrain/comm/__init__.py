@@ -4,6 +4,6 @@ A watchdog in every rank ends the job when a peer is lost (watchdog.py). `ccl` i
 script can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

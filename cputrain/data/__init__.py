@@ -4,6 +4,6 @@ Bottom up: order.py (sampling order), pixels.py (decoding, cropping and augmenti
 formats), loader.py (threads that decode ahead). sources.py and prepare.py pack images into shards.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

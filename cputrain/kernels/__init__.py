@@ -7,6 +7,6 @@ batchnorm.py and convolution.py are the layers, with the compiled code in native
 network for evaluation, norms.py has batch-norm variants by torch's operators.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

@@ -1,7 +1,3 @@
 """From a recipe or planning options to bound worker processes: the planner's request, the hosts and their plans, the
 job for a launcher, and each rank's start before it trains. Batch scripts are in `cputrain.jobs`.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

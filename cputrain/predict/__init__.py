@@ -6,6 +6,6 @@ configs/published. host.py is the model of a plan's host; next_best.py compares 
 `plan_machine(machine, request, compare=compare_plan)`.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

@@ -4,7 +4,3 @@ schema.py (sections, keys, types, documentation), keys.py (paths of keys, error 
 (YAML files, key=value settings, shipped recipes), derivation.py (batch, steps, learning rates and phases for a number
 of workers, with explanations), workload.py (layers, operations, memory and optimizer state).
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

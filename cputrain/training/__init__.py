@@ -7,6 +7,6 @@ checkpoints, which saving.py also restores. signals.py stops all ranks after the
 is in cputrain/recipe/derivation.py.
 """
 
-from cputrain.affinity.lazy import front
+from cputrain import names_of
 
-__getattr__, __dir__ = front(__name__, __file__)
+__getattr__ = names_of(__name__)

@@ -11,22 +11,12 @@ from typing import Any
 
 import msgspec
 
-from cputrain.affinity.planner import (
-    OPTION_OF,
-    Measured,
-    NextBest,
-    Rate,
-    Reason,
-    Request,
-    Runtime,
-    Tuned,
-    Unused,
-    WorkerPlan,
-    Workload,
-    WrittenMachine,
-    WrittenPlan,
-)
-from cputrain.affinity.topology import Core, Machine, NumaNode
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import NextBest, WorkerPlan
+from cputrain.affinity.planner.plan_file import WrittenMachine, WrittenPlan
+from cputrain.affinity.planner.request import OPTION_OF, Measured, Rate, Reason, Request, Tuned, Unused
+from cputrain.affinity.planner.workload import Workload
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from site_pages.imports import ROOT
 from site_pages.text import code, plain, table
 

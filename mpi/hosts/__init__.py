@@ -2,7 +2,3 @@
 
 Hosts that differ form groups of equal hosts, each with its plan (`hostfile.py`).
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

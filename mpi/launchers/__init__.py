@@ -6,7 +6,3 @@ here starts a rank.
 
 docs/contributing/launcher.md explains how to add a launcher.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

@@ -5,7 +5,3 @@ workers; with a launcher each rank has an agent (`agent.py`), which uses `ranks.
 (`monitor.py`). When a rank fails, the others are ended and the first cause is named (`processes.py`). `activity.py`
 reads what a rank does, `stalls.py` finds the rank that the others wait for.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

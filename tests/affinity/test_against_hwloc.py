@@ -18,7 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Machine, find_machine, parse_mask, read_lstopo, save_machine, tree_root
+from cputrain.affinity.topology.catalog import find_machine, tree_root
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine, parse_mask
+from cputrain.affinity.topology.tarball import save_machine
 from tests.support.commands import need, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

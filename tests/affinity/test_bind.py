@@ -11,11 +11,21 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel import bind_process, differences, running_on, set_memory_policy
-from cputrain.affinity.kernel.binding import bind_thread, observe
-from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
-from cputrain.affinity.ranks import ENV
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.kernel.binding import (
+    bind_process,
+    bind_thread,
+    differences,
+    observe,
+    running_on,
+    set_memory_policy,
+)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_dict, request_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.ranks.rank import ENV
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import PPN, cputrain, here, mpi_path, need, needs_two_cores, refused
 
 BIND = [sys.executable, "-m", "cputrain.affinity.bind"]

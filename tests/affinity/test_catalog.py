@@ -6,16 +6,13 @@ import pytest
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import PROFILES, RESNET50, Plan, Request, Runtime, plan_machine
-from cputrain.affinity.topology import (
-    ISA_FLAGS,
-    MACHINES,
-    catalog_machines,
-    find_machine,
-    format_list,
-    machine_names,
-    processor_facts,
-)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import PROFILES, Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.catalog import MACHINES, catalog_machines, find_machine, machine_names, processor_facts
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.sysfs import ISA_FLAGS
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets
 SHAPES = {

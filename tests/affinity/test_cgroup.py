@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Limits, find_machine, read_limits, tarball, tree_root, unpacked
+from cputrain.affinity.topology import tarball
+from cputrain.affinity.topology.catalog import find_machine, tree_root
+from cputrain.affinity.topology.kernel_files import Limits, read_limits
+from cputrain.affinity.topology.tarball import unpacked
 from tests.support.machines import build_machine, write_sysfs
 
 NOTHING = Limits(pus=None, nodes=None, cpu_quota=None, memory_bytes=None)

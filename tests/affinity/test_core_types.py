@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import Request, plan_machine
-from cputrain.affinity.topology import Machine, find_machine, ordered, read_machine, read_synthetic
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.hwloc import read_synthetic
+from cputrain.affinity.topology.machine import Machine, ordered
+from cputrain.affinity.topology.sysfs import read_machine
 from tests.support.machines import build_machine, write_sysfs
 
 MACHINES = Path(__file__).parents[1] / "machines"

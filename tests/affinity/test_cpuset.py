@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.topology import format_list, format_mask, parse_list, parse_mask
+from cputrain.affinity.topology.machine import format_list, format_mask, parse_list, parse_mask
 
 IDS = st.sets(st.integers(0, 400)).map(lambda ids: tuple(sorted(ids)))
 

@@ -2,7 +2,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import as_option
-from cputrain.affinity.planner import Plan, plan_to_json
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import plan_to_json
 from cputrain.affinity.views import plan_differences
 from tests.support.commands import here, refused
 from tests.support.machines import build_machine, planned

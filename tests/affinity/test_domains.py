@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import OTHER_TYPE, Domain, partition_host
-from cputrain.affinity.topology import Machine, find_machine
+from cputrain.affinity.planner.domains import OTHER_TYPE, Domain, partition_host
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
 from tests.affinity.test_core_types import hybrid
 from tests.support.machines import build_machine, planned, synthetic
 from tests.support.plan_facts import reason_of

@@ -16,7 +16,8 @@ from cputrain.affinity.errors import (
     as_recipe_key,
     describe,
 )
-from cputrain.affinity.planner import Request, plan_machine
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
 from cputrain.affinity.terminal import exit_status, one_line
 from cputrain.affinity.wording import plural
 from cputrain.cli.words import wording_of

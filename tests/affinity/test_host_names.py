@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import plan_of_host
-from cputrain.affinity.ranks import find_host, host_key, host_labels, is_loopback, network_name, repeated_host
+from cputrain.affinity.planner.plan_file import plan_of_host
+from cputrain.affinity.ranks.host_names import (
+    find_host,
+    host_key,
+    host_labels,
+    is_loopback,
+    network_name,
+    repeated_host,
+)
 from tests.support.commands import HANGS_S, need
 
 WORKERS = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")  # as Docker, Kubernetes and OpenStack name them

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Machine, read_lstopo
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine
 from tests.support.commands import need
 from tests.support.machines import synthetic
 

@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 from cputrain.affinity.errors import PlanOfAnotherMachineError
-from cputrain.affinity.kernel import check_layout, layout_difference
-from cputrain.affinity.planner import Runtime, plan_from_dict, plan_machine, plan_to_dict
-from cputrain.affinity.topology import Machine, find_machine, narrowed, this_machine
+from cputrain.affinity.kernel.binding import check_layout, layout_difference
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine, narrowed
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.commands import here
 from tests.support.machines import build_machine, planned

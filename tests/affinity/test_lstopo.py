@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import Machine, find_machine, read_lstopo, this_machine, tree_root
+from cputrain.affinity.topology.catalog import find_machine, tree_root
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import need, unpack
 
 pytestmark = pytest.mark.slow

@@ -7,28 +7,22 @@ from typing import Any
 
 import pytest
 
-from cputrain.affinity.planner import (
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
+from cputrain.affinity.planner.records import (
     RATE,
-    RESNET50,
     TUNED,
-    Measured,
-    Rate,
     Record,
-    Request,
-    Tuned,
-    Workload,
-    core_rates,
     current_versions,
     machine_name,
-    plan_from_dict,
-    plan_machine,
-    plan_to_json,
     read_measured,
     read_records,
     record_path,
-    tuning_name,
 )
-from cputrain.affinity.topology import find_machine
+from cputrain.affinity.planner.request import Measured, Rate, Request, Tuned, tuning_name
+from cputrain.affinity.planner.rules import core_rates
+from cputrain.affinity.planner.workload import RESNET50, Workload
+from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
 from tests.support.plan_facts import reason_of

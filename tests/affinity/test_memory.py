@@ -7,19 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    RESNET50,
-    USABLE,
-    Domain,
-    Plan,
-    Request,
-    Runtime,
-    footprint,
-    largest_batch,
-    place_memory,
-    plan_machine,
-)
-from cputrain.affinity.topology import NumaNode, find_machine
+from cputrain.affinity.planner.domains import Domain
+from cputrain.affinity.planner.memory import USABLE, place_memory
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50, footprint, largest_batch
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode
 from tests.support.machines import build_machine, planned
 from tests.support.plan_facts import reason_of
 

@@ -16,9 +16,19 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import as_option, as_recipe_key, render
-from cputrain.affinity.kernel import Neighbor, contention_warnings, find_neighbors, planned_worker_of, variables_of
-from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine, plan_to_json, request_to_json
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.kernel.bound_plan import (
+    Neighbor,
+    contention_warnings,
+    find_neighbors,
+    planned_worker_of,
+    variables_of,
+)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json, request_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import here, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine
-from cputrain.affinity.topology import Machine, find_machine, read_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import GIB
 from tests.support.machines import build_machine, write_sysfs

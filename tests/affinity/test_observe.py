@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel import (
-    Running,
+from cputrain.affinity.kernel.binding import (
     Thread,
     anonymous_bytes,
-    comparison,
-    inspect_process,
     memory_share,
     misallocated,
     misplaced,
     policy_in,
-    running_processes,
     threads_of,
 )
-from cputrain.affinity.planner import Plan, Request, Runtime, find_runtime, plan_machine, plan_to_json, target_of
-from cputrain.affinity.topology import format_list, this_machine
+from cputrain.affinity.kernel.bound_plan import Running, comparison, inspect_process, running_processes
+from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import MIB, first_named
 from tests.support.commands import here
 from tests.support.machines import build_machine

@@ -1,6 +1,6 @@
 import pytest
 
-from cputrain.affinity.planner import Runtime, environment, places, reconciled
+from cputrain.affinity.planner.openmp import Runtime, environment, places, reconciled
 
 
 def test_one_thread_alone_needs_no_binder() -> None:

@@ -7,20 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    OPTION_OF,
-    OPTIONS,
-    PROFILES,
-    RESNET50,
-    Plan,
-    Request,
-    Runtime,
-    plan_machine,
-    plan_this_machine,
-    plan_to_dict,
-    plan_to_json,
-)
-from cputrain.affinity.topology import Machine, find_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_dict, plan_to_json
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.planner.request import OPTION_OF, OPTIONS, PROFILES, Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.views import plan_to_svg, plan_to_text
 from tests.support.machines import build_machine
 from tests.support.plan_facts import reason_of

@@ -11,20 +11,12 @@ from jsonschema import Draft202012Validator
 from site_pages.plan_json import plan_schema
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    PROFILES,
-    RESNET50,
-    Request,
-    Runtime,
-    dumps,
-    plan_from_dict,
-    plan_machine,
-    plan_to_dict,
-    plan_to_json,
-    read_plan,
-    worker_of,
-)
-from cputrain.affinity.topology import find_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import dumps, plan_from_dict, plan_to_dict, plan_to_json, read_plan, worker_of
+from cputrain.affinity.planner.request import PROFILES, Request
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.catalog import find_machine
 from tests.affinity.test_plan import RUNTIME, machines_and_requests
 from tests.support.machines import build_machine
 

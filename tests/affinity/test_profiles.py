@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
-from cputrain.affinity.topology import find_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
 

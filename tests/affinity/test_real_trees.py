@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import Machine, find_machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
 
 pytestmark = pytest.mark.slow
 

@@ -9,19 +9,13 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import (
-    PROCESS_BYTES,
-    PROFILES,
-    RESNET50,
-    Plan,
-    Request,
-    Runtime,
-    footprint,
-    inter_op_threads,
-    largest_batch,
-    plan_machine,
-)
-from cputrain.affinity.topology import NumaNode, find_machine, narrowed, ordered
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import PROFILES, Request
+from cputrain.affinity.planner.rules import inter_op_threads
+from cputrain.affinity.planner.workload import PROCESS_BYTES, RESNET50, footprint, largest_batch
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode, narrowed, ordered
 from cputrain.affinity.wording import formatted, spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.machines import build_machine

@@ -9,21 +9,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import DoesNotFitError, InputError
-from cputrain.affinity.planner import (
-    CUDA_BYTES,
-    PROCESS_BYTES,
-    RESNET50,
-    Request,
-    Runtime,
-    Target,
-    find_runtime,
-    footprint,
-    plan_machine,
-    plan_to_json,
-    target_of,
-    with_libiomp5,
-)
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import CUDA_BYTES, PROCESS_BYTES, RESNET50, footprint
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.machines import build_machine
 
 

@@ -12,16 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, Runtime, plan_from_dict, plan_machine, plan_to_json
-from cputrain.affinity.topology import (
-    Machine,
-    find_machine,
-    narrowed,
-    parse_list,
-    read_machine,
-    read_synthetic,
-    this_machine,
-)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.hwloc import read_synthetic
+from cputrain.affinity.topology.machine import Machine, narrowed, parse_list
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from tests.support.commands import PYTHON, need
 from tests.support.machines import build_machine, write_sysfs
 

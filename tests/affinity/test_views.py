@@ -10,8 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, Request, Runtime, plan_machine
-from cputrain.affinity.topology import NumaNode, find_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode
 from cputrain.affinity.views import WIDTH, Picture, plan_to_svg, plan_to_text
 from cputrain.affinity.wording import memory_text
 from tests.support.machines import build_machine, planned

@@ -10,7 +10,7 @@ pytest.importorskip("playwright", reason="needs playwright: make test-browser")
 from playwright.sync_api import Page
 
 from cputrain.cli import main
-from cputrain.report import write_report
+from cputrain.report.page import write_report
 from tests.support.browser import opened
 from tests.support.run_folders import BEGUN, RECIPE, write_run
 

@@ -24,15 +24,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from cputrain.affinity import InputError, RunError
-from cputrain.checkpoint import AsyncCheckpoint
-from cputrain.checkpoint.async_checkpoint import use_all_cpus
+from cputrain.checkpoint.async_checkpoint import AsyncCheckpoint, use_all_cpus
 from cputrain.checkpoint.files import MANIFEST, MODEL, DamagedError, write_tensors
 from cputrain.checkpoint.folder import list_checkpoints, name_of
 from cputrain.checkpoint.tree import Tensors, decoded, encoded
 from cputrain.checksums import crc32c_of_json
-from cputrain.comm import compress_bf16
-from cputrain.models import read_weights
-from cputrain.mpi.supervise import free_port
+from cputrain.comm.hooks import compress_bf16
+from cputrain.models.weights import read_weights
+from cputrain.mpi.supervise.run import free_port
 from cputrain.optim import Lamb, param_groups
 from tests.support.checkpoint_files import Position, state_of, written
 from tests.support.checkpoint_files import network as network_of_trainer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from cputrain.data import Augmentation, Transform, image_rng
-from cputrain.data.pixels import augment
+from cputrain.data.order import image_rng
+from cputrain.data.pixels import Augmentation, Transform, augment
 
 SIDE = 64
 CHANGES = [field.name for field in fields(Augmentation)]

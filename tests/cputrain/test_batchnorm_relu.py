@@ -19,9 +19,9 @@ from cputrain.kernels.batchnorm import EXTENSION, FUSED, FusedBatchNorm2d, built
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.training import choose_engine, same_engine
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
 from tests.support.ccl_jobs import ran
 from tests.support.kernels import fuse_batchnorms

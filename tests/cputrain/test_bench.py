@@ -17,30 +17,18 @@ from PIL import Image
 from torch import nn
 
 from benchmarks.input import main as bench_decoders
-from cputrain.affinity.topology import NumaNode, this_machine
+from cputrain.affinity.topology.machine import NumaNode
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor
 from cputrain.cli import main
 from cputrain.kernels.convolution import ConvolutionShape
 from cputrain.kernels.measure import shape_key
 from cputrain.kernels.plan import MIN_SPEEDUP
-from cputrain.studies.bench import (
-    HEIGHT,
-    WIDTH,
-    Figure,
-    LayerRecorder,
-    Report,
-    Table,
-    generated_photos,
-    host_place,
-    layer_seconds,
-    places,
-    report_json,
-    report_svg,
-    report_text,
-    thread_counts,
-    trace_json,
-)
-from cputrain.studies.simulate import LayerSeconds
+from cputrain.studies.bench.figures import Figure, Report, Table, report_json, report_svg, report_text
+from cputrain.studies.bench.limits import HEIGHT, WIDTH, generated_photos, host_place, places, thread_counts
+from cputrain.studies.bench.model import layer_seconds, trace_json
+from cputrain.studies.bench.recorder import LayerRecorder
+from cputrain.studies.simulate.setup import LayerSeconds
 from tests.cputrain.test_decode import NEEDS_TURBO
 from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.commands import PPN, cputrain, here, needs_two_cores, refused

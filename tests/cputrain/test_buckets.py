@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.predict import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, bucket_bytes, fit_alpha_beta
+from cputrain.predict.collectives import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, bucket_bytes, fit_alpha_beta
 
 
 @given(alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-12, 1e-7))

@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from cputrain import __version__
-from cputrain.affinity.topology import machine_names
+from cputrain.affinity.topology.catalog import machine_names
 from cputrain.affinity.wording import first_sentence
 from cputrain.cli import main
-from cputrain.recipe import all_keys, other_names, recipe_names, reference, shipped_recipes
+from cputrain.recipe.keys import all_keys, other_names, reference
+from cputrain.recipe.loading import recipe_names, shipped_recipes
 
 Captured = pytest.CaptureFixture[str]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, lines_of, needs_ccl, started
 from tests.support.commands import PPN
 from tests.support.forked import ROOT, ended, forked, in_fork

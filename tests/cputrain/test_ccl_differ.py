@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, lines_of, ran_with_shm, started
 from tests.support.commands import mpi_path
 from tests.support.forked import Process, ended, forking_python

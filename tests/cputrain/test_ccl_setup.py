@@ -23,8 +23,8 @@ import pytest
 from cputrain import native_build as compiled
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.affinity.kernel import Thread
-from cputrain.affinity.ranks import Rank
+from cputrain.affinity.kernel.binding import Thread
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm import ccl
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.environment import (
@@ -43,7 +43,7 @@ from cputrain.comm.ccl.environment import (
     units_of,
 )
 from cputrain.native_build import checksum_file
-from cputrain.training import misplaced_comm_threads
+from cputrain.training.session import misplaced_comm_threads
 from tests.support.ccl_jobs import needs_ccl, ran, ran_with_shm
 from tests.support.commands import HANGS_S
 from tests.support.forked import in_fork

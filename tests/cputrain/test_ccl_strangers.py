@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.comm_soak import commands
 from cputrain.comm.ccl.environment import SHM, sweep_segments
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support import ccl_callbacks
 from tests.support.ccl_jobs import command, lines_of, needs_ccl, started
 from tests.support.commands import mpi_path

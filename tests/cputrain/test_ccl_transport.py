@@ -9,17 +9,20 @@ import torch.distributed as dist
 
 from cputrain import measurements
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.ranks import Rank, with_rank
-from cputrain.affinity.topology import narrowed, this_machine
-from cputrain.comm import SignedKeys
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.ranks.rank import Rank, with_rank
+from cputrain.affinity.topology.machine import narrowed
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import check
 from cputrain.comm.ccl.environment import Transport, agree, choose_transport, worker_threads
-from cputrain.launch import is_due
+from cputrain.comm.store import SignedKeys
+from cputrain.launch.command import is_due
 from cputrain.measurements import cached_seconds, keep, transport_records
-from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.hosts.hostfile import HostGroup
+from cputrain.mpi.launchers.programs import INTEL_MPI, OPEN_MPI
+from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, lines_of, needs_ccl, unmeasured_cache
 from tests.support.commands import cputrain, here, mpi_path
 from tests.support.forked import ended, forking_python

@@ -21,8 +21,8 @@ from cputrain.checkpoint.folder import (
     step_of,
 )
 from cputrain.checkpoint.writer import CheckpointWriter
-from cputrain.comm import SignedKeys
-from cputrain.training import Position, load, take_snapshot, try_out
+from cputrain.comm.store import SignedKeys
+from cputrain.training.saving import Position, load, take_snapshot, try_out
 from tests.support.checkpoint_files import network, state_of, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]

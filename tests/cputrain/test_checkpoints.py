@@ -18,24 +18,14 @@ from cputrain.checkpoint.files import DTYPES, MANIFEST, DamagedError, read_tenso
 from cputrain.checkpoint.folder import list_checkpoints, name_of
 from cputrain.checksums import crc32c_of_json
 from cputrain.manifest import EMA
-from cputrain.models import read_weights
+from cputrain.models.weights import read_weights
 from cputrain.optim import OPTIMIZERS
-from cputrain.recipe import load_recipe
-from cputrain.training import (
-    EpochMetrics,
-    Learner,
-    NonFiniteHandler,
-    Position,
-    StepResult,
-    StepSettings,
-    check_learner,
-    choose_engine,
-    load,
-    load_eval_model,
-    load_newest,
-    prepare_model,
-    restore,
-)
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.engine import choose_engine, prepare_model
+from cputrain.training.saving import Position, check_learner, load, load_eval_model, load_newest, restore
+from cputrain.training.state import Learner
+from cputrain.training.step import EpochMetrics, StepResult, StepSettings
+from cputrain.training.watchers import NonFiniteHandler
 from tests.support.checkpoint_files import network, state_of, train, written
 from tests.support.checkpoints import content
 

@@ -7,9 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks import Rank
-from cputrain.comm import SignedKeys, ccl, choose_backend, convert_lost_peer_errors
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.comm import ccl
 from cputrain.comm.ccl.environment import Transport
+from cputrain.comm.group import choose_backend, convert_lost_peer_errors
+from cputrain.comm.store import SignedKeys
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, convention="env") for i in range(3)]
 

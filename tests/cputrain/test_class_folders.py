@@ -9,8 +9,9 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data import ImageLoader
-from cputrain.data.formats import Dataset, Images, open_dataset
+from cputrain.data.formats.dataset import Dataset, Images
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.loader import ImageLoader
 from tests.support.images import jpeg, survey, write_files, write_images
 
 

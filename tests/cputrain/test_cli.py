@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cputrain.affinity.kernel import bound_plan
-from cputrain.affinity.topology import read_machine
+from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.cli import main
 from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
 from tests.support.images import survey, write_images

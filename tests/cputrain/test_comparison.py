@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.studies.sweep import compare_runs, differing_keys, names_of
+from cputrain.studies.sweep.comparison import compare_runs, differing_keys, names_of
 from tests.support.run_folders import RECIPE, write_run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cputrain.checkpoint.files import MANIFEST
 from cputrain.cli import main
-from cputrain.report import (
+from cputrain.report.page import (
     MOST_CLASSES,
     Predicted,
     class_accuracies,

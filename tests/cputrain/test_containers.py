@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
-from cputrain.jobs import Container, Training, container_script
-from cputrain.runs import read_events
+from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.jobs.script import Container, Training, container_script
+from cputrain.runs.events import read_events
 from tests.support.commands import CORES, PYTHON, cputrain, need
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm

@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks import Rank
-from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_files, open_dataset, refusal
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.data.formats.dataset import ImageFiles, allowed_damage, causes, refusal
+from cputrain.data.formats.folder import image_files
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.pixels import center_crop, decode_by_pillow
 from cputrain.data.prepare import ImageError, inspect
-from cputrain.runs import read_events
-from cputrain.training import SAMPLE_IMAGES, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
+from cputrain.runs.events import read_events
+from cputrain.training import session, watchers
+from cputrain.training.session import SAMPLE_IMAGES, check_sample
+from cputrain.training.step import Accuracy, EpochMetrics
+from cputrain.training.watchers import DamageCheck
 from tests.support.commands import cputrain, optional
 from tests.support.forked import in_fork
 from tests.support.images import write_images

@@ -15,16 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.data import (
-    MOST_AHEAD,
-    batches_ahead,
-    decoded_batches,
-    epoch_order,
-    evaluation_share,
-    image_rng,
-    rank_share,
-)
-from cputrain.data.formats import Images, Shards, open_dataset
+from cputrain.data.formats.dataset import Images
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import Shards
+from cputrain.data.loader import MOST_AHEAD, batches_ahead, decoded_batches
+from cputrain.data.order import epoch_order, evaluation_share, image_rng, rank_share
 from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
 from cputrain.data.prepare import Options, prepare
 from tests.support.images import survey, write_images

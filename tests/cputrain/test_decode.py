@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.data import Transform
 from cputrain.data import pixels as decoding
 from cputrain.data.pixels import (
     Crop,
     Crops,
     Decode,
+    Transform,
     center_crop,
     choose_decoder,
     decode_by_pillow,
     random_box,
 )
 from cputrain.data.prepare import ImageError
-from cputrain.models import import_torchvision
+from cputrain.models.vision import import_torchvision
 from tests.support.images import encoded
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -4,18 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.data import rank_share
-from cputrain.recipe import (
-    BatchSection,
-    DataSection,
-    Recipe,
-    derive,
-    explain,
-    load_recipe,
-    rate_warning,
-    schedule_of,
-    step_lr,
-)
+from cputrain.data.order import rank_share
+from cputrain.recipe.derivation import derive, explain, rate_warning, schedule_of, step_lr
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import BatchSection, DataSection, Recipe
 from cputrain.schedule import lr_at
 
 

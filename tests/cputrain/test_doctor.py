@@ -10,9 +10,10 @@ import pytest
 
 from cputrain import doctor
 from cputrain.affinity.kernel import bound_plan
-from cputrain.affinity.planner import Runtime
-from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
-from cputrain.affinity.topology import Machine, named_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.topology.catalog import named_machine
+from cputrain.affinity.topology.machine import Machine
 from cputrain.cli import main
 from cputrain.doctor import (
     ERROR,

@@ -13,15 +13,21 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import BF16, ENGINE, Records, measured_of, plan_machine, read_records
-from cputrain.affinity.ranks import Rank
-from cputrain.affinity.topology import find_machine, this_machine
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.records import ENGINE, Records, measured_of, read_records
+from cputrain.affinity.planner.request import BF16
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.recipes import precision_lines
-from cputrain.comm import SignedKeys, choose_backend
-from cputrain.launch import request_of
+from cputrain.comm.group import choose_backend
+from cputrain.comm.store import SignedKeys
+from cputrain.launch.local import request_of
 from cputrain.measurements import new_record, rate_record, save_bf16_gain
-from cputrain.recipe import load_recipe
-from cputrain.training import check_pair, engine, measured_engine
+from cputrain.recipe.loading import load_recipe
+from cputrain.training import engine
+from cputrain.training.ipex import check_pair
+from cputrain.training.session import measured_engine
 from tests.support.commands import here, refused
 
 ROOT = Path(__file__).parents[2]

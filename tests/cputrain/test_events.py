@@ -5,8 +5,10 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import write_bytes, write_with
-from cputrain.report import WatchState, write_report
-from cputrain.runs import FILE, Events, TimeSpent, elapsed, finished, read_events, read_log, time_spent
+from cputrain.report.page import write_report
+from cputrain.report.watch import WatchState
+from cputrain.runs.events import FILE, Events, TimeSpent, elapsed, read_events, read_log, time_spent
+from cputrain.runs.folder import finished
 
 ZERO = {"epoch": 0.0, "rate": 0.0, "images_per_s": 0.0}
 NO_ACCURACY = dict.fromkeys(("train_loss", "train_top1", "val_loss", "val_top1", "val_top5"))

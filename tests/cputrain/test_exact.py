@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest
 from tests.support.commands import PPN, here, needs_two_cores

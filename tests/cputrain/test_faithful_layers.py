@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cputrain.affinity.errors import InputError
-from cputrain.kernels import restore
+from cputrain.kernels.apply import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.convolution import (
     ConvolutionShape,
@@ -28,8 +28,9 @@ from cputrain.kernels.convolution import (
     use_winograd,
 )
 from cputrain.kernels.rewriting import left_to_torch
-from cputrain.models import build_model, import_torchvision
-from cputrain.recipe import ModelSection
+from cputrain.models.networks import build_model
+from cputrain.models.vision import import_torchvision
+from cputrain.recipe.schema import ModelSection
 from tests.support.forked import ROOT, ended, forked
 from tests.support.kernels import fuse_batchnorms
 

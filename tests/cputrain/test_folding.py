@@ -14,9 +14,9 @@ from torch.nn import functional
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.convolution import has_amx, load_convolutions, use_products, use_winograd
 from cputrain.kernels.folding import CacheBlocked, FoldedConv2d, FoldedWinogradConv2d, fold_batchnorms
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.training import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 from tests.support.kernels import fuse_batchnorms
 
 pytestmark = pytest.mark.slow

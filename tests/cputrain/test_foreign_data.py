@@ -15,7 +15,7 @@ import pytest
 import webdataset
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import detect, open_dataset
+from cputrain.data.formats.open import detect, open_dataset
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_tfrecord import field, record, varint
 from tests.support.commands import here, optional

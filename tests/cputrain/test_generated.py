@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cputrain.data import TRAIN_POINTS, VAL_POINTS, point_batches
-from cputrain.data.formats import INTERCEPT, SLOPE, Points, SyntheticImages
-from cputrain.runs import read_events
+from cputrain.data.formats.dataset import INTERCEPT, SLOPE, Points, SyntheticImages
+from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
+from cputrain.data.loader import point_batches
+from cputrain.runs.events import read_events
 from tests.support.checkpoints import content, newest
 from tests.support.commands import PPN
 from tests.support.forked import in_fork

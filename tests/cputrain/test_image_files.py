@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_image, open_dataset, read_folder
+from cputrain.data.formats.folder import image_files, read_folder
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.source import IMAGE_SUFFIXES, is_hidden, is_image
 from cputrain.data.pixels import Crop, Decode, center_crop, choose_decoder, decode_by_pillow
 from cputrain.data.prepare import ImageError, Options, encode, prepare
 from cputrain.data.sources import read_caltech256

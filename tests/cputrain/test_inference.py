@@ -17,12 +17,12 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.checkpoint.files import MANIFEST, write_content
 from cputrain.checksums import crc32c_of_json
 from cputrain.cli import main
-from cputrain.data.formats import image_files
+from cputrain.data.formats.folder import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
 from cputrain.kernels.folding import FoldedWinogradConv2d
 from cputrain.manifest import read_manifest
-from cputrain.models import import_torchvision
-from cputrain.training import has_onednn
+from cputrain.models.vision import import_torchvision
+from cputrain.training.engine import has_onednn
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import here, refused
 from tests.support.forked import in_fork

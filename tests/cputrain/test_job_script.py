@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import read_plan
+from cputrain.affinity.planner.plan_file import read_plan
 from cputrain.cli import main
-from cputrain.jobs import BatchJob, Command, Container, Preparation, Resources, Training, job_script, parse_array
+from cputrain.jobs.script import BatchJob, Command, Container, Preparation, Resources, Training, job_script, parse_array
 from cputrain.mpi import first_host
 from cputrain.mpi.fabric import FABRICS
 from tests.support.commands import HANGS_S, here, need, refused

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import plural
-from cputrain.mpi.launchers import bound_command, find_launcher, newest_version
-from cputrain.mpi.supervise import free_port
-from cputrain.recipe import load_recipe
-from cputrain.runs import make_folder, read_events
+from cputrain.mpi.launchers.command import find_launcher, newest_version
+from cputrain.mpi.launchers.programs import bound_command
+from cputrain.mpi.supervise.run import free_port
+from cputrain.recipe.loading import load_recipe
+from cputrain.runs.events import read_events
+from cputrain.runs.folder import make_folder
 from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import CORES, PYTHON, here, mpi_path

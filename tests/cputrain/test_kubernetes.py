@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks import Pods, pods_of
-from cputrain.jobs import LONGEST_NAME, NAME, PodJob, label_of, manifests
-from cputrain.runs import read_events
+from cputrain.affinity.ranks.rank import Pods, pods_of
+from cputrain.jobs.kubernetes import LONGEST_NAME, NAME, PodJob, label_of, manifests
+from cputrain.runs.events import read_events
 from tests.support.commands import here, refused
 from tests.support.fake_hosts import fake_hosts
 

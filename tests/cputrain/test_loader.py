@@ -14,13 +14,16 @@ import torch
 
 import cputrain.data
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks import Rank
-from cputrain.data import Augmentation, ImageLoader, Transform, choose_normalize, loader
-from cputrain.data.formats import images_per_block, open_dataset
-from cputrain.data.pixels import choose_decoder
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.data import loader
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import images_per_block
+from cputrain.data.loader import ImageLoader, choose_normalize
+from cputrain.data.pixels import Augmentation, Transform, choose_decoder
 from cputrain.data.prepare import Options, prepare
-from cputrain.recipe import derive, load_recipe
-from cputrain.training import SessionData, evaluation_batches, training_batches
+from cputrain.recipe.derivation import derive
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.session import SessionData, evaluation_batches, training_batches
 from tests.support.ccl_jobs import started
 from tests.support.forked import ended, forked, in_fork
 from tests.support.images import write_images

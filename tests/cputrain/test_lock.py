@@ -10,8 +10,9 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.manifest import ScaleRecord
-from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.folder import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 from tests.support.commands import here
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, plan_machine
-from cputrain.affinity.topology import find_machine, read_machine, save_machine, this_machine
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.topology.tarball import save_machine
 from cputrain.cli import main
 from tests.support.machines import build_machine, write_sysfs
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import Events, check_log_formats, open_events, read_events
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import Events, check_log_formats, open_events, read_events
 
 START = {"workers": 2, "global_batch": 64, "train_images": 640, "bindings": []}
 STEP = {"epoch": 0.5, "rate": 0.1, "images_per_s": 90.0, "data_wait_s": 0.01, "comm_wait_s": 0.02}

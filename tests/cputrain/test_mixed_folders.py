@@ -13,8 +13,8 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data import ImageLoader
-from cputrain.data.formats import detect, open_dataset
+from cputrain.data.formats.open import detect, open_dataset
+from cputrain.data.loader import ImageLoader
 from tests.support.commands import optional
 from tests.support.images import jpeg, png, write_files
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cputrain.recipe import AugmentSection, DataSection, Recipe
-from cputrain.training import Mix, count_correct, mix_of, sample_losses
+from cputrain.recipe.schema import AugmentSection, DataSection, Recipe
+from cputrain.training.step import Mix, count_correct, mix_of, sample_losses
 
 NOISE = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 IMAGES = NOISE.contiguous(memory_format=torch.channels_last)

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cputrain.affinity.planner import Runtime, footprint
-from cputrain.data import Normalize, choose_normalize
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.workload import footprint
+from cputrain.data.loader import Normalize, choose_normalize
 from cputrain.kernels.convolution import has_amx
 from cputrain.kernels.norms import batchnorms
-from cputrain.models import build_model
+from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe, workload_of
-from cputrain.training import autocast, choose_engine, in_top, prepare_model
+from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
+from cputrain.recipe.workload import workload_of
+from cputrain.training.engine import autocast, choose_engine, prepare_model
+from cputrain.training.step import in_top
 
 pytestmark = pytest.mark.slow
 

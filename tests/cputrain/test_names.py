@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.data.formats import open_dataset
+from cputrain.data.formats.open import open_dataset
 from tests.support.commands import here, need, refused
 from tests.support.forked import ended, forked, in_fork
 from tests.support.images import survey, write_images

@@ -20,8 +20,10 @@ from torch.optim.swa_utils import AveragedModel
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, batchnorms
-from cputrain.models import build_model, import_torchvision, load_initial_weights
-from cputrain.recipe import ModelSection
+from cputrain.models.networks import build_model
+from cputrain.models.vision import import_torchvision
+from cputrain.models.weights import load_initial_weights
+from cputrain.recipe.schema import ModelSection
 from tests.support.by_hand import ranks_of_code
 from tests.support.images import write_images
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 
-from cputrain.runs import read_events
-from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
+from cputrain.runs.events import read_events
+from cputrain.training.saving import Position
+from cputrain.training.step import EpochMetrics, StepResult, StepSettings
+from cputrain.training.watchers import DivergenceCheck
 from tests.support.checkpoints import content
 from tests.support.commands import needs_two_cores
 from tests.support.forked import in_fork

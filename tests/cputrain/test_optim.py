@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import cputrain.optim
 from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
-from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection, state_copies
+from cputrain.recipe.schema import OPTIMIZERS_WITH, OptimizerName, OptimSection
+from cputrain.recipe.workload import state_copies
 from tests.cputrain import test_optim_edges as formulas
 
 pytestmark = pytest.mark.slow

@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import cputrain
 from cputrain.affinity.errors import InputError
-from cputrain.kernels import KernelPlan, plan_of
-from cputrain.kernels.apply import fuse_optimizer
-from cputrain.models import import_torchvision
-from cputrain.mpi.supervise import free_port
+from cputrain.kernels.apply import fuse_optimizer, plan_of
+from cputrain.kernels.plan import KernelPlan
+from cputrain.models.vision import import_torchvision
+from cputrain.mpi.supervise.run import free_port
 from tests.support.forked import ended, forked, forking_python
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from site_pages.text import plain
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import group
-from cputrain.mpi.launchers import find_launcher
+from cputrain.mpi.launchers.command import find_launcher
 from cputrain.other_launchers import (
     PROGRAMS,
     Program,

@@ -8,8 +8,9 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.manifest import ScaleRecord
-from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import check_folder, locked, make_folder
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.folder import check_folder, locked, make_folder
 
 SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 

@@ -148,10 +148,10 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
 
 
 def own_task(loss: Any, batch: Any) -> Any:
-    from cputrain.data import own_batch
-    from cputrain.data.formats import Dataset, UserSamples
-    from cputrain.recipe import Recipe
-    from cputrain.training import UserTask
+    from cputrain.data.formats.dataset import Dataset, UserSamples
+    from cputrain.data.loader import own_batch
+    from cputrain.recipe.schema import Recipe
+    from cputrain.training.step import UserTask
 
     samples = UserSamples(batch, torch.utils.data.default_collate, "train")
     own = UserTask(

@@ -17,25 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset, default_collate
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.data import Batch
-from cputrain.data.formats import Dataset, UserSamples
+from cputrain.data.formats.dataset import Dataset, UserSamples
+from cputrain.data.loader import Batch
 from cputrain.optim import build_optimizer
-from cputrain.recipe import CommSection, OptimSection, Recipe
-from cputrain.training import (
-    Learner,
-    Position,
-    StepSettings,
-    TrainState,
-    UserTask,
-    choose_engine,
-    load,
-    make_train_state,
-    prepare_model,
-    replica_tensors,
-    restore,
-    train_step,
-)
+from cputrain.recipe.schema import CommSection, OptimSection, Recipe
+from cputrain.training.engine import choose_engine, prepare_model
 from cputrain.training.entry import prepare_own_network
+from cputrain.training.saving import Position, load, restore
+from cputrain.training.state import Learner, TrainState, make_train_state
+from cputrain.training.step import StepSettings, UserTask, train_step
+from cputrain.training.watchers import replica_tensors
 from tests.cputrain.test_own_code import OF_RANKS, ROOT
 from tests.support.checkpoint_files import written
 from tests.support.forked import ended, forked, in_fork

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain.comm import compress_bf16
-from cputrain.mpi.supervise import free_port
+from cputrain.comm.hooks import compress_bf16
+from cputrain.mpi.supervise.run import free_port
 from cputrain.optim import Lars, param_groups
 from tests.support.forked import ended, forked, forking_python
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.kernels.convolution import PointwiseConv2d, has_amx, use_products
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
 
 pytestmark = pytest.mark.slow
 

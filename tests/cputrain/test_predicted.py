@@ -12,32 +12,17 @@ from typing import Any
 import pytest
 
 from cputrain.affinity.errors import InputError, as_field, as_option
-from cputrain.affinity.planner import (
-    RESNET50,
-    Measured,
-    Plan,
-    Rate,
-    Request,
-    Tuned,
-    core_rates,
-    plan_from_dict,
-    plan_machine,
-    plan_to_json,
-    training_name,
-)
-from cputrain.affinity.topology import find_machine, named_machine
-from cputrain.predict import (
-    CONSTANTS,
-    LOSES,
-    compare_plan,
-    compared_plan,
-    host_model,
-    layers_of_workload,
-    published_core_flops,
-    published_runs,
-    setup_of_plan,
-)
-from cputrain.studies.simulate import core_flops_of, published_reference
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
+from cputrain.affinity.planner.request import Measured, Rate, Request, Tuned, training_name
+from cputrain.affinity.planner.rules import core_rates
+from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.catalog import find_machine, named_machine
+from cputrain.predict.assumptions import CONSTANTS, published_runs
+from cputrain.predict.host import host_model, published_core_flops, setup_of_plan
+from cputrain.predict.layers import layers_of_workload
+from cputrain.predict.next_best import LOSES, compare_plan, compared_plan
+from cputrain.studies.simulate.predict import core_flops_of, published_reference
 
 MACHINES = Path(__file__).parents[1] / "machines"
 checked_plan = partial(plan_machine, compare=compare_plan)

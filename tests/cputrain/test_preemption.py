@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.comm import SignedKeys
-from cputrain.training import Preemption
+from cputrain.comm.store import SignedKeys
+from cputrain.training.signals import Preemption
 from tests.support.ccl_jobs import ran
 from tests.support.forked import Ended, ended, forked, printed
 

@@ -18,9 +18,12 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data import epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data import prepare as preparing
-from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, open_dataset
+from cputrain.data.formats.dataset import check_labels
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import RECORD, Shards
+from cputrain.data.formats.source import apportioned
+from cputrain.data.order import epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.prepare import Options, inspect, prepare
 from cputrain.data.sources import open_source
 from tests.support.commands import PYTHON, here

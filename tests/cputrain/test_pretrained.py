@@ -11,7 +11,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.cli import main
-from cputrain.models import Pretrained, fetch, find_pretrained, normalization_of
+from cputrain.models.weights import Pretrained, fetch, find_pretrained, normalization_of
 
 # What torchvision's transform_input makes of ImageNet's normalization: x * (0.229 / 0.5) + (0.485 - 0.5) / 0.5, ...
 HALVES = "data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5]"

@@ -5,19 +5,11 @@ from typing import Any
 
 import pytest
 
-from cputrain.mpi.supervise import free_port
-from cputrain.recipe import Recipe
-from cputrain.runs import SilentEvents, TimeSpent
-from cputrain.training import (
-    Accuracy,
-    EpochMetrics,
-    Progress,
-    StepResult,
-    StepSettings,
-    TrainingLog,
-    TrainResult,
-    summary_lines,
-)
+from cputrain.mpi.supervise.run import free_port
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import SilentEvents, TimeSpent
+from cputrain.training.log import Progress, TrainingLog, summary_lines
+from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainResult
 from tests.support.forked import in_fork
 
 RESULT = StepResult(

@@ -9,20 +9,11 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.cli.data import prepare_command as prepare
 from cputrain.cli.recipes import aligned
-from cputrain.data import survey_recipe
-from cputrain.recipe import (
-    Recipe,
-    SweepSection,
-    derive,
-    dump_recipe,
-    explain,
-    find_recipe,
-    load_recipe,
-    rate_warning,
-    recipe_names,
-    with_absolute_paths,
-)
-from cputrain.studies.sweep import variants
+from cputrain.data.from_recipe import survey_recipe
+from cputrain.recipe.derivation import derive, explain, rate_warning
+from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe, recipe_names, with_absolute_paths
+from cputrain.recipe.schema import Recipe, SweepSection
+from cputrain.studies.sweep.trainings import variants
 
 
 def refusal(tmp_path: Path, text: str, *settings: str) -> str:

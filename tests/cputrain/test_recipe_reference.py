@@ -2,7 +2,7 @@
 
 import re
 
-from cputrain.recipe import all_keys, describe_key, reference
+from cputrain.recipe.keys import all_keys, describe_key, reference
 
 KEYS = [key for section in reference() for key in section.keys]
 UNITS = re.compile(

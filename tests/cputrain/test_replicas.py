@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cputrain.checksums import bit_sum, in_memory_order
-from cputrain.training import describe_difference, odd_ranks, replica_tensors
+from cputrain.training.watchers import describe_difference, odd_ranks, replica_tensors
 from tests.support import trainings
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import needs_two_cores

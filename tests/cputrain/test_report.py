@@ -15,32 +15,34 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cputrain.cli import main
-from cputrain.report import (
-    DONE,
+from cputrain.report.charts import (
     FEWEST_ROWS,
-    INTERRUPTED,
     MOST_ROWS,
-    NOT_STARTED,
-    RUNNING,
-    STOPPED,
     Chart,
     Line,
-    Run,
     charts_data,
-    duration,
-    faults_of,
-    figures,
-    notes_of,
     packed,
-    particulars,
     rank_times,
-    read_run,
     rows_per_run,
     thin,
     time_heat,
     trust_heat,
+)
+from cputrain.report.page import write_report
+from cputrain.report.run import (
+    DONE,
+    INTERRUPTED,
+    NOT_STARTED,
+    RUNNING,
+    STOPPED,
+    Run,
+    duration,
+    faults_of,
+    figures,
+    notes_of,
+    particulars,
+    read_run,
     warnings_of,
-    write_report,
 )
 from tests.support.run_folders import BEGUN, write_run
 
@@ -248,7 +250,7 @@ def test_a_rank_that_the_kernel_put_elsewhere_is_named(run: Path) -> None:
     read = read_run(run)
     start = {**read.start, "bindings": [{**each, "pus": [0]} for each in read.start["bindings"]]}
     moved = replace(read, log=replace(read.log, written=(start, *read.log.written[1:])))
-    from cputrain.report import report_html
+    from cputrain.report.page import report_html
 
     assert "Not bound as planned: rank 0, 1, 2, 3" in report_html(moved)
 

@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
-from cputrain.launch import RemainingHosts, remedy, training_arguments, with_memory_advice, with_missing_module
-from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit
-from cputrain.recipe import load_recipe
-from cputrain.runs import make_folder, read_events, with_same_global_batch
+from cputrain.launch.command import RemainingHosts, training_arguments, with_missing_module
+from cputrain.launch.local import remedy, with_memory_advice
+from cputrain.mpi.hosts.hostfile import HostGroup
+from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory, RankExit
+from cputrain.recipe.loading import load_recipe
+from cputrain.runs.events import read_events
+from cputrain.runs.folder import make_folder, with_same_global_batch
 from tests.support.commands import children_of, cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
 from tests.support.images import write_images

@@ -12,10 +12,12 @@ from safetensors import safe_open
 
 from cputrain.checkpoint.folder import name_of, step_of
 from cputrain.manifest import ScaleRecord
-from cputrain.models import read_weights
-from cputrain.mpi.supervise import free_port
-from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import changes_training, check_folder, differences, read_events, reason_not_to_resume
+from cputrain.models.weights import read_weights
+from cputrain.mpi.supervise.run import free_port
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import read_events
+from cputrain.runs.folder import changes_training, check_folder, differences, reason_not_to_resume
 from tests.support.checkpoints import newest
 from tests.support.commands import children_of, here, refused
 from tests.support.forked import ended, forked, in_fork

@@ -9,9 +9,10 @@ import torch
 
 from cputrain.kernels.convolution import covers
 from cputrain.manifest import read_manifest
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection, load_recipe, recipe_names
-from cputrain.runs import read_events
+from cputrain.models.networks import build_model
+from cputrain.recipe.loading import load_recipe, recipe_names
+from cputrain.recipe.schema import ModelSection
+from cputrain.runs.events import read_events
 from tests.cputrain.test_training import CROPS
 from tests.support.checkpoints import content, differing, newest
 from tests.support.trainings import PPN, trained

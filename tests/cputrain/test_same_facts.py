@@ -9,12 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks import Rank
-from cputrain.comm import SignedKeys, check_consistency, describe_difference
-from cputrain.data import open_recipe_data
-from cputrain.mpi.supervise import free_port
-from cputrain.recipe import load_recipe
-from cputrain.training import job_settings
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.comm.group import check_consistency, describe_difference
+from cputrain.comm.store import SignedKeys
+from cputrain.data.from_recipe import open_recipe_data
+from cputrain.mpi.supervise.run import free_port
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.session import job_settings
 from tests.support.commands import here, needs_two_cores
 from tests.support.forked import ended, forked
 from tests.support.images import write_images

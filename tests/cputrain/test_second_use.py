@@ -11,9 +11,9 @@ from torch import nn
 
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, second_use
 from cputrain.kernels.norms import GhostBatchNorm2d
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.studies.bench import LayerRecorder
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.studies.bench.recorder import LayerRecorder
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 from tests.support.kernels import fuse_batchnorms
 

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks import Rank
-from cputrain.data import (
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.data.formats import shards
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import BlockReader, Shards, copies_folder_name, copy, staged
+from cputrain.data.order import (
     WINDOW,
     block_length,
     block_order,
@@ -20,7 +23,6 @@ from cputrain.data import (
     mean_classes_in_window,
     rank_share,
 )
-from cputrain.data.formats import BlockReader, Shards, copies_folder_name, copy, open_dataset, shards, staged
 from cputrain.data.prepare import Options, prepare
 from tests.cputrain.test_training import PPN
 from tests.support.forked import in_fork

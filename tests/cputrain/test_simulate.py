@@ -22,25 +22,14 @@ from benchmarks.simulate_published import (
     table,
 )
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import named_machine
+from cputrain.affinity.topology.catalog import named_machine
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
-from cputrain.launch import request_of
-from cputrain.predict import (
-    ASSUMPTIONS,
-    CONSTANTS,
-    PublishedRun,
-    Setup,
-    Speed,
-    Step,
-    link_of,
-    messages_of,
-    published_runs,
-    step_of,
-    work_of,
-)
-from cputrain.recipe import load_recipe
-from cputrain.studies.simulate import (
+from cputrain.launch.local import request_of
+from cputrain.predict.assumptions import ASSUMPTIONS, CONSTANTS, PublishedRun, link_of, published_runs
+from cputrain.predict.step_time import Setup, Speed, Step, messages_of, step_of, work_of
+from cputrain.recipe.loading import load_recipe
+from cputrain.studies.simulate.predict import (
     Scenario,
     checkpoints_saved,
     core_flops_of,

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.predict import ALGORITHMS, LINKED, MessagePath, cost, exchanges, expected_maximum, link_of, slowest
+from cputrain.predict.assumptions import LINKED, link_of
+from cputrain.predict.collectives import ALGORITHMS, MessagePath, cost, exchanges
+from cputrain.predict.step_time import expected_maximum, slowest
 
 PATH = MessagePath(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
 SIZE = 1e8

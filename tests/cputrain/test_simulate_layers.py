@@ -9,21 +9,15 @@ from torch import distributed as dist
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import BYTES
-from cputrain.models import build_model
-from cputrain.predict import (
-    CONSTANTS,
-    DEFAULT_BUCKETS,
-    NETWORKS,
-    Setup,
-    assigned_buckets,
-    bucket_bytes,
-    bucket_limits,
-    read_network,
-    weight_tensors,
-)
-from cputrain.recipe import OWN_NETWORKS, DataSection, ModelSection, Recipe, workload_of
-from cputrain.studies.simulate import layers_of, trace_unknown
+from cputrain.affinity.planner.workload import BYTES
+from cputrain.models.networks import build_model
+from cputrain.predict.assumptions import CONSTANTS
+from cputrain.predict.collectives import bucket_bytes
+from cputrain.predict.layers import NETWORKS, read_network
+from cputrain.predict.step_time import DEFAULT_BUCKETS, Setup, assigned_buckets, bucket_limits, weight_tensors
+from cputrain.recipe.schema import OWN_NETWORKS, DataSection, ModelSection, Recipe
+from cputrain.recipe.workload import workload_of
+from cputrain.studies.simulate.setup import layers_of, trace_unknown
 from tools.network_table import all_names, differences, main
 
 needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")

@@ -8,23 +8,20 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import machine_name, read_records
-from cputrain.affinity.topology import find_machine
+from cputrain.affinity.planner.records import machine_name, read_records
+from cputrain.affinity.topology.catalog import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
-from cputrain.predict import CONSTANTS, Layer, link_of
-from cputrain.recipe import load_recipe
-from cputrain.studies.simulate import (
+from cputrain.predict.assumptions import CONSTANTS, link_of
+from cputrain.predict.layers import Layer
+from cputrain.recipe.loading import load_recipe
+from cputrain.studies.simulate.predict import Scenario, model_of, reference_of, rows_of, scenario_setup
+from cputrain.studies.simulate.setup import (
     LayerSeconds,
     MeasuredTraining,
     Measurement,
-    Scenario,
     find,
     layers_of,
-    model_of,
-    reference_of,
-    rows_of,
-    scenario_setup,
     training_record,
     unreadable,
 )

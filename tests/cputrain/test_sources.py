@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import DEVKIT, SYNSETS, open_dataset
+from cputrain.data.formats.folder import DEVKIT, SYNSETS
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare import prepare
 from cputrain.data.sources import TRAIN, VAL, open_source, read_idx
 from tests.cputrain.test_prepare import options

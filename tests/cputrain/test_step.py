@@ -5,37 +5,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cputrain.comm import AllReduceHook, Bf16AllReduceHook
-from cputrain.data import Batch
+from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
+from cputrain.data.loader import Batch
 from cputrain.optim import build_optimizer
-from cputrain.recipe import (
-    DataSection,
-    EpochSettings,
-    OptimSection,
-    PhaseSection,
-    Recipe,
-    ScheduleSection,
-    TrainingSizes,
-    schedule_of,
-    settings_at,
-    step_lr,
-)
+from cputrain.recipe.derivation import EpochSettings, TrainingSizes, schedule_of, settings_at, step_lr
+from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.schedule import lr_at
-from cputrain.training import (
-    EpochMetrics,
-    Learner,
-    StepResult,
-    StepSettings,
-    Task,
-    TrainState,
-    autocast,
-    bf16_speedups,
-    choose_engine,
-    make_train_state,
-    prepare_model,
-    recipe_task,
-    train_step,
-)
+from cputrain.training.engine import autocast, bf16_speedups, choose_engine, prepare_model
+from cputrain.training.state import Learner, TrainState, make_train_state
+from cputrain.training.step import EpochMetrics, StepResult, StepSettings, Task, recipe_task, train_step
 
 pytestmark = pytest.mark.usefixtures("group")
 EAGER = choose_engine("eager", "float32", {})

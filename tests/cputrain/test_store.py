@@ -11,11 +11,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.ranks import Rank
-from cputrain.comm import SignedKeys, connect_store
-from cputrain.mpi.supervise import TOKEN_VARIABLE, free_port
-from cputrain.runs import read_events
-from cputrain.training import KEY
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.comm.store import SignedKeys, connect_store
+from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.runs.events import read_events
+from cputrain.training.signals import KEY
 from tests.support.commands import PPN
 from tests.support.forked import Forked, ended, forked, printed
 from tests.support.images import write_images

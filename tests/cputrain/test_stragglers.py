@@ -9,19 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.affinity.kernel import threads_of
-from cputrain.training import (
+from cputrain.affinity.kernel.binding import threads_of
+from cputrain.training import watchers
+from cputrain.training.step import EpochMetrics, StepResult, StepSettings
+from cputrain.training.watchers import (
     EVERY_STEPS,
     CoreUsage,
-    EpochMetrics,
-    StepResult,
-    StepSettings,
     StepStats,
     StragglerWatch,
     find_stragglers,
     pus_left,
     to_report,
-    watchers,
 )
 from tests.support.commands import needs_two_cores
 

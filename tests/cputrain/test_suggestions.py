@@ -12,7 +12,7 @@ import pytest
 
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.words import missing_argument, tables
-from cputrain.recipe import TRAIN_OPTIONS, all_keys, other_names
+from cputrain.recipe.keys import TRAIN_OPTIONS, all_keys, other_names
 from tests.support.commands import here, refused
 from tests.support.forked import in_fork
 from tests.support.images import write_images

@@ -13,27 +13,22 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import GIB
 from cputrain.cli.output import parse_clock
-from cputrain.mpi.supervise import JobFailedError, OutOfMemory, RankExit, describe_exit
-from cputrain.recipe import SweepSection
-from cputrain.runs import elapsed
+from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory, RankExit, describe_exit
+from cputrain.recipe.schema import SweepSection
+from cputrain.runs.events import elapsed
 from cputrain.studies.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
-from cputrain.studies.sweep import (
+from cputrain.studies.sweep.find_batch import next_batch
+from cputrain.studies.sweep.results import by_group, compare, comparison_rows, csv_text, stable_maximum, table
+from cputrain.studies.sweep.trainings import (
     RunResult,
     TrainingSetup,
     Variant,
-    by_group,
     clock,
-    compare,
-    comparison_rows,
-    csv_text,
     diverged_from,
     group_by_seed,
     loss_curve,
-    next_batch,
     outcome_of,
     parse_workers,
-    stable_maximum,
-    table,
     variants,
 )
 

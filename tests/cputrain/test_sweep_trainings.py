@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli.output import parse_clock
-from cputrain.studies.sweep import clock
+from cputrain.studies.sweep.trainings import clock
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
 from tests.support.forked import in_fork

@@ -9,8 +9,10 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data import ImageLoader
-from cputrain.data.formats import TABLES, TableImages, detect, open_dataset, table_files, tables
+from cputrain.data.formats import tables
+from cputrain.data.formats.open import TABLES, detect, open_dataset, table_files
+from cputrain.data.formats.tables import TableImages
+from cputrain.data.loader import ImageLoader
 from tests.support.commands import optional
 from tests.support.images import png, survey
 

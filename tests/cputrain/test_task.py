@@ -5,9 +5,11 @@ import os
 import re
 from pathlib import Path
 
-from cputrain.affinity.planner import Request, plan_this_machine, plan_to_json
-from cputrain.affinity.topology import this_machine
-from cputrain.launch import run_on_ranks
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.launch.rank_process import run_on_ranks
 from tests.support.commands import needs_two_cores
 from tests.support.forked import ROOT, ended, forked
 

@@ -13,10 +13,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import Shards, crc32c, masked, open_dataset
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.records import masked
+from cputrain.data.formats.shards import Shards, crc32c
 from cputrain.data.prepare import Options, prepare, problems
 from cputrain.data.sources import open_source
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 from tests.cputrain.test_prepare import options
 from tests.support.checkpoints import content
 from tests.support.commands import here

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import image_files
+from cputrain.data.formats.folder import image_files
 from cputrain.inference import export, load_classifier, predict
-from cputrain.kernels import restore
+from cputrain.kernels.apply import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.folding import FoldedConv2d, fold_batchnorms
 from cputrain.kernels.norms import batchnorms
 from cputrain.kernels.rewriting import left_to_torch
-from cputrain.models import build_model, import_torchvision, inputs_note
+from cputrain.models.networks import build_model, inputs_note
+from cputrain.models.vision import import_torchvision
 from cputrain.optim import build_optimizer
-from cputrain.recipe import DataSection, ModelSection, OptimSection
-from cputrain.runs import read_events
-from cputrain.training import has_onednn
+from cputrain.recipe.schema import DataSection, ModelSection, OptimSection
+from cputrain.runs.events import read_events
+from cputrain.training.engine import has_onednn
 from tests.support.forked import in_fork
 from tests.support.images import write_images
 from tests.support.kernels import fuse_batchnorms

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cputrain.runs import Trackers, events, follow, read_record, trackers
+from cputrain.runs import events, trackers
+from cputrain.runs.trackers import Trackers, follow, read_record
 from tests.support.commands import PYTHON
 from tests.support.forked import in_fork
 from tests.support.run_folders import write_run

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cputrain.recipe import load_recipe, recipe_names
-from cputrain.report import read_usage
-from cputrain.runs import read_events
+from cputrain.recipe.loading import load_recipe, recipe_names
+from cputrain.report.run import read_usage
+from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.commands import cputrain, here, refused
 from tests.support.forked import in_fork
@@ -195,8 +195,8 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     """Two steps of each at a reduced size, evaluation, checkpoint and report included."""
     import torch
 
-    from cputrain.models import build_model
-    from cputrain.recipe import ModelSection
+    from cputrain.models.networks import build_model
+    from cputrain.recipe.schema import ModelSection
 
     write_images(tmp_path / "images", train=30)
     torch.save(build_model(ModelSection(), 7, 32).state_dict(), tmp_path / "weights.pt")

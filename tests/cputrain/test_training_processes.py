@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import plural
-from cputrain.report import read_usage
-from cputrain.runs import read_events
+from cputrain.report.run import read_usage
+from cputrain.runs.events import read_events
 from tests.support.ccl_jobs import needs_ccl, ran
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import CORES, children_of, cputrain, needs_two_cores

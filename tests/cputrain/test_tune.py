@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import machine_name, plan_machine
-from cputrain.affinity.topology import Machine, find_machine, this_machine
-from cputrain.data.formats import DatasetSummary
-from cputrain.launch import PlannedTraining, request_of
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.records import machine_name
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.data.formats.source import DatasetSummary
+from cputrain.launch.local import PlannedTraining, request_of
 from cputrain.measurements import keep
-from cputrain.recipe import derive, load_recipe
+from cputrain.recipe.derivation import derive
+from cputrain.recipe.loading import load_recipe
 from cputrain.studies.tune import (
     Choices,
     PlanCandidate,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.report import MOST_POINTS, EventTail, WatchState, braille_curve, screen
+from cputrain.report.watch import MOST_POINTS, EventTail, WatchState, braille_curve, screen
 from tests.support.run_folders import BEGUN, write_run
 
 

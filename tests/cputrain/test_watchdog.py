@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from cputrain.comm import (
+from cputrain.comm.store import SignedKeys
+from cputrain.comm.watchdog import (
     HeartbeatThread,
     LastHeartbeat,
     PendingCollective,
-    SignedKeys,
     StoreHeartbeat,
     Watchdog,
     WatchedBackend,

@@ -14,9 +14,9 @@ from cputrain.kernels.batchnorm import checked, load
 from cputrain.kernels.convolution import DirectConv2d, covers, has_amx, load_convolutions, use_direct_gradients
 from cputrain.kernels.folding import fold_batchnorms
 from cputrain.kernels.plan import Target
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
-from cputrain.training import choose_engine, prepare_model
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import choose_engine, prepare_model
 from tests.support.convolutions import images_of, layer_of, passes
 from tests.support.kernels import fuse_batchnorms
 

@@ -18,8 +18,8 @@ from cputrain.kernels.convolution import (
     speedup,
     use_winograd,
 )
-from cputrain.models import build_model
-from cputrain.recipe import ModelSection
+from cputrain.models.networks import build_model
+from cputrain.recipe.schema import ModelSection
 from tests.support.convolutions import images_of, layer_of, passes
 
 pytestmark = pytest.mark.slow

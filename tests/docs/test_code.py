@@ -12,6 +12,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+import cputrain
+
 ROOT = Path(__file__).parents[2]
 CODE = ("affinity", "mpi", "cputrain", "benchmarks", "tools", "tests", "compat")
 MAX_LINES, MAX_FILE_LINES = 100, 900
@@ -108,40 +110,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}).prepare()
 
 
-def fronts() -> dict[str, set[str]]:
-    """Package -> its public names, of the packages that have them in a stub."""
-    names = {}
-    for top in ("affinity", "mpi", "cputrain"):
-        for stub in (ROOT / top).rglob("__init__.pyi"):
-            package = ".".join(stub.parent.relative_to(ROOT).parts)
-            lines = (node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom))
-            found = {alias.name for node in lines for alias in node.names}
-            names[package if top == "cputrain" else f"cputrain.{package}"] = found
-    return names
-
-
-def test_the_public_names_of_every_package_can_be_imported() -> None:
-    assert len(fronts()) > 15
-    for package, names in fronts().items():
-        module = importlib.import_module(package)
-        assert set(module.__all__) == names == set(dir(module))
-        assert [name for name in names if not hasattr(module, name)] == []
-        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonesuch'"):
-            module.nonesuch  # noqa: B018
-
-
-def test_tests_import_what_a_package_offers_in_front() -> None:
-    offered = fronts()
-    past = {
-        f"{code.path}: from {node.module} import {alias.name}"
-        for code in codes(("tests", "benchmarks", "tools"))
-        if "guest" not in Path(code.path).parts  # in the emulated machines every import costs a second
-        for node in code.imports
-        if node.module and node.module not in offered
-        for alias in node.names
-        if alias.name in offered.get(node.module.rpartition(".")[0], set())
-    }
-    assert past == set()
+def test_packages_give_their_public_names_and_no_others() -> None:
+    """Scripts may import `cputrain.data.ImageLoader`; all else is imported from the module that defines it."""
+    names = {"data": "ImageLoader", "training": "TrainResult", "kernels": "optimize", "checkpoint": "Restored"}
+    for package, name in names.items():
+        module = importlib.import_module(f"cputrain.{package}")
+        assert getattr(module, name) is getattr(cputrain, name)
+        with pytest.raises(AttributeError, match=f"module 'cputrain.{package}' has no attribute 'Lars'"):
+            module.Lars  # noqa: B018
 
 
 def uses_of_the_environment(node: ast.AST) -> int:

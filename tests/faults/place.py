@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cputrain.checkpoint.folder import list_checkpoints, step_of
-from cputrain.mpi.supervise import descendants, free_port
+from cputrain.mpi.supervise.processes import descendants
+from cputrain.mpi.supervise.run import free_port
 from tests.support.commands import children_of
 from tests.support.forked import Forked, Process, in_fork
 from tests.support.trainings import LENET

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cputrain.runs import read_events, time_spent
+from cputrain.runs.events import read_events, time_spent
 from tests.faults.place import Place, Running, alive
 from tests.support.checkpoints import differing, newest
 

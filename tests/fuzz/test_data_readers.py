@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.data.formats import Dataset, index_path, open_dataset
+from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import index_path
 from cputrain.data.prepare import Options, prepare
-from cputrain.models import read_weights
+from cputrain.models.weights import read_weights
 from tests.cputrain.test_tfrecord import example, record
 from tests.fuzz.inputs import damaged, fuzzed, read
 from tests.support.images import png, write_images

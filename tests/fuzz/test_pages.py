@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.report import EventTail, WatchState, read_run, report_html, screen
+from cputrain.report.page import report_html
+from cputrain.report.run import read_run
+from cputrain.report.watch import EventTail, WatchState, screen
 from tests.fuzz.inputs import COUNT, damaged, fuzzed
 from tests.support.run_folders import write_run
 

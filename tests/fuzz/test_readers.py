@@ -16,23 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cputrain.affinity.planner import (
-    Plan,
-    Request,
-    Runtime,
-    measured_of,
-    parse_record,
-    plan_from_dict,
-    plan_machine,
-    plan_of_host,
-    plan_to_json,
-    read_json,
-    read_plan,
-)
-from cputrain.affinity.ranks import rank_from_env
-from cputrain.affinity.topology import Machine, find_machine, read_lstopo, read_machine, tree_root, unpacked
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_of_host, plan_to_json, read_json, read_plan
+from cputrain.affinity.planner.records import measured_of, parse_record
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.topology.catalog import find_machine, tree_root
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import read_machine
+from cputrain.affinity.topology.tarball import unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
-from cputrain.checkpoint import AsyncCheckpoint
+from cputrain.checkpoint.async_checkpoint import AsyncCheckpoint
 from cputrain.checkpoint.files import MANIFEST, read_content, read_tensors, write_tensors
 from cputrain.checkpoint.folder import name_of
 from cputrain.checkpoint.loop_state import check_fit, load_state
@@ -40,15 +36,17 @@ from cputrain.checksums import crc32c_of_json
 from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
-from cputrain.jobs import parse_array
+from cputrain.jobs.script import parse_array
 from cputrain.manifest import read_manifest
-from cputrain.mpi.hosts import allocation, expand, parse_hosts
+from cputrain.mpi.hosts.hostfile import expand, parse_hosts
+from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.other_launchers import command_and_rest, split_words, translate
 from cputrain.other_launchers import read as read_line
-from cputrain.recipe import RECIPES, load_recipe, parse_setting
-from cputrain.report import read_usage
-from cputrain.runs import FILE as EVENTS
-from cputrain.runs import finished, read_events, read_log, time_spent
+from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
+from cputrain.report.run import read_usage
+from cputrain.runs.events import FILE as EVENTS
+from cputrain.runs.events import read_events, read_log, time_spent
+from cputrain.runs.folder import finished
 from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine, write_sysfs
 

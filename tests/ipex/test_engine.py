@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from cputrain.runs import read_events
+from cputrain.runs.events import read_events
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import LENET, RESNET18, SMALL

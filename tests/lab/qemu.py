@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from cputrain.affinity.topology import format_list, parse_list
+from cputrain.affinity.topology.machine import format_list, parse_list
 from tests.lab.topologies import LATENCIES, SPEEDS, Topology
 
 FIRST_NODE_MIB = 512  # what kernel, initrd and page cache need beside the node's own memory

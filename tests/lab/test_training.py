@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import read_plan
-from cputrain.affinity.topology import parse_list
-from cputrain.runs import read_events
+from cputrain.affinity.planner.plan_file import read_plan
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.runs.events import read_events
 from tests.lab import boot
 from tests.lab.topologies import Topology, even
 from tests.support.fake_hosts import write_ssh_files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.ranks import interface_to
+from cputrain.affinity.ranks.rank import interface_to
 from cputrain.mpi.fabric import FABRICS, fabric_here
 from tests.support.fake_hosts import fake_hosts
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, plan_from_dict, plan_machine
-from cputrain.affinity.topology import find_machine
-from cputrain.mpi.hosts import cluster_to_dict, expand, plan_cluster
-from cputrain.predict import compare_plan
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.mpi.hosts.hostfile import cluster_to_dict, expand, plan_cluster
+from cputrain.predict.next_best import compare_plan
 from tests.support.commands import here, refused
 
 GROUPS = (

@@ -8,22 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, Runtime, plan_from_dict, plan_machine, plan_of_host
-from cputrain.affinity.topology import find_machine
-from cputrain.mpi.hosts import HostGroup, job_plan_json
-from cputrain.mpi.launchers import (
-    HERE,
-    LAUNCHERS,
-    Job,
-    bound_command,
-    launch_command,
-    launch_script,
-    local_commands,
-    newest_version,
-    rank_variables,
-    shell_line,
-    wrapped,
-)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_of_host
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.mpi.hosts.hostfile import HostGroup, job_plan_json
+from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, newest_version, shell_line, wrapped
+from cputrain.mpi.launchers.programs import LAUNCHERS, Job, bound_command, local_commands, rank_variables
 from tests.support.machines import build_machine
 
 OLD_VERSIONS = {"intelmpi": (2019, 9), "openmpi": (4, 1)}

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
 from cputrain.affinity.start import isolated_command
-from cputrain.affinity.topology import this_machine
-from cputrain.mpi.launchers import LAUNCHERS, bound_command, find_launcher
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.launchers.programs import LAUNCHERS, bound_command
 from tests.support.commands import CORES, HANGS_S, PYTHON, cputrain, here, launchers, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, printed_lists, written

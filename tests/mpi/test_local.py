@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.topology import this_machine
-from cputrain.launch import new_folder
-from cputrain.mpi.launchers import Job
-from cputrain.mpi.supervise import Monitor, run, run_local
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.launch.command import new_folder
+from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.supervise import run
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.run import run_local
 from tests.support.commands import HANGS_S, PPN, cputrain, needs_two_cores
 from tests.support.forked import forking_python
 from tests.support.jobs import agent_process, job_of, plan_here, poll_until

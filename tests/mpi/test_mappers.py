@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.topology import find_machine, parse_list
-from cputrain.mpi.launchers import find_launcher
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.mpi.launchers.command import find_launcher
 from tests.support.commands import HANGS_S, mpi_path
 from tests.support.jobs import job_of, written
 

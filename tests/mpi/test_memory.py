@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import KillCounter, OutOfMemory, RankExit, describe_exit
+from cputrain.mpi.supervise.processes import KillCounter, OutOfMemory, RankExit, describe_exit
 from tests.support.control_group import inside, memory_group
 
 GIB = 1 << 30

@@ -11,22 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import (
-    Activity,
-    Answer,
-    Connection,
-    Exit,
-    Monitor,
-    Preempt,
-    RankExit,
-    Signaled,
-    decode,
-    describe_exit,
-    describe_stopped,
-    encode,
-    first_cause,
-    stopped_rank,
-)
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.processes import RankExit, describe_exit, first_cause
+from cputrain.mpi.supervise.stalls import describe_stopped, stopped_rank
+from cputrain.mpi.supervise.wire import Activity, Answer, Connection, Exit, Preempt, Signaled, decode, encode
 from tests.support.jobs import agent, agent_process, poll_until
 
 RANKS = 2000

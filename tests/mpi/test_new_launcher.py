@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.ranks import LAUNCHER_VARIABLES, LauncherVariables, Rank, rank_from_env
-from cputrain.affinity.topology import format_list
-from cputrain.mpi.hosts import HostGroup
-from cputrain.mpi.launchers import (
-    LAUNCHERS,
-    HostOptions,
-    InstalledLauncher,
-    Job,
-    Launcher,
-    find_launcher,
-    launch_command,
-)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, LauncherVariables, Rank, rank_from_env
+from cputrain.affinity.topology.machine import format_list
+from cputrain.mpi.hosts.hostfile import HostGroup
+from cputrain.mpi.launchers.command import find_launcher, launch_command
+from cputrain.mpi.launchers.programs import LAUNCHERS, HostOptions, InstalledLauncher, Job, Launcher
 from tests.support.machines import build_machine
 
 VARIABLES = LauncherVariables(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.mpi.hosts import expand, fold
+from cputrain.mpi.hosts.hostfile import expand, fold
 from tests.support.commands import need
 
 NAMES = st.builds(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import CLEAR_LINE, Stream, ranks
+from cputrain.mpi.supervise import ranks
+from cputrain.mpi.supervise.ranks import CLEAR_LINE, Stream
 
 
 class Terminal(io.StringIO):

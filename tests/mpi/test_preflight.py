@@ -13,7 +13,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.workload import RESNET50
 from cputrain.mpi import preflight
 from cputrain.mpi.preflight import (
     MAX_BYTES,
@@ -27,7 +30,9 @@ from cputrain.mpi.preflight import (
     missing_provider,
     offered_providers,
 )
-from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, StopSignals, connect
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.signals import StopSignals
+from cputrain.mpi.supervise.wire import Hello, RankServer, Stop, connect
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import HANGS_S
 from tests.support.fake_hosts import fake_hosts

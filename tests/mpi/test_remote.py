@@ -15,12 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner import Request, Runtime, plan_machine
-from cputrain.affinity.topology import this_machine
-from cputrain.mpi.launchers import find_launcher
-from cputrain.mpi.supervise import JobFailedError, monitor, run_remote
-from cputrain.report import read_usage
-from cputrain.runs import read_events
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.supervise import monitor
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.run import run_remote
+from cputrain.report.run import read_usage
+from cputrain.runs.events import read_events
 from tests.support.commands import HANGS_S, PPN, cputrain, here, launchers, mpi_path, needs_two_cores
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.doctor import job_check
-from cputrain.mpi.hosts import SCHEDULERS, allocation
+from cputrain.mpi.hosts.schedulers import SCHEDULERS, allocation
 from tests.support.commands import CORES, here, mpi_path, refused
 
 Slots = list[tuple[str, int | None]]

@@ -16,30 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
-from cputrain.mpi.supervise import (
+from cputrain.mpi.supervise import activity, processes, ranks
+from cputrain.mpi.supervise.activity import ActivityMeter, tree
+from cputrain.mpi.supervise.processes import RankExit, WatchedFiles, frames, read_stacks
+from cputrain.mpi.supervise.signals import RunningClock
+from cputrain.mpi.supervise.stalls import (
     STARTING_S,
     WAITING_S,
     WITHOUT_STACK_S,
-    Activity,
-    ActivityMeter,
-    RankExit,
     RankState,
-    RunningClock,
     Stall,
     StallWatch,
-    WatchedFiles,
     absent_ranks,
-    activity,
     describe_failure,
-    frames,
     idle_ranks,
-    processes,
-    ranks,
     ranks_outside,
-    read_stacks,
     stopped_rank,
-    tree,
 )
+from cputrain.mpi.supervise.wire import Activity
 from tests.support.commands import HANGS_S, mpi_path, needs_two_cores
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)

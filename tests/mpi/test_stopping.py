@@ -12,15 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import (
-    HEARTBEAT_TIMEOUT_S,
-    InterruptedBySignalError,
-    StopSignals,
-    ranks,
-    signals,
-    stop_signals,
-    tree,
-)
+from cputrain.mpi.supervise import ranks, signals
+from cputrain.mpi.supervise.activity import tree
+from cputrain.mpi.supervise.signals import InterruptedBySignalError, StopSignals, stop_signals
+from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
 from tests.mpi.test_local import wait_until_ended
 from tests.support.commands import HANGS_S, PPN, PYTHON, mpi_path
 

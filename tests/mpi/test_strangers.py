@@ -20,27 +20,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks import address_to
+from cputrain.affinity.ranks.rank import address_to
 from cputrain.affinity.terminal import JOINERS
-from cputrain.mpi.supervise import (
+from cputrain.mpi.supervise import wire
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.processes import RankExit, describe_exit
+from cputrain.mpi.supervise.wire import (
     Activity,
     Answer,
     Connection,
     Exit,
     Hello,
-    Monitor,
     Preempt,
     ProtocolError,
-    RankExit,
     ShowStack,
     Signer,
     Stack,
     Stop,
     decode,
-    describe_exit,
     encode,
     join,
-    wire,
 )
 from tests.support.jobs import agent, poll_until
 

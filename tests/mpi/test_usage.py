@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cputrain.mpi import usage
-from cputrain.mpi.supervise import run_local
+from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.usage import (
     MOST_INTERFACES,
     MOST_RECORDS,
@@ -36,7 +36,8 @@ from cputrain.mpi.usage import (
     total,
     worker_file,
 )
-from cputrain.report import mean_of, read_usage, running_time, worker_table, write_report
+from cputrain.report.page import write_report
+from cputrain.report.run import mean_of, read_usage, running_time, worker_table
 from tests.mpi.test_local import job
 from tests.support.commands import HANGS_S, cputrain, here, mpi_path, needs_two_cores
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import started
 from tests.support.commands import here
 from tests.support.forked import ended

@@ -53,7 +53,7 @@ def train(
 
 def with_torchvision() -> None:
     """Help the client to import torchvision, whose CUDA wheels do not import alone beside a CPU build of torch."""
-    from cputrain.models import import_torchvision
+    from cputrain.models.vision import import_torchvision
 
     import_torchvision("models")
 

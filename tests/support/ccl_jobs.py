@@ -11,7 +11,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.comm.ccl.environment import ensure_built, find_libraries
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support.forked import ROOT, Ended, Forked, ended, forked, writing
 
 

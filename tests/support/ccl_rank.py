@@ -17,7 +17,7 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks import rank_from_env, rendezvous
+from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
 
 rank = rank_from_env(os.environ)
 assert rank is not None
@@ -240,7 +240,7 @@ def users() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.comm import Bf16AllReduceHook
+    from cputrain.comm.hooks import Bf16AllReduceHook
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -353,7 +353,7 @@ def leave() -> None:
 
 def meet() -> None:
     """Report the rank, its transport, and the CPUs of oneCCL's and cputrain's threads."""
-    from cputrain.affinity.kernel import threads_of
+    from cputrain.affinity.kernel.binding import threads_of
 
     total = torch.tensor([1.0])
     dist.all_reduce(total)

@@ -11,11 +11,14 @@ from torch._C._distributed_c10d import HashStore
 
 from cputrain.checkpoint.folder import name_of
 from cputrain.checkpoint.writer import WRITTEN_S, CheckpointWriter
-from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
+from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
+from cputrain.comm.store import SignedKeys
 from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe import OptimSection
-from cputrain.training import Learner, Position, TrainState, sample_losses, take_snapshot
+from cputrain.recipe.schema import OptimSection
+from cputrain.training.saving import Position, take_snapshot
+from cputrain.training.state import Learner, TrainState
+from cputrain.training.step import sample_losses
 
 
 def network(outputs: int = 2) -> nn.Module:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 import pytest
 
-from cputrain.affinity.topology import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 
 PYTHON = shlex.quote(sys.executable)  # for a shell's command line
 HANGS_S = 300.0  # for commands that take a few seconds

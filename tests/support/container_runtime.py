@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from cputrain.affinity.topology import parse_list
+from cputrain.affinity.topology.machine import parse_list
 
 # Options from their manuals, with a value and without.
 BOTH = {"--mount", "--env"}

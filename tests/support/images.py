@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from cputrain.data.formats import DatasetSummary, detect
+from cputrain.data.formats.open import detect
+from cputrain.data.formats.source import DatasetSummary
 
 
 def encoded(image: Image.Image | NDArray[np.uint8], form: str = "PNG", **options: object) -> bytes:

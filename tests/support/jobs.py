@@ -9,22 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
-from cputrain.affinity.topology import this_machine
-from cputrain.mpi.hosts import HostGroup, job_plan_json
-from cputrain.mpi.launchers import InstalledLauncher, Job, LaunchCommand, launch_command
-from cputrain.mpi.supervise import (
-    TOKEN_VARIABLE,
-    Answer,
-    Connection,
-    Hello,
-    Monitor,
-    Preempt,
-    ShowStack,
-    Stop,
-    connect,
-    write_files,
-)
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.hosts.hostfile import HostGroup, job_plan_json
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.processes import write_files
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Answer, Connection, Hello, Preempt, ShowStack, Stop, connect
 
 
 def plan_here(ppn: int) -> Plan:

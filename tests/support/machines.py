@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
-from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
-from cputrain.affinity.topology import Core, Machine, NumaNode, format_list, ordered, read_synthetic
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.hwloc import read_synthetic
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, ordered
 
 
 def build_machine(

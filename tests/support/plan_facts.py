@@ -4,8 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from cputrain.affinity.planner import USUAL_BATCH, Plan, Reason, WorkerPlan, plan_machine
-from cputrain.affinity.topology import Core, NumaNode
+from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
+from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.planner.workload import USUAL_BATCH
+from cputrain.affinity.topology.machine import Core, NumaNode
 
 GIB = 1 << 30
 CORE_IMAGES_S = 50 / 24.3  # AVX2, ResNet-50: GFLOP/s over GFLOP per image

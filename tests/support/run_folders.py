@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.planner import Request, plan_machine, plan_to_json
-from cputrain.affinity.topology import named_machine
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.topology.catalog import named_machine
 from cputrain.mpi.usage import FOLDER, HostUse, UsageFile, WorkerUse, host_file, worker_file
 
 MACHINE = "skx-8160-2s"

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.ranks import rank_from_env
-from cputrain.launch import StartOptions, bind_rank, run_rank
-from cputrain.mpi.supervise import free_port
-from cputrain.recipe import load_recipe
+from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
+from cputrain.mpi.supervise.run import free_port
+from cputrain.recipe.loading import load_recipe
 from tests.support.commands import PPN
 from tests.support.forked import Process, in_fork
 from tests.support.injection import FAULTS
@@ -62,7 +62,7 @@ def trained(
 def main(trainings: list[dict[str, Any]]) -> None:
     if "FAULT_RANK" in os.environ:
         runpy.run_path(str(FAULTS))
-    from cputrain.training import train_rank
+    from cputrain.training.entry import train_rank
 
     rank = rank_from_env(os.environ)
     assert rank is not None
@@ -81,8 +81,8 @@ def main(trainings: list[dict[str, Any]]) -> None:
 
 def send_signal(step: int) -> None:
     """Send this process the preemption signal when a step is logged; 0: never."""
-    from cputrain.mpi.supervise import PREEMPTION_SIGNAL
-    from cputrain.training import TrainingLog
+    from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
+    from cputrain.training.log import TrainingLog
 
     def log_step(self: TrainingLog, done: int, *arguments: Any) -> None:
         PLAIN_STEP[0](self, done, *arguments)
@@ -101,7 +101,7 @@ def poison(step: int) -> None:
     import torch
     from torch import nn
 
-    from cputrain.models import build_model
+    from cputrain.models.networks import build_model
     from cputrain.training import step as steps
 
     class Poison(nn.Module):

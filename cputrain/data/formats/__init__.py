@@ -3,7 +3,3 @@
 `open.detect` recognizes a folder's format and returns a Source, which can be counted or opened. Each format is one
 module and one entry of `open.FORMATS`.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

@@ -4,7 +4,3 @@ setup.py has a recipe's layers and the measured rates, predict.py predicts a job
 formats it. The model of a step (compute, all-reduce and their overlap) and its constants with their sources are in
 cputrain/predict.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

@@ -2,7 +2,3 @@
 
 Also the search for the largest local batch that fits. A repeated sweep continues where the last one stopped.
 """
-
-from cputrain.affinity.lazy import front
-
-__getattr__, __dir__ = front(__name__, __file__)

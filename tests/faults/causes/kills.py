@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from cputrain.affinity.wording import MIB
-from cputrain.mpi.supervise import descendants
+from cputrain.mpi.supervise.processes import descendants
 from tests.faults.causes.moments import (
     MOST,
     Moment,

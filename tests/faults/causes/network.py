@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cputrain.mpi.supervise import free_port
-from cputrain.runs import read_log
+from cputrain.mpi.supervise.run import free_port
+from cputrain.runs.events import read_log
 from tests.faults.fault import GOES_ON, Fault, Seen
 from tests.faults.place import Place, Running
 from tests.faults.relay import Relay

@@ -11,7 +11,8 @@ from datetime import timedelta
 
 import psutil
 
-from cputrain.mpi.supervise import TOKEN_VARIABLE, Signer, descendants
+from cputrain.mpi.supervise.processes import descendants
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Signer
 from tests.faults.fault import GOES_ON, Fault, Seen
 from tests.faults.place import Place, Running, command_of, variables_of
 from tests.support.commands import mpi_path

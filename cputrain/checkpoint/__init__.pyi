@@ -1,2 +1,0 @@
-from .async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
-from .async_checkpoint import Restored as Restored

@@ -1,9 +1,0 @@
-from .networks import build_model as build_model
-from .networks import inputs_note as inputs_note
-from .vision import import_torchvision as import_torchvision
-from .weights import Pretrained as Pretrained
-from .weights import fetch as fetch
-from .weights import find_pretrained as find_pretrained
-from .weights import load_initial_weights as load_initial_weights
-from .weights import normalization_of as normalization_of
-from .weights import read_weights as read_weights
