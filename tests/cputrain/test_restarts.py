@@ -73,7 +73,7 @@ def test_a_signal_is_no_failure(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_killed_training_restarts_from_its_last_checkpoint(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=7)
-    often = ("checkpoint.every_steps=20", "evaluate.every_epochs=null", "epochs=200")  # lasts until the kill
+    often = ("checkpoint.every_steps=20", "evaluate.every_epochs=null", "epochs=60")  # lasts until the kill
     sizes = ("data.path=images", *SETTINGS, *often, f"plan.ppn={PPN}", "comm.backend=gloo", "output=run")
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *sizes, "--restarts", "2"]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

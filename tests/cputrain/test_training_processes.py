@@ -190,7 +190,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
     saved all the time beside it."""
     often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=30")
     arguments = ("train", "imagefolder", *SMALL, "epochs=30", "comm.backend=gloo", *often)
-    alone = cputrain(*arguments, "output=alone", cwd=place)
+    alone = in_fork(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
     command = [sys.executable, "-m", "cputrain", *arguments]
     process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -201,7 +201,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
     assert ("SIGTERM: 2 workers save and stop after the next step" in err) == (status > 0) or PPN < 2
     end = read_events(place / "run")[-1]
     assert end["status"] == "stopped" and 0 < end["steps"] < read_events(place / "alone")[-1]["steps"]
-    resumed = cputrain(*arguments, "--resume", cwd=place)
+    resumed = in_fork(*arguments, "--resume", cwd=place)
     assert resumed.returncode == 0, resumed.stderr
 
     def losses(run: str) -> list[tuple[int, float]]:
