@@ -1,5 +1,5 @@
-"""Entry point that `import torch` runs (group torch.backends): registers the backend "ccl", and lets the launcher of a
-rank read its Python stack.
+"""Entry point that `import torch` runs (group torch.backends): registers the backend "ccl", lets the launcher of a rank
+read its Python stack, and with CPUTRAIN_KERNELS=auto registers kernels below torch's operators.
 
 An error here would break `import torch` in other people's programs. Therefore this module lies beside the packages,
 imports none of them, and has a name that no user file has; errors are reported when "ccl" is used.
@@ -24,6 +24,8 @@ def register() -> None:
     import torch.distributed as dist
 
     offer_stack(os.environ)
+    if os.environ.get("CPUTRAIN_KERNELS", "off") != "off":
+        _enable_kernels()
     if dist.is_available() and not hasattr(dist.Backend, "CCL"):
         dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
 
@@ -45,6 +47,17 @@ def file_of_watcher(env: Mapping[str, str], variable: str, name: str) -> int | N
     except OSError:  # not inherited
         return None
     return int(number) if target.startswith(f"/memfd:{name} ") else None
+
+
+def _enable_kernels() -> None:
+    try:
+        from cputrain.kernels.operators import enable_if_requested
+    except ImportError as error:
+        print(
+            f"cputrain: torch's operators stay in place: cputrain cannot be loaded: {error}{_other()}", file=sys.stderr
+        )
+    else:
+        enable_if_requested(os.environ)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -40,6 +40,9 @@ NAMES = {
 }
 """The public names by the module that defines them."""
 
+IN_KERNELS = {"enable": "kernels.operators", "disable": "kernels.operators"}
+"""Public names of cputrain.kernels alone, by the module that defines them."""
+
 HOME = {name: module for module, names in NAMES.items() for name in names}
 PACKAGES = [*dict.fromkeys(module.partition(".")[0] for module in NAMES)]
 __all__ = ["__version__", *sorted(HOME)]  # noqa: PLE0604  strings, as mypy knows
@@ -66,8 +69,11 @@ def names_of(package: str) -> "Callable[[str], Any]":
     there, too."""
 
     def find(name: str) -> "Any":
-        if HOME.get(name, "").partition(".")[0] != package.partition(".")[2]:
+        home = HOME | IN_KERNELS
+        if home.get(name, "").partition(".")[0] != package.partition(".")[2]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return __getattr__(name)
+        from importlib import import_module
+
+        return getattr(import_module(f"cputrain.{home[name]}"), name)
 
     return find

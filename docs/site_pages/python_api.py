@@ -17,7 +17,7 @@ Everything else is internal and may change.
 """
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Training": ("train", "TrainResult", "Accuracy"),
-    "Kernels": ("optimize", "explain", "restore", "KernelPlan"),
+    "Kernels": ("optimize", "explain", "restore", "KernelPlan", "kernels.enable", "kernels.disable"),
     "Images": ("ImageLoader", "ImageLoader.open", "ImageLoader.set_epoch", "Transform", "Augmentation"),
     "Optimizers and schedules": ("Lars", "Lamb", "AdagradDA", "param_groups", "Schedule", "lr_at"),
     "Checkpoints": (
