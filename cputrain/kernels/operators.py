@@ -42,13 +42,10 @@ def enable(env: Mapping[str, str] = os.environ) -> str:
     Raises InputError without a C++ compiler, RunError if compilation or the comparison fails; torch's kernels are then
     in place.
     """
-    library = _library(ensure_compiled(_extension(), _path(env), env))
-    library.set_operators(1)
-    try:
-        _check(library)
-    except BaseException:
-        library.set_operators(0)
-        raise
+    path = _path(env)
+    if path not in _loaded:
+        _loaded[path] = _checked(ensure_compiled(_extension(), path, env))
+    _loaded[path].set_operators(1)
     slow = "" if _has_avx512() else ", and bfloat16 in float32 as this CPU has no AVX-512"
     return f"kernels below torch's operators: depthwise convolutions{slow} ({ALTERNATIVE} for torch's own)"
 
@@ -82,14 +79,18 @@ def enable_if_requested(env: Mapping[str, str]) -> None:
 _loaded: dict[Path, ctypes.PyDLL] = {}
 
 
-def _library(path: Path) -> ctypes.PyDLL:
-    if path not in _loaded:
-        with loading(path, REQUESTED_BY, ALTERNATIVE):
-            library = ctypes.PyDLL(str(path))  # registration needs the interpreter's lock; the kernels do not
-        for function in (library.calls_of_depthwise, library.calls_in_float32):
-            function.restype = ctypes.c_int64
-        _loaded[path] = library
-    return _loaded[path]
+def _checked(path: Path) -> ctypes.PyDLL:
+    """Load the kernels and compare them."""
+    with loading(path, REQUESTED_BY, ALTERNATIVE):
+        library = ctypes.PyDLL(str(path))  # registration needs the interpreter's lock; the kernels do not
+    for function in (library.calls_of_depthwise, library.calls_in_float32):
+        function.restype = ctypes.c_int64
+    library.set_operators(1)
+    try:
+        _check(library)
+    finally:
+        library.set_operators(0)
+    return library
 
 
 def _extension() -> NativeExtension:
