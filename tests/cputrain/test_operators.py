@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import cputrain
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import operators
+from cputrain.kernels.build import KERNELS
 from cputrain.kernels.operators import calls, enable_if_requested
 
 pytestmark = pytest.mark.slow
@@ -303,3 +304,15 @@ def test_without_a_compiler_or_with_a_wrong_word_torch_s_operators_stay(
     before = calls()
     gradients(Separable(), torch.randn(2, 16, 9, 9))
     assert calls() == before
+
+
+@pytest.mark.long
+def test_no_shape_reads_or_writes_outside_its_memory(tmp_path: Path) -> None:
+    """By AddressSanitizer and UndefinedBehaviorSanitizer."""
+    source = Path(__file__).parents[1] / "support/depthwise_shapes.cpp"
+    flags = ("-std=c++20", "-O1", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = tmp_path / "shapes"
+    subprocess.run(["c++", *flags, f"-I{KERNELS}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 1000
