@@ -63,7 +63,7 @@ test: install
 pytest: install
 	$(RUN) pytest $(PARALLEL) -m "not long"
 
-# A further condition on marks for test-long, lab and faults: .ci/run has ONLY="not nightly".
+# A further condition on marks for test-long, test-ipex, lab and faults: .ci/run has ONLY="not nightly".
 AND := $(if $(ONLY), and $(ONLY))
 
 # Trainings, jobs and other packages' programs that take from ten seconds to minutes each.
@@ -78,7 +78,7 @@ test-all: mpi clients kernels docs
 # and folding with that torch, the oldest that is supported.
 test-ipex: .ipex/installed
 	.ipex/bin/python -m pytest $(PARALLEL) tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py tests/cputrain/test_fusion.py \
-	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long"
+	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long$(AND)"
 
 .ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt
 	$(PYTHON) -m venv .ipex

@@ -8,7 +8,6 @@ import pytest
 
 from cputrain.runs.events import read_events
 from tests.support.commands import cputrain
-from tests.support.forked import in_fork
 from tests.support.images import write_images
 from tests.support.trainings import LENET, RESNET18, SMALL
 
@@ -19,12 +18,12 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder) if event["event"] == "step"]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_it_trains_as_torch_s_own_operators_do(tmp_path: Path, precision: str) -> None:
     write_images(tmp_path / "images", train=9, val=7)
     for engine in ("ipex", "eager"):
         settings = (f"engine={engine}", f"precision={precision}", f"output={engine}")
-        result = in_fork("train", "imagefolder", *OURS, *settings, cwd=tmp_path)
+        result = cputrain("train", "imagefolder", *OURS, *settings, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert json.loads((tmp_path / engine / "environment.json").read_text())["engine"] == engine
     wide = 1e-3 if precision == "float32" else 5e-2
@@ -39,9 +38,9 @@ def test_its_checkpoints_are_every_engine_s(tmp_path: Path) -> None:
     lenet = ("imagefolder", *OURS, *LENET)
     whole, cut = ("engine=ipex", "output=whole"), ("engine=ipex", "output=cut")
     for settings in (whole, (*cut, "max_steps=2")):
-        result = in_fork("train", *lenet, *settings, cwd=tmp_path)
+        result = cputrain("train", *lenet, *settings, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-    resumed = in_fork("train", *lenet, "engine=native", "output=cut", "--resume", cwd=tmp_path)
+    resumed = cputrain("train", *lenet, "engine=native", "output=cut", "--resume", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
