@@ -435,7 +435,7 @@ def export(recipe: Recipe) -> None:
         for name in CSV_FIELDS:
             _write_lines(folder / METRICS / f"{name}s.csv", csv_lines(name, read_events(folder)))
     if "mlperf" in recipe.log:
-        _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(recipe, written_events(folder)))
+        _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(recipe, read_events(folder)))
 
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -451,11 +451,11 @@ def csv_lines(name: str, events: Iterable[dict[str, Any]]) -> Iterator[str]:
             yield ",".join("" if value is None else str(value) for value in values)
 
 
-def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[str]:
+def mlperf_lines(recipe: Recipe, events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield lines in MLPerf's log format (:::MLLOG and JSON) for the events that a run has.
 
     A run has one run_start and one run_stop, however often it was started: the interval from its first start to its
-    last end, including pauses.
+    last end, including pauses. So has an epoch that was continued after a stop; `events` are without repeated steps.
     """
 
     def line(at: float, key: str, value: object, kind: str = "POINT_IN_TIME", **metadata: object) -> str:
@@ -463,7 +463,9 @@ def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[
         return f":::MLLOG {json.dumps({**entry, 'metadata': {'file': 'cputrain', 'lineno': 0, **metadata}})}"
 
     begun, end = False, None
-    for event in written:
+    last_of = {event["epoch"]: event for event in events if event["event"] == "epoch"}
+    epoch_starts: dict[int, float] = {}
+    for event in events:
         at, name = event["time"], event["event"]
         if name == "start":
             end = None  # this start continues the interval
@@ -484,7 +486,10 @@ def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[
             yield line(at, "run_start", None, "INTERVAL_START")
         elif name == "epoch":
             number = event["epoch"]
-            yield line(at - event["seconds"], "epoch_start", None, "INTERVAL_START", epoch_num=number - 1)
+            started = epoch_starts.setdefault(number, at - event["seconds"])
+            if event is not last_of[number]:
+                continue
+            yield line(started, "epoch_start", None, "INTERVAL_START", epoch_num=number - 1)
             if event["val_top1"] is not None:
                 yield line(at, "eval_accuracy", event["val_top1"] / 100, epoch_num=number)
             yield line(at, "epoch_stop", None, "INTERVAL_END", epoch_num=number - 1)

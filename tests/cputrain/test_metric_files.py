@@ -49,10 +49,17 @@ def column(run: Path, file: str, name: str) -> list[str]:
     return [row[name] for row in csv.DictReader((run / f"metrics/{file}.csv").open())]
 
 
-def test_csv_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: Path) -> None:
+def mlperf_accuracies(run: Path) -> list[float]:
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in (run / "metrics/mlperf.log").open()]
+    accuracies = [100 * line["value"] for line in lines if line["key"] == "eval_accuracy"]
+    assert sum(line["key"] == "epoch_start" for line in lines) == len(accuracies)
+    return accuracies
+
+
+def test_metric_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: Path) -> None:
     """Fails after step 7 of epochs of four steps, with a checkpoint after step 4; then before a step; then after
     step 6, with epoch 1 evaluated again; then repeats from step 5."""
-    recipe = Recipe(name="demo", output=str(tmp_path), log=("csv",))
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("csv", "mlperf"))
     expected = (
         (range(1, 8), "1 2 3 4 5 6 7", "50.0"),
         ((), "1 2 3 4 5 6 7", "50.0"),
@@ -70,7 +77,21 @@ def test_csv_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: Pat
             raise ArithmeticError
         assert " ".join(column(tmp_path, "steps", "step")) == kept
         assert " ".join(column(tmp_path, "epochs", "val_top1")) == accuracies
+        assert mlperf_accuracies(tmp_path) == [float(value) for value in accuracies.split()]
     assert column(tmp_path, "steps", "loss") == ["1.0", "2.0", "3.0", "4.0", "5.3", "6.3", "7.3", "8.3"]
+
+
+def test_an_epoch_that_is_continued_after_a_stop_is_one_interval_for_mlperf(tmp_path: Path) -> None:
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("mlperf",))
+    for steps in ((3,), (4, 8)):  # of four steps an epoch
+        with open_events(recipe) as events:
+            events.write("start", **START)
+            for step in steps:
+                events.write("epoch", step=step, epoch=-(-step // 4), val_top1=25.0 * step / 4, **EPOCH)
+    assert mlperf_accuracies(tmp_path) == [25.0, 50.0]
+    first = next(event for event in read_events(tmp_path) if event["event"] == "epoch")
+    start = next(line for line in (tmp_path / "metrics/mlperf.log").open() if '"epoch_start"' in line)
+    assert json.loads(start.removeprefix(":::MLLOG "))["time_ms"] == round(1000 * (first["time"] - first["seconds"]))
 
 
 def test_a_training_that_fails_leaves_files_of_what_it_has_logged(tmp_path: Path) -> None:
