@@ -20,7 +20,7 @@ from cputrain.training.step import Accuracy, EpochMetrics
 from cputrain.training.watchers import DamageCheck
 from tests.support.commands import cputrain, optional
 from tests.support.forked import in_fork
-from tests.support.images import write_images
+from tests.support.images import jpeg, write_files, write_images
 from tests.support.trainings import SMALL
 
 pyarrow = optional("pyarrow", "parquet")
@@ -160,19 +160,20 @@ def test_a_folder_of_garbage_is_refused_before_the_first_step_whatever_is_allowe
 @pytest.mark.parametrize(
     ("path", "cause"),
     [
-        ("/data/{}.jpg", "the image is a file outside "),
-        ("{}.jpg", r"No such file or directory \(19, first "),
-        ("https://example.org/{}.jpg", r"the image is a URL; .* \(19, first "),
+        ("../{}.jpg", "the image is a file outside "),
+        ("{}.jpg", r"No such file or directory \(1[89], first "),
+        ("https://example.org/{}.jpg", r"the image is a URL; .* \(1[89], first "),
     ],
 )
 def test_a_table_of_paths_that_are_not_there_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, cause: str
 ) -> None:
+    folder = write_files(tmp_path / "table", {"7.jpg": jpeg(7), "../7.jpg": jpeg(7)})
     rows = pyarrow.table({"image": [path.format(i) for i in range(24)], "label": [i % 3 for i in range(24)]})
-    parquet.write_table(rows, tmp_path / "train.parquet")
+    parquet.write_table(rows, folder / "train.parquet")
     monkeypatch.setattr(session, "all_gather", lambda value: [value])
-    splits = open_dataset(str(tmp_path)).splits
-    with pytest.raises(InputError, match=f"19 damaged images among 19 of 19: {cause}"):
+    splits = open_dataset(str(folder)).splits
+    with pytest.raises(InputError, match=f"1[89] damaged images among 19 of 19: {cause}"):
         check_sample(splits, decode_by_pillow, 16, 0.01, ALONE)
 
 

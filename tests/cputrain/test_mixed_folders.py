@@ -68,6 +68,7 @@ STRAY: dict[str, dict[str, Any]] = {
     "train/history.parquet": {"epoch": [1, 2]},
     "data/history.parquet": {"epoch": [1, 2]},
     "index.parquet": {"path": PATHS, "label": NAMES},
+    "licenses.parquet": {"path": PATHS, "license": ["cc0"] * 12},
 }
 
 
@@ -77,6 +78,26 @@ def test_a_table_that_is_no_other_data_set_is_ignored_and_named(folder: Path, na
     dataset = open_dataset(str(folder))
     assert (dataset.classes, len(dataset.train), len(dataset.val)) == (("cat", "dog"), 12, 12)
     assert dataset.notes == (f"{folder}: ignored {name}, because only class folders are read",)
+
+
+@pytest.mark.parametrize("start", ["absolute", "relative", "link"])
+def test_a_table_of_absolute_paths_that_repeats_the_class_folders_is_ignored(
+    folder: Path, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(folder / "index.parquet", path=[str(folder / path) for path in PATHS], label=NAMES)
+    monkeypatch.chdir(folder.parent)
+    Path("linked").symlink_to(folder)
+    place = {"absolute": folder, "relative": Path("photos"), "link": Path("linked")}[start]
+    dataset = open_dataset(str(place))
+    assert (dataset.classes, len(dataset.train)) == (("cat", "dog"), 12)
+    assert dataset.notes == (f"{place}: ignored index.parquet, because only class folders are read",)
+    table(folder / "stats.parquet", n=[1], mean=[0.5])
+    assert detect(place).notes == (
+        f"{place}: ignored index.parquet, stats.parquet, because only class folders are read",
+    )
+    table(folder / "index.parquet", path=[str(folder / path) for path in PATHS], label=OTHER_LABELS)
+    with pytest.raises(InputError, match=r"as class folders .* and as Parquet or Arrow files"):
+        detect(place)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +143,7 @@ TWO_TABLES = {
     "numbers": {"file_name": PATHS, "label": [0, 1] * 6},
     "bytes": {"image": BYTES, "label": OTHER_LABELS},
     "several": {"image": BYTES, "coarse": NAMES, "fine": OTHER_LABELS},
-    "part": {"path": PATHS[:4], "label": NAMES[:4]},
+    "part": {"path": PATHS[3:9], "label": NAMES[3:9]},
 }
 
 

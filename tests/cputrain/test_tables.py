@@ -14,7 +14,7 @@ from cputrain.data.formats.open import TABLES, detect, open_dataset, table_files
 from cputrain.data.formats.tables import TableImages
 from cputrain.data.loader import ImageLoader
 from tests.support.commands import optional
-from tests.support.images import png, survey
+from tests.support.images import png, survey, write_files
 
 pyarrow = optional("pyarrow", "parquet")
 parquet = optional("pyarrow.parquet", "parquet")
@@ -97,6 +97,28 @@ def test_texts_numbers_and_several_label_columns(tmp_path: Path, wanted: str | N
     dataset = open_dataset(str(tmp_path), label_column=wanted)
     assert dataset.classes == ("0", "5", "10", "15") and (len(dataset.train), len(dataset.val)) == (16, 4)
     assert dataset.notes and sorted(dataset.val.labels.tolist()) == [0, 1, 2, 3]
+
+
+def test_a_column_with_one_value_has_no_labels_if_another_one_varies(tmp_path: Path) -> None:
+    columns = {"image": [png(i) for i in range(12)], "species": ["cat", "dog"] * 6, "source": ["web"] * 12}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.notes[0] == f"{tmp_path}: labels are in column species, because source has only one value"
+    both = pyarrow.table({**columns, "source": ["disk"] * 12})
+    parquet.write_table(both, tmp_path / "train-1.parquet")
+    with pytest.raises(InputError, match=r"set data\.label_column to one of species, source"):
+        open_dataset(str(tmp_path))  # a value in each file
+
+
+def test_a_table_whose_image_files_are_all_missing_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    columns = {"file_name": [f"images/{i}.png" for i in range(12)], "label": ["cat", "dog"] * 6}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    told = rf"train.parquet: none of the image files in column file_name exists, first {tmp_path}/images/0.png: "
+    with pytest.raises(InputError, match=told):
+        open_dataset(str(tmp_path))
+    write_files(tmp_path, {"images/11.png": png(11)})
+    assert len(open_dataset(str(tmp_path)).train) == 10, "damaged images are counted in the training"
 
 
 def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) -> None:

@@ -321,11 +321,19 @@ def _lists_the_folders(root: Path, files: Files) -> bool:
     if rows is None:
         return False
     source = read_folder(root)
+    folders: dict[str, str] = {}  # resolved once, not for each image
+
+    def resolved(path: str) -> str:
+        folder, name = os.path.split(path)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        return f"{folders[folder]}/{name}"
+
     listed = {
-        split: {(os.path.normpath(images.name(i)), source.classes[k]) for i, k in enumerate(images.labels.tolist())}
+        split: {(resolved(images.name(i)), source.classes[k]) for i, k in enumerate(images.labels.tolist())}
         for split, images in ((split, each.load()) for split, each in source.splits.items())
     }
-    return listed[TRAIN] <= rows <= set().union(*listed.values())
+    return listed[TRAIN] <= {(resolved(path), name) for path, name in rows} <= set().union(*listed.values())
 
 
 def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":

@@ -38,14 +38,15 @@ CONTENT = {
 }
 
 
-def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str]:
-    """Return the names of the image column and of the label column, which is `label` if given.
+def choose_columns(tables: Sequence["_Table"], label: str | None) -> tuple[str, str]:
+    """Return the names of the image column and of the label column, which is `label` if given, of training tables.
 
     Columns that Hugging Face's metadata declares as Image and ClassLabel come first, then columns with a usual name,
     then any column of a fitting type; of several image columns, the first is used. Without a column of encoded images,
-    a text column with a usual name has the paths of image files. Raises InputError if there is none, or if there are
-    several label columns.
+    a text column with a usual name has the paths of image files. Of several label columns, the only one with more than
+    one value is used. Raises InputError if there is no image or label column, or if several have labels.
     """
+    path, schema = tables[0].path, tables[0].schema
     image, labels, candidates = _candidates(schema)
     if image is None or not (labels or label):
         lacks = CONTENT["image" if image is None else "label"]
@@ -56,9 +57,21 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
             named = ", ".join(candidates) or "none"
             raise InputError(f"{path} has no column {label!r} of {CONTENT['label']}: it has {named}")
         return image, label
+    if len(labels) > 1 and len(varying := _with_several_values(tables, labels)) == 1:
+        labels = varying
     if len(labels) > 1:
         raise InputError(f"{path} has several columns of labels: set data.label_column to one of {', '.join(labels)}")
     return image, labels[0]
+
+
+def _with_several_values(tables: Sequence["_Table"], names: Sequence[str]) -> list[str]:
+    """Return the columns that have more than one value, so that they can tell classes apart."""
+
+    def values(name: str) -> set[Any]:
+        columns = (_column(table, name) for table in tables if name in table.schema.names)
+        return {value for column in columns for value in column.unique().to_pylist() if value is not None}
+
+    return [name for name in names if len(values(name)) > 1]
 
 
 def _candidates(schema: Any) -> tuple[str | None, list[str], list[str]]:
@@ -229,13 +242,36 @@ class TableImages(LabeledImages, PiecewiseImages):
         if data is None and path:
             if path.startswith(IN_BASE64):
                 raise OSError(f"the image is a text in base64, {path[:30]!r}, not its bytes or the path of a file")
-            file = (beside / path if (beside / path).exists() else self._folder / path).resolve()
+            file = _file_named(path, beside, self._folder).resolve()
             if not file.is_relative_to(self._folder.resolve()):
                 raise OSError(f"the image is a file outside {self._folder}: {path}")
             return bytes(file.read_bytes())
         if data is None:
             raise OSError("the row has no image")
         return bytes(data)
+
+
+def _file_named(path: str, beside: Path, root: Path) -> Path:
+    """Return the file that a table names by its path relative to the table's folder, or else to the root."""
+    return beside / path if (beside / path).exists() else root / path
+
+
+def _check_a_file_exists(root: Path, tables: Sequence["_Table"], image: str) -> None:
+    """Raise InputError if these tables name image files, and none of them exists."""
+    first = None
+    for table in tables:
+        if not _is_text(table.schema.field(image).type):
+            return
+        for path in filter(None, _column(table, image).to_pylist()):
+            if URL.match(path) or path.startswith(IN_BASE64) or _file_named(path, table.path.parent, root).exists():
+                return
+            first = first or (table, path)
+    if first is not None:
+        table, path = first
+        raise InputError(
+            f"{table.path}: none of the image files in column {image} exists, first {root / path}: "
+            "give the folder to which these paths are relative"
+        )
 
 
 EXAMINED = 10  # first rows, of which one must have an image
@@ -248,8 +284,10 @@ def examine_tables(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
     table = next((table for table in tables if _has_images(table)), tables[0])
     image, labels, _ = _candidates(table.schema)
     if image is None or not labels or (len(labels) > 1 and _is_text(table.schema.field(image).type)):
-        image, label = choose_columns(table.path, table.schema, None)  # raises the error
+        image, label = choose_columns([table, *filter(_has_images, tables)], None)  # raises the error
         labels = [label]
+    if not _with_several_values([each for each in tables if _has_images(each)], labels):
+        raise InputError(f"{table.path} has only one value in column {join_or(labels)}: a training needs two classes")
     groups = table.groups(image)
     rows = min(EXAMINED, sum(group.rows for group in groups))
     images = TableImages(root, groups, np.zeros(rows, dtype=np.int64))
@@ -281,9 +319,9 @@ def _has_images(table: "_Table") -> bool:
 
 
 def rows_by_path(root: Path, files: Mapping[str, Sequence[Path]]) -> set[tuple[str, str]] | None:
-    """Return the path and the class name of each image of all tables; None if a table has no paths and classes."""
+    """Return the path and the class name of each image of all tables of images; None if one lacks paths or classes."""
     rows = set()
-    for table in (_open(path) for paths in files.values() for path in paths):
+    for table in filter(_has_images, (_open(path) for paths in files.values() for path in paths)):
         image, labels, _ = _candidates(table.schema)
         if image is None or len(labels) != 1 or not _is_text(table.schema.field(image).type):
             return None
@@ -291,7 +329,7 @@ def rows_by_path(root: Path, files: Mapping[str, Sequence[Path]]) -> set[tuple[s
         classes = classes_of(table.schema, labels[0], columns)
         for path, label in zip(_column(table, image).to_pylist(), labels_of(columns, classes), strict=True):
             places = (place for place in (table.path.parent, root) if path and (place / path).is_file())
-            rows.add((os.path.normpath(next(places, root) / (path or "")), classes.get(label, "")))
+            rows.add((str(next(places, root) / (path or "")), classes.get(label, "")))
     return rows
 
 
@@ -303,10 +341,13 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
     opened = {split: [_open(path) for path in paths] for split, paths in files.items()}
     tables = {split: [*filter(_has_images, each)] or each for split, each in opened.items()}
     first = tables["train"][0]
-    image, label = choose_columns(first.path, first.schema, label)
+    given = label
+    image, label = choose_columns(tables["train"], given)
     for table in (table for each in tables.values() for table in each):
         if missing := [name for name in (image, label) if name not in table.schema.names]:
             raise InputError(f"{table.path} has no column {missing[0]}, which {first.path} has")
+    for each in tables.values():
+        _check_a_file_exists(root, each, image)
     columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
     classes = classes_of(first.schema, label, columns["train"])
     _check_class_names(first, [table for each in tables.values() for table in each], label)
@@ -325,6 +366,8 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
     notes: list[str] = []
     if without := [table.path.name for split, each in opened.items() for table in each if table not in tables[split]]:
         notes.append(f"{root}: ignored tables without a column of images, {first_named(without)}")
+    if given is None and (constant := [name for name in _candidates(first.schema)[1] if name != label]):
+        notes.append(f"{root}: labels are in column {label}, because {first_named(constant)} has only one value")
     alike = [name for name in first.schema.names if _type_of(first.schema.field(name).type) == "image"]
     if len(alike) > 1:
         notes.append(f"{root}: using the images in column {image}, one of {first_named(alike)}")
