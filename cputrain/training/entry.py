@@ -9,6 +9,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
@@ -87,7 +88,14 @@ from cputrain.training.saving import (
 )
 from cputrain.training.session import Session, plan_network, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, handlers_restored, ignore_preemption
-from cputrain.training.state import Learner, TrainState, make_dense, make_train_state
+from cputrain.training.state import (
+    Learner,
+    TrainState,
+    copies_of_buffers,
+    make_dense,
+    make_train_state,
+    restore_buffers,
+)
 from cputrain.training.step import Loss, Task, TrainResult, UserTask
 from cputrain.training.watchers import TrackerCheck
 from cputrain.variables import is_restarted, lock_name_in
@@ -196,6 +204,8 @@ def prepare_own_network(network: nn.Module, task: Task, precision: str) -> list[
         with torch.no_grad():
             learner(*task.example(2), 0.0)
         learner.train()
+    if _lazy_names(learner):  # used in training only
+        _initialize_in_training(learner, task)
     if names := _lazy_names(learner):
         raise InputError(f"the network's forward pass does not initialize {first_named(names)}: remove these layers")
     if not learner.trained():
@@ -203,6 +213,25 @@ def prepare_own_network(network: nn.Module, task: Task, precision: str) -> list[
     dense = make_dense(learner)
     note = f"gradients of {first_named(dense)} are dense: sparse ones cannot be summed over ranks by every backend"
     return [note] if dense else []
+
+
+def _initialize_in_training(learner: Learner, task: Task) -> None:
+    """Initialize lazy modules by a forward pass in training mode that leaves all buffers as they are."""
+    buffers = copies_of_buffers(learner)
+
+    def save(place: str, module: nn.Module, _inputs: Any) -> None:
+        """Add a module's buffers once they are initialized."""
+        for (inner, name), value in copies_of_buffers(module).items():
+            if not inner:
+                buffers.setdefault((place, name), value)
+
+    lazy = {place: part for place, part in learner.named_modules() if any(map(is_lazy, part.buffers(recurse=False)))}
+    hooks = [part.register_forward_pre_hook(partial(save, place)) for place, part in lazy.items()]
+    with torch.no_grad():
+        learner(*task.example(2), 0.0)
+    for hook in hooks:
+        hook.remove()
+    restore_buffers(learner, buffers)
 
 
 def _lazy_names(learner: Learner) -> list[str]:

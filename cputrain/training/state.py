@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
@@ -296,11 +297,12 @@ Buffers = dict[tuple[str, str], Tensor]  # by module and name
 
 
 def copies_of_buffers(module: nn.Module) -> Buffers:
-    """Return copies of all buffers."""
+    """Return copies of all buffers that are initialized."""
     return {
         (place, name): value.clone()
         for place, part in module.named_modules()
         for name, value in part.named_buffers(recurse=False)
+        if not is_lazy(value)
     }
 
 

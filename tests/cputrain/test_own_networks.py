@@ -337,6 +337,30 @@ def test_lazy_layers_are_refused_if_the_forward_pass_does_not_use_them() -> None
         training(network, rows(3))
 
 
+class Auxiliary(nn.Module):
+    """A network with a lazy head, and batch norms before it, that only training uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, CLASSES)
+        self.auxiliary = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        seen = self.norm(self.body(inputs))
+        return self.head(seen) + (self.auxiliary(seen) if self.training else 0)
+
+
+def test_lazy_layers_that_only_training_uses_are_initialized_without_a_trace_in_buffers() -> None:
+    network = Auxiliary()
+    state = training(network, rows(3))
+    assert tuple(network.auxiliary[1].weight.shape) == (CLASSES, 4) and network.training
+    for norm in (network.norm, network.auxiliary[0]):
+        assert norm.running_mean.eq(0).all() and norm.running_var.eq(1).all() and norm.num_batches_tracked == 0
+    state.step()
+    assert network.auxiliary[0].num_batches_tracked == 1
+
+
 class Late(nn.Module):
     """A network that registers a buffer in its first forward pass."""
 
