@@ -492,6 +492,8 @@ def _train_own(training: Recipe, own: UserTask, env: MutableMapping[str, str], o
     if continues_run(training.folder, env, overwrite=options.overwrite):
         options = replace(options, resume=True, overwrite=False)
         training = with_same_global_batch(training, rank.world_size)
+    if rank.rank == 0 and (note := note_on_ppn(training.plan.ppn, rank)):
+        print(note, flush=True)
     context = _bind(training, rank, env, shown=not options.quiet)
     found: list[TrainResult] = []
 
@@ -508,6 +510,14 @@ def _train_own(training: Recipe, own: UserTask, env: MutableMapping[str, str], o
     finally:
         abandon_group()  # left over if the training failed; a notebook may try again
     return found[0]
+
+
+def note_on_ppn(ppn: int | str, rank: Rank) -> str:
+    """Return a line if the setting plan.ppn differs from the number of ranks that were started, "" if not."""
+    if ppn in ("auto", rank.local_world_size):
+        return ""
+    started = f"this script was started with {plural(rank.local_world_size, 'rank')} on this host"
+    return f"plan.ppn={ppn} has no effect, because {started}: start it with cputrain launch --ppn {ppn}"
 
 
 def _own_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Recipe:

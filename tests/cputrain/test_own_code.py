@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from cputrain import train
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.cli import main
-from cputrain.training.entry import _own_recipe
+from cputrain.training.entry import _own_recipe, note_on_ppn
 from tests.support.commands import cputrain
 from tests.support.forked import ended, forked, in_fork
 from tests.support.trainings import PPN, raw_events
@@ -145,6 +146,16 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
     recipe = _own_recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
     assert (recipe.optim.name, recipe.optim.momentum, recipe.epochs) == ("lars", 0.5, 3)
     assert recipe.data.path == "own" and recipe.data.kind == "samples" and recipe.label_smoothing == 0
+
+
+@pytest.mark.parametrize(
+    ("ppn", "ranks", "told"), [("auto", 1, False), (1, 1, False), (2, 2, False), (2, 1, True), (2, 4, True)]
+)
+def test_a_plan_s_ppn_that_a_started_script_cannot_follow_is_told(ppn: int | str, ranks: int, told: bool) -> None:
+    rank = Rank(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, convention="alone")
+    note = note_on_ppn(_own_recipe(None, {"plan.ppn": ppn}).plan.ppn, rank)
+    assert note.startswith("plan.ppn=2 has no effect, because this script was started with ") == told
+    assert note.endswith(": start it with cputrain launch --ppn 2") == told and bool(note) == told
 
 
 def own_task(loss: Any, batch: Any) -> Any:
