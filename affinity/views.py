@@ -9,7 +9,7 @@ from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.workload import RESNET50
 from cputrain.affinity.terminal import align_columns
-from cputrain.affinity.topology.machine import Core, Machine, format_list
+from cputrain.affinity.topology.machine import Core, Machine, format_list, name_cpus
 from cputrain.affinity.wording import memory_text, plural
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
@@ -195,7 +195,7 @@ def _workers(plan: Plan) -> str:
             )
         )
     lines = align_columns(rows).splitlines()
-    lines += [_folded(f"unused CPUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
+    lines += [_folded(f"unused {name_cpus(item.pus)}: {item.why}") for item in plan.unused]
     return "\n".join(lines)
 
 
@@ -257,7 +257,7 @@ def plan_differences(a: Plan, b: Plan, *, wording: Wording = as_field) -> list[s
         elif rank >= len(a.workers):
             worker = b.workers[rank]
             threads = plural(worker.intra_op, "thread")
-            lines.append(f"worker {rank}: added on CPUs {format_list(worker.pus)} with {threads}")
+            lines.append(f"worker {rank}: added on {name_cpus(worker.pus)} with {threads}")
         else:
             lines += [f"worker {rank} {line}" for line in _worker_differences(a.workers[rank], b.workers[rank])]
     before_unused = {item.why: format_list(item.pus) for item in a.unused}

@@ -31,7 +31,7 @@ from cputrain.affinity.ranks.host_names import network_name
 from cputrain.affinity.ranks.rank import rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, use_utf8
-from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.topology.machine import Machine, name_cpus
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, first_named
 from cputrain.mpi.hosts.hostfile import own_address
@@ -172,7 +172,7 @@ def _compare_with_plan(report: HostReport, plan: Plan, findings: Findings) -> No
     """Find CPUs and memory that the plan needs and the host lacks."""
     missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
     if missing:
-        findings.errors.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan again")
+        findings.errors.append(f"{report.host} does not allow {name_cpus(missing)} of its plan: plan again")
     need = sum(worker.memory_bytes or 0 for worker in plan.workers)
     if report.memory_bytes < need:
         findings.errors.append(

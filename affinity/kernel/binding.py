@@ -20,7 +20,7 @@ from cputrain.affinity.errors import BindingError, PlanOfAnotherMachineError, Ru
 from cputrain.affinity.planner.openmp import BINDERS
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.topology.kernel_files import read_limits
-from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, format_mask, parse_list
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, format_mask, name_cpus, parse_list
 from cputrain.affinity.topology.sysfs import isolated_pus
 from cputrain.affinity.wording import GIB
 
@@ -125,9 +125,9 @@ def bind_process(worker: WorkerPlan) -> str | None:
     try:
         os.sched_setaffinity(0, worker.pus)
     except OSError as error:
-        allowed = format_list(os.sched_getaffinity(0))
+        allowed = name_cpus(os.sched_getaffinity(0))
         raise RunError(
-            f"cannot bind to CPUs {format_list(worker.pus)} ({error.strerror}), as this process may use CPUs "
+            f"cannot bind to {name_cpus(worker.pus)} ({error.strerror}), as this process may use "
             f"{allowed}: plan inside the same job or container"
         ) from None
     problem = set_memory_policy(worker.memory_policy, worker.memory_nodes)
@@ -240,7 +240,7 @@ def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str
     if not missing and not foreign:
         return []
     return [
-        f"the launcher bound CPUs {format_list(given)} (mask {format_mask(given)}), "
+        f"the launcher bound {name_cpus(given)} (mask {format_mask(given)}), "
         f"planned {format_list(worker.pus)} (mask {format_mask(worker.pus)})"
     ]
 
@@ -310,11 +310,11 @@ def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
     actual = [thread.pus for thread in team]
     if not any(name in worker.env for name in BINDERS):
         outside = [pus for pus in actual if not set(pus) <= set(worker.pus)]
-        return [f"{len(outside)} OpenMP threads may leave CPUs {format_list(worker.pus)}"] if outside else []
+        return [f"{len(outside)} OpenMP threads may leave {name_cpus(worker.pus)}"] if outside else []
     if sorted(actual) == sorted((pu,) for pu in worker.compute_pus):
         return []
     found = " ".join(format_list(pus) for pus in actual)
-    return [f"OpenMP threads planned on CPUs {format_list(worker.compute_pus)}, one each, actual {found}"]
+    return [f"OpenMP threads planned on {name_cpus(worker.compute_pus)}, one each, actual {found}"]
 
 
 def memory_share(address: int) -> dict[int, float]:
@@ -378,7 +378,7 @@ def layout_difference(plan: Plan, host: Machine) -> str | None:
     planned = plan.machine
     common = frozenset(planned.pus) & frozenset(host.pus)
     if not common:
-        return f"it has CPUs {format_list(planned.pus)}, this host has CPUs {format_list(host.pus)}"
+        return f"it has {name_cpus(planned.pus)}, this host has {name_cpus(host.pus)}"
     return next(chain(_on_nodes(planned, host, common), _sharing(planned, host, common), _memory(plan, host)), None)
 
 

@@ -37,7 +37,7 @@ from cputrain.affinity.planner.plan_file import (
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS, Rank, rank_from_env, with_rank
 from cputrain.affinity.terminal import printable
-from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.machine import format_list, name_cpus
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import MIB, first_named, plural
 
@@ -221,7 +221,7 @@ class Running:
         """A line for each difference between plan and process."""
         found = [self.reason] if self.foreign else []
         for thread in self.misplaced_threads:
-            found.append(f"thread {thread.tid} ({printable(thread.name)}) may run on CPUs {format_list(thread.pus)}")
+            found.append(f"thread {thread.tid} ({printable(thread.name)}) may run on {name_cpus(thread.pus)}")
         if self.worker and self.memory_policy is not None:
             planned = _policy_text(self.worker.memory_policy, self.worker.memory_nodes)
             actual = _policy_text(self.memory_policy, self.policy_nodes)
@@ -371,13 +371,13 @@ def comparison(processes: Sequence[Running]) -> str:
         else:
             worker = process.worker
             memory = _policy_text(worker.memory_policy, worker.memory_nodes)
-            lines.append(f"  planned  worker {worker.local_rank}: CPUs {format_list(worker.pus)}, memory {memory}")
+            lines.append(f"  planned  worker {worker.local_rank}: {name_cpus(worker.pus)}, memory {memory}")
         policy = process.memory_policy and f", memory {_policy_text(process.memory_policy, process.policy_nodes)}"
         sizes = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
-        used = f"CPUs {format_list({pu for pus in by_cpus for pu in pus})} to {plural(len(process.threads), 'thread')}"
+        used = f"{name_cpus({pu for pus in by_cpus for pu in pus})} to {plural(len(process.threads), 'thread')}"
         lines.append(f"  actual   {used}{policy or ''}" + (f"; {sizes}" if sizes else ""))
         if len(by_cpus) > 1:
-            lines += [f"  threads  CPUs {format_list(pus)}: {format_list(ids)}" for pus, ids in by_cpus.items()]
+            lines += [f"  threads  {name_cpus(pus)}: {format_list(ids)}" for pus, ids in by_cpus.items()]
         lines += [f"  differs  {difference}" for difference in process.differences]
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
@@ -452,7 +452,7 @@ def contention_warnings(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[st
     if not found:
         return ()
     process, them, end = ("process", "it", "it ends") if len(found) == 1 else ("processes", "them", "they end")
-    named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
+    named = first_named([f"{neighbor.pid} ({name_cpus(neighbor.pus)})" for neighbor in found])
     occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
     try:
         plan_machine(plan.machine, replace(plan.request, occupied=occupied), plan.runtime, plan.measured)

@@ -52,6 +52,12 @@ def format_list(ids: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
+def name_cpus(ids: Iterable[int]) -> str:
+    """Name CPUs: "CPU 0", "CPUs 0-3,8"."""
+    listed = format_list(ids)
+    return f"CPU {listed}" if listed.isdecimal() else f"CPUs {listed}"
+
+
 def parse_mask(text: str) -> tuple[int, ...]:
     """Parse a mask of 32-bit hexadecimal words, most significant first, into ascending ids.
 

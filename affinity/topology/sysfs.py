@@ -24,6 +24,7 @@ from cputrain.affinity.topology.machine import (
     format_list,
     memory_warnings,
     missing_node_warnings,
+    name_cpus,
     narrowed,
     ordered,
     parse_list,
@@ -213,8 +214,8 @@ def _limit_warnings(machine: Machine, limits: Limits, unknown_mems: frozenset[in
     found = []
     if beyond:
         found.append(
-            f"the control group's cpuset has CPUs {format_list(limits.pus or ())}, but the kernel also lets this "
-            f"process run on CPUs {format_list(beyond)}: the plan uses them, too"
+            f"the control group's cpuset has {name_cpus(limits.pus or ())}, but the kernel also lets this "
+            f"process run on {name_cpus(beyond)}: the plan uses them, too"
         )
     if unknown_mems:
         found.append(
@@ -271,9 +272,9 @@ def _online_pus(
         )
         if beyond:
             pus = by_folders | beyond | (allowed & listed)
-            shown = f"CPUs {format_list(listed)}" if listed else "no CPU"
+            shown = f"{name_cpus(listed)}" if listed else "no CPU"
             warnings = (
-                f"{path} lists {shown}, but the kernel lets this process run on CPUs {format_list(allowed)}: the plan "
+                f"{path} lists {shown}, but the kernel lets this process run on {name_cpus(allowed)}: the plan "
                 "uses the latter (in containers, lxcfs renumbers CPUs)",
             )
     if not pus:

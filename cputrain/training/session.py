@@ -31,7 +31,7 @@ from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.planner.records import ENGINE, Records, read_records
 from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.ranks.rank import Rank
-from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.machine import format_list, name_cpus
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.affinity.wording import plural
 from cputrain.comm import ccl
@@ -234,7 +234,7 @@ def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tup
     empty = sorted(pu for pu in planned if (pu,) not in [thread.pus for thread in threads])
     if not empty:
         return []
-    return [f"oneCCL threads planned on CPUs {format_list(planned)}, none found on {format_list(empty)}"]
+    return [f"oneCCL threads planned on {name_cpus(planned)}, none found on {format_list(empty)}"]
 
 
 PLACES = ("data.path", "data.stage_dir", "output")  # paths may differ between hosts; the data is compared

@@ -174,7 +174,7 @@ def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
     plan["workers"][0].update(compute_pus=[900], comm_pus=[], loader_pus=[])
     result = bind(plan, tmp_path, "--local-rank", "0")
     assert result.returncode == 1
-    assert "cannot bind to CPUs 900" in result.stderr
+    assert "cannot bind to CPU 900" in result.stderr
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:

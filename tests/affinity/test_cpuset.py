@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.topology.machine import format_list, format_mask, parse_list, parse_mask
+from cputrain.affinity.topology.machine import format_list, format_mask, name_cpus, parse_list, parse_mask
 
 IDS = st.sets(st.integers(0, 400)).map(lambda ids: tuple(sorted(ids)))
 
@@ -24,6 +24,7 @@ def test_formats_of_the_kernel() -> None:
     assert parse_mask("1,3") == (0, 1, 32)
     assert parse_mask("0x00000003,,0x00fc0000") == (18, 19, 20, 21, 22, 23, 64, 65)
     assert format_list((0, 1, 2, 5)) == "0-2,5"
+    assert [name_cpus(ids) for ids in ((7,), (7, 8), (0, 2))] == ["CPU 7", "CPUs 7-8", "CPUs 0,2"]
 
 
 @pytest.mark.parametrize("text", ["3-1", "a", "1-", "-2"])

@@ -159,7 +159,7 @@ def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     assert without["CCL_WORKER_COUNT"] == "1"
     there = (Thread(tid=1, name="python", pus=(4, 5, 6, 7)), Thread(tid=2, name="python", pus=(7,)))
     assert misplaced_comm_threads(1, planned, there) == []
-    assert misplaced_comm_threads(2, planned, there) == ["oneCCL threads planned on CPUs 11, none found on 11"]
+    assert misplaced_comm_threads(2, planned, there) == ["oneCCL threads planned on CPU 11, none found on 11"]
     assert misplaced_comm_threads(1, {}, there) == []
 
 

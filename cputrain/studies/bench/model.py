@@ -10,7 +10,7 @@ from typing import Any
 
 from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
-from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.machine import name_cpus
 from cputrain.affinity.wording import plural, spread
 from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -282,7 +282,7 @@ def trace_json(ranks: Sequence[dict[str, Any]]) -> str:
     first = min(step["start"] for rank in ranks for step in rank["profiled"])
     events: list[dict[str, Any]] = []
     for rank in ranks:
-        pid, name = rank["rank"], f"rank {rank['rank']} (CPUs {format_list(rank['pus'])})"
+        pid, name = rank["rank"], f"rank {rank['rank']} ({name_cpus(rank['pus'])})"
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         for track, title in enumerate(TRACKS):
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": track, "args": {"name": title}})
