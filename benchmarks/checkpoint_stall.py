@@ -34,11 +34,11 @@ from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingReco
 from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import CommSection, Recipe
+from cputrain.training.core_usage import CoreUsage
 from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.saving import Position, load, take_snapshot
+from cputrain.training.snapshot import TrainProgress, load, take_snapshot
 from cputrain.training.state import Learner, TrainState, make_train_state
-from cputrain.training.step import sample_losses
-from cputrain.training.watchers import CoreUsage
+from cputrain.training.task import sample_losses
 
 INTERVAL_S = 300.0
 CLASSES = 1000
@@ -85,7 +85,7 @@ class Trial:
         content = None
         if snapshot.optimizer is not None:
             content = manifest_of(self.step, snapshot.optimizer).model_dump(mode="json")
-        self.writer.begin(self.step, snapshot.files, Position(step=self.step).metadata(), content)
+        self.writer.begin(self.step, snapshot.files, TrainProgress(step=self.step).metadata(), content)
         self.calls_s.append(time.perf_counter() - begun)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
 
-from cputrain.kernels.convolution import covers, load_convolutions, use_winograd
+from cputrain.kernels.convolution import load_convolutions, supports_winograd, use_winograd
 from cputrain.kernels.norms import batchnorms
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
@@ -43,7 +43,7 @@ def main() -> None:
     quick = network_of(options.network, options.side, native, precision)
     kernels = load_convolutions(os.environ)
     for layer in quick.modules():
-        if covers(layer):
+        if supports_winograd(layer):
             use_winograd(layer, kernels)
     with torch.inference_mode():
         folding, folded = timed(lambda: evaluation_network(plain, native, precision))

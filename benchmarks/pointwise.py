@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from cputrain.kernels.convolution import has_amx, use_products
+from cputrain.kernels.convolution import has_amx, pointwise_as_matmul
 from cputrain.models.vision import import_torchvision
 from cputrain.studies.bench.figures import interleaved, seconds_of
 
@@ -77,7 +77,7 @@ def compared(shape: Shape, batch: int, rounds: int, bf16: bool) -> tuple[float, 
         layer = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False).to(memory_format=torch.channels_last)
         if product:
             holder = nn.Sequential(layer)
-            use_products(holder)
+            pointwise_as_matmul(holder)
         gradient = torch.randn_like(layer(images.float())).to(dtype)
         run = partial(one_pass, layer, images, gradient, bf16)
         passes["product" if product else "convolution"] = partial(seconds_of, run, time.thread_time)

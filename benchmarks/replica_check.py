@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 
+from cputrain.checksums import bit_sum
 from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import Recipe
-from cputrain.training import bit_sum
 from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.watchers import ReplicaCheck, replica_tensors
+from cputrain.training.watchers.replicas import ReplicaCheck, replica_tensors
 
 
 def main() -> None:

@@ -26,14 +26,14 @@ LIMIT_US = 500.0
 HERE = Path(__file__).parent
 PROFILED = """
 import cProfile, os, sys
-from cputrain.training.loop import TrainingLoop
-run_steps = TrainingLoop._run_steps
+from cputrain.training.trainer import Trainer
+run_steps = Trainer._run_steps
 profile = cProfile.Profile()
 def profiled(self, *arguments):
     if os.environ["RANK"] != "0":
         return run_steps(self, *arguments)
     return profile.runcall(run_steps, self, *arguments)
-TrainingLoop._run_steps = profiled
+Trainer._run_steps = profiled
 sys.argv[0] = "cputrain"
 from cputrain.cli import main
 try:

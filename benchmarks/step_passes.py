@@ -40,7 +40,7 @@ def run_steps(options: argparse.Namespace) -> None:
     from cputrain.models.networks import build_model
     from cputrain.optim import build_optimizer, set_lr_and_decay
     from cputrain.recipe.schema import ModelSection, OptimSection
-    from cputrain.training.engine import autocast, choose_engine, network_input, optimize_training, prepare_model
+    from cputrain.training.engine import autocast, choose_engine, optimize_training, prepare_model, to_weight_dtype
 
     torch.set_num_threads(1)
     precision = "bf16" if options.bf16 else "float32"
@@ -54,7 +54,7 @@ def run_steps(options: argparse.Namespace) -> None:
 
     def step() -> None:
         with torch.profiler.record_function("normalize"):
-            images = network_input(normalize(pixels), precision)
+            images = to_weight_dtype(normalize(pixels), precision)
         with autocast(precision):
             outputs = network(images)
         cross_entropy(outputs.float(), labels).backward()

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cputrain.kernels.convolution import load_convolutions, use_direct_gradients
+from cputrain.kernels.convolution import load_convolutions, native_weight_gradients
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
 from cputrain.studies.bench.figures import interleaved, seconds_of
@@ -59,7 +59,7 @@ def shapes() -> Counter[Shape]:
         shape = layer.in_channels, layer.out_channels, layer.kernel_size[0], layer.stride[0], inputs[0].shape[2]
         found[shape] += 1
 
-    use_direct_gradients(network, load_convolutions(os.environ))
+    native_weight_gradients(network, load_convolutions(os.environ))
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and type(layer) is not nn.Conv2d:
             layer.register_forward_hook(record)

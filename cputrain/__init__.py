@@ -35,7 +35,7 @@ NAMES = {
     "schedule": ("Schedule", "lr_at"),
     "comm.hooks": ("compress_bf16",),
     "checkpoint.async_checkpoint": ("AsyncCheckpoint", "Restored"),
-    "training.entry": ("train",),
+    "training.user_code": ("train",),
     "training.step": ("TrainResult", "Accuracy"),
 }
 """The public names by the module that defines them."""

@@ -37,12 +37,12 @@ from cputrain.training.engine import (
     autocast,
     choose_engine,
     evaluation_network,
-    network_input,
     prepare_model,
     target_for,
+    to_weight_dtype,
     with_winograd,
 )
-from cputrain.training.saving import load_eval_model
+from cputrain.training.snapshot import load_eval_model
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Classifier:
         """Compute logits, (N, outputs) float32, from cropped images, (N, crop, crop, 3) uint8."""
         precision = self.recipe.precision
         with torch.inference_mode(), autocast(precision):
-            outputs: Tensor = self.network(network_input(self.normalize(images), precision))
+            outputs: Tensor = self.network(to_weight_dtype(self.normalize(images), precision))
         return outputs.float()
 
     def class_name(self, output: int) -> str:

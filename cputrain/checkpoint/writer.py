@@ -163,7 +163,7 @@ class CheckpointWriter:
         partial = self.folder / partial_name(step)
         for rank in range(1, self.world_size):
             sums[rank_file(rank)] = found = self._await(rank, number)
-            if not seen(partial / rank_file(rank), found.bytes):
+            if not wait_until_visible(partial / rank_file(rank), found.bytes):
                 file = self.folder / name_of(step) / rank_file(rank)
                 raise RunError(f"{file}, written by rank {rank}, is not visible on rank 0's host")
         self._content = {**content, "files": {name: asdict(found) for name, found in sums.items()}}
@@ -196,7 +196,7 @@ class CheckpointWriter:
             time.sleep(POLL_S)
 
 
-def seen(path: Path, size: int) -> bool:
+def wait_until_visible(path: Path, size: int) -> bool:
     """Return whether a file of `size` bytes, written on another host, becomes visible within VISIBLE_S."""
     deadline = time.monotonic() + VISIBLE_S
     while not path.is_file() or path.stat().st_size != size:

@@ -140,7 +140,7 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
         training = with_same_global_batch(training, rank.world_size)
     context = bind_rank(training, rank, env, check=check, shown=not options.quiet)
     context.startup.phase("importing PyTorch")
-    from cputrain.training.entry import train_rank  # torch: after the binding is read back
+    from cputrain.training.trainer import train_rank  # torch: after the binding is read back
 
     run_rank(rank, lambda: train_rank(context, training, options), as_recipe_key)
     return 0

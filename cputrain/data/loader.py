@@ -1,7 +1,7 @@
 """Image pipeline from a folder of images to batches of tensors, for any PyTorch training loop on CPUs.
 
     import torch
-    from cputrain.data import ImageLoader
+    from cputrain import ImageLoader
 
     train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, len(train.classes)))
@@ -17,7 +17,7 @@
     correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
 
 Threads rather than processes decode ahead, because the decoder releases the GIL and communication libraries do not
-survive a fork. cputrain's trainer uses the same class (training/session.py).
+survive a fork. cputrain's trainer uses the same class (training/batches.py).
 """
 
 import ctypes

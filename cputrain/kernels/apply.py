@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import evidence
-from cputrain.kernels.batchnorm import Kernels, checked, load
+from cputrain.kernels.batchnorm import Kernels, load, verify_kernels
 from cputrain.kernels.convolution import (
     ConvolutionKernels,
     ConvolutionShape,
-    covered_shapes,
     load_convolutions,
-    use_direct_gradients,
-    use_products,
+    native_weight_gradients,
+    pointwise_as_matmul,
     use_winograd,
+    winograd_shapes,
 )
-from cputrain.kernels.fusion import Fusion
 from cputrain.kernels.measure import measured
 from cputrain.kernels.plan import (
     BATCHNORM,
@@ -44,6 +43,7 @@ from cputrain.kernels.rewriting import fuse_forwards, fused_forwards, replace_no
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
+Choose = Literal["rules", "measure"] | KernelPlan
 PLAN = "_cputrain_kernel_plan"
 """Attribute of an optimized network."""
 
@@ -67,7 +67,7 @@ def load_for(target: Target, env: Mapping[str, str], *, winograd: bool) -> Loade
     errors: dict[str, InputError | RunError] = {}
     norms = convolutions = None
     try:
-        norms = checked(load(env))
+        norms = verify_kernels(load(env))
     except (InputError, RunError) as error:
         errors |= dict.fromkeys((BATCHNORM, FUSED), error)
     amx = "AMX" in target.instructions
@@ -92,21 +92,20 @@ def convolutions_channels_last(network: nn.Module) -> None:
 def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> None:
     """Replace the layers of a plan. Raises InputError if it is of another network, and changes nothing then."""
     names = dict(network.named_modules())
-    if unknown := [each.layer for each in plan.replaced if each.layer not in names]:
+    if unknown := [choice.layer for choice in plan.replaced if choice.layer not in names]:
         raise InputError(f"the kernel plan is of another network, which has a layer {unknown[0]}: plan this one")
     convolutions_channels_last(network)
     if loaded.norms is not None:
         replace_norms(network, list(plan.layers(BATCHNORM)), loaded.norms)
-        forwards: dict[str, tuple[Fusion, ...]] = {}
-        for name, found in fused_forwards(network).items():
-            if name in plan.layers(FUSED) and found and not isinstance(found, str):
-                forwards[name] = found
-        fuse_forwards(network, forwards)
+        fused = [names[name] for name in plan.layers(FUSED)]
+        traced = all(module in plan.forwards for module in fused)  # not so of a plan of another network
+        forwards = plan.forwards if traced else fused_forwards(network)
+        fuse_forwards({module: forwards[module] for module in fused if module in forwards})
     for name in plan.layers(PRODUCT):
-        use_products(names[name])
+        pointwise_as_matmul(names[name])
     if loaded.convolutions is not None:
         for name in plan.layers(WEIGHT_GRADIENT):
-            use_direct_gradients(names[name], loaded.convolutions)
+            native_weight_gradients(names[name], loaded.convolutions)
         for name in plan.layers(WINOGRAD):
             use_winograd(names[name], loaded.convolutions)
 
@@ -118,34 +117,24 @@ def agreed(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return plan
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (plan.as_json(), dict(missing)))
-    first = KernelPlan.from_json(of_ranks[0][0])
-    lacking = {kernel: f"rank {rank}: {why}" for rank, (_, no) in enumerate(of_ranks) for kernel, why in no.items()}
-    dropped = tuple(replace(each, why=lacking[each.kernel]) for each in first.replaced if each.kernel in lacking)
-    used = tuple(each for each in first.replaced if each.kernel not in lacking)
-    return replace(first, replaced=used, kept=(*first.kept, *dropped))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (plan.as_json(), dict(missing)))
+    first = KernelPlan.from_json(by_rank[0][0])
+    lacking = {kernel: f"rank {rank}: {why}" for rank, (_, no) in enumerate(by_rank) for kernel, why in no.items()}
+    dropped = tuple(replace(item, why=lacking[item.kernel]) for item in first.replaced if item.kernel in lacking)
+    used = tuple(item for item in first.replaced if item.kernel not in lacking)
+    return replace(first, replaced=used, kept=(*first.kept, *dropped), forwards=plan.forwards)
 
 
 @overload
 def optimize(
-    model: M,
-    optimizer: None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    sample_input: Any = None,
-    choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+    model: M, optimizer: None = None, *, dtype: torch.dtype = ..., sample_input: Any = None, choose: Choose = "rules"
 ) -> M: ...
 
 
 @overload
 def optimize(
-    model: M,
-    optimizer: Optimizer,
-    *,
-    dtype: torch.dtype = torch.float32,
-    sample_input: Any = None,
-    choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+    model: M, optimizer: Optimizer, *, dtype: torch.dtype = ..., sample_input: Any = None, choose: Choose = "rules"
 ) -> tuple[M, Optimizer]: ...
 
 
@@ -170,7 +159,7 @@ def optimize(
     DistributedDataParallel.
 
     `choose`: "rules" for this CPU, from our measurements; "measure", some seconds, kept for the next start on this
-    host; or the KernelPlan of another process, `cputrain.kernels.plan_of(model)`.
+    host; or the KernelPlan of another process, `cputrain.kernels.apply.plan_of(model)`.
 
     Raises InputError if an argument is not as described.
     """
@@ -193,7 +182,7 @@ def optimize(
     if why := next((why for why in loaded.missing.values()), ""):
         logger.warning("cputrain.optimize: torch's layers stay: %s", why)
     apply_plan(model, plan, loaded)
-    setattr(model, PLAN, plan)
+    setattr(model, PLAN, replace(plan, forwards={}))
     if optimizer is None:
         return model
     fuse_optimizer(optimizer)
@@ -217,7 +206,7 @@ def _planned(
     images = 1
     if sample_input is not None and loaded.convolutions is not None:
         images = len(sample_input) if isinstance(sample_input, Tensor) else 1
-        shapes = covered_shapes(model, sample_input)
+        shapes = winograd_shapes(model, sample_input)
     gain = rule(target, images)
     if choose == "measure" and loaded.convolutions is not None and shapes:
         gain = measured(set(shapes.values()), images, target, loaded.convolutions, env)
@@ -231,7 +220,7 @@ def fuse_optimizer(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         simple = not group.get("differentiable") and not group.get("capturable") and group.get("fused") is not False
         real = all(
-            each.is_cpu and each.is_floating_point() and each.layout is torch.strided for each in group["params"]
+            value.is_cpu and value.is_floating_point() and value.layout is torch.strided for value in group["params"]
         )
         if not (simple and real) or isinstance(group["lr"], Tensor) or group.get("foreach"):
             return False
@@ -245,7 +234,7 @@ def fuse_optimizer(optimizer: Optimizer) -> bool:
 
 def _as_parameters(optimizer: Optimizer, *_: Any) -> None:
     """Store gradients and state in the memory order of the parameters, by which torch's fused kernels compute."""
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in (value for group in optimizer.param_groups for value in group["params"]):
         strides = parameter.stride()
         if parameter.grad is not None and parameter.grad.is_sparse:
             for group in optimizer.param_groups:
@@ -261,8 +250,7 @@ def _as_parameters(optimizer: Optimizer, *_: Any) -> None:
 
 def plan_of(model: nn.Module) -> KernelPlan | None:
     """Return the plan that a network was optimized with, None if it was not."""
-    found: KernelPlan | None = vars(model).get(PLAN)
-    return found
+    return cast(KernelPlan | None, vars(model).get(PLAN))
 
 
 def explain(model: nn.Module) -> None:

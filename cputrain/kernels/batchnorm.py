@@ -31,12 +31,12 @@ from cputrain.kernels.evidence import (
     VALUES,
     Native,
     are_maps,
-    gradients_by_torch,
     is_dense,
     is_gradient_of,
     is_vector,
     methods_are_plain,
     runs_eagerly,
+    torch_gradients,
 )
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, activate, over_all_ranks
 from cputrain.native_build import ensure_compiled
@@ -44,6 +44,14 @@ from cputrain.native_build import ensure_compiled
 SOURCES = tuple(
     KERNELS / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
 )
+RESIDUAL_ALIAS = "_residual_alias"  # attribute of outputs
+SHAPE = (4, 35, 5, 5)  # more rows than a block summed in float32; 35 is not a multiple of any vector length
+CHECKED = (
+    *("output", "gradient", "gradient of the residual", "gradient of the weight", "gradient of the bias"),
+    *("running mean", "running variance"),
+)
+NEAR_ZERO = 1e-2  # inputs of ReLU below this are not compared, as rounding may decide whether they are cut
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # error relative to the largest value, 100 and 8 times rounding
 
 
 class _Images(ctypes.Structure):
@@ -120,7 +128,8 @@ class Kernels(NativeKernels):
         The gradient after ReLU is `gradient`, plus `second` if given. With `outputs`, the gradient before ReLU is also
         written to `before`.
         """
-        at = [None if each is None else each.data_ptr() for each in (gradient, second, images, outputs, before, out)]
+        maps = (gradient, second, images, outputs, before, out)
+        at = [None if tensor is None else tensor.data_ptr() for tensor in maps]
         self._gradient_sums(byref(_Images.of(images)), byref(layer), *at)
 
     def input_gradient(
@@ -165,16 +174,13 @@ def built_path(env: Mapping[str, str]) -> Path:
     return kernels_path("batchnorm", SOURCES, command_line("", Path()), env)
 
 
-SECOND_USE = "_second_use"
-
-
-def second_use(images: Tensor) -> Tensor:
+def residual_alias(images: Tensor) -> Tensor:
     """Return an alias of a fused layer's outputs for their second use, or `images` if they are not such outputs.
 
     The layer's backward pass then sums both gradients while it reads them, which saves autograd's extra pass. Outputs
     that were modified, retain their gradient or have hooks are returned unchanged: hooks must see the sum.
     """
-    second, version = vars(images).get(SECOND_USE, (images, None))  # vars(), as fx proxies have every attribute
+    second, version = vars(images).get(RESIDUAL_ALIAS, (images, None))  # vars(), as fx proxies have every attribute
     if version is None or version != images._version or images._backward_hooks or images.retains_grad:
         return images
     return cast(Tensor, second)
@@ -199,8 +205,10 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
     ) -> Tensor:
         """(N, C, H, W) -> (N, C, H, W). `in_place`: a residual of another dtype or shape is added as by `+=`."""
         relu = relu or self.relu
-        if not self._supports(input, residual):
-            return _continued(self.by_torch(input), residual, relu=relu, in_place=in_place)
+        # Nothing is joined: torch's takes half to all of the time, as it makes fewer checks and saves nothing.
+        alone = residual is None and not (relu or self.training or torch.is_grad_enabled())
+        if alone or not self._supports(input, residual):
+            return _continued(self.torch_fallback(input), residual, relu=relu, in_place=in_place)
         batch = self.training and not self.constant
         if batch and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -217,7 +225,7 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
         apply: Any = _FusedBatchNorm.apply
         outputs, second = apply(input, residual, self.weight, self.bias, options)
         if second is not None and second.requires_grad:
-            setattr(outputs, SECOND_USE, (second, outputs._version))
+            setattr(outputs, RESIDUAL_ALIAS, (second, outputs._version))
         return cast(Tensor, outputs)
 
     def undo(self) -> None:
@@ -242,7 +250,7 @@ class FusedBatchNorm2d(Native, nn.BatchNorm2d):
         return (
             options
             and self.track_running_stats is True
-            and all(is_vector(each, channels) for each in (weight, self.bias, self.running_mean, self.running_var))
+            and all(is_vector(value, channels) for value in (weight, self.bias, self.running_mean, self.running_var))
             and are_maps(images, channels)
             and len(images) // self.ghosts(len(images)) * images.shape[2:].numel() > 1
             and (residual is None or _are_alike(residual, images))
@@ -325,57 +333,58 @@ class _FusedBatchNorm(torch.autograd.Function):
             statistics = images.new_empty(options.ghosts, 2, images.shape[1], dtype=torch.float64)
             parts = torch.tensor_split(images, options.ghosts)
             counts = [part.numel() / part.shape[1] for part in parts]
-            for part, own in zip(parts, statistics, strict=True):
-                kernels.statistics(part, own)
+            for part, out in zip(parts, statistics, strict=True):
+                kernels.statistics(part, out)
             if options.all_ranks:
                 counts = [over_all_ranks(statistics[0], counts[0])]
             # Here and not after apply: a recomputation by torch.utils.checkpoint may end while tensors are saved.
             kernels.update_running(statistics, counts, options.momentum, *options.running)
-        for part, added, out, own in zip(*_split(options.ghosts, images, residual, outputs), statistics, strict=True):
-            layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
+        for part, added, out, stats in zip(*_split(options.ghosts, images, residual, outputs), statistics, strict=True):
+            layer = NormLayer.of(stats, weight, bias, options.eps, relu=options.relu)
             kernels.forward(layer, part, added, out)
         ctx.options, ctx.counts, ctx.has_residual = options, counts, residual is not None
         # With a residual, only the outputs show which values ReLU has cut. The next convolution saves them anyway.
-        kept = outputs if options.relu and residual is not None else None
-        ctx.save_for_backward(images, kept, weight, bias, statistics)
+        relu_outputs = outputs if options.relu and residual is not None else None
+        ctx.save_for_backward(images, relu_outputs, weight, bias, statistics)
         ctx.set_materialize_grads(False)
-        second = None
-        if kept is not None:  # shares memory without being a view, which would keep the outputs alive
-            second = outputs.new_empty(0)
-            second.set_(outputs.untyped_storage(), outputs.storage_offset(), outputs.shape, outputs.stride())
-        return outputs, second
+        alias = None
+        if relu_outputs is not None:  # shares memory without being a view, which would keep the outputs alive
+            alias = outputs.new_empty(0)
+            alias.set_(outputs.untyped_storage(), outputs.storage_offset(), outputs.shape, outputs.stride())
+        return outputs, alias
 
     @staticmethod
-    def backward(ctx: Any, *used: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *uses: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; with sync, means are over
         all ranks. dL/dy is the sum over the two uses of the outputs.
         """
         images, outputs, weight, bias, statistics = ctx.saved_tensors
-        given, channels = [each for each in used if each is not None], images.shape[1]
-        by_kernels = (
+        gradients, channels = [gradient for gradient in uses if gradient is not None], images.shape[1]
+        native = (
             runs_eagerly()
             and not torch.is_grad_enabled()
-            and all(is_gradient_of(each, images.shape, images.dtype) for each in given)
+            and all(is_gradient_of(gradient, images.shape, images.dtype) for gradient in gradients)
             and are_maps(images, channels)
             and (outputs is None or _are_alike(outputs, images))
-            and all(is_vector(each, channels) for each in (weight, bias))
+            and is_vector(weight, channels)
+            and is_vector(bias, channels)
             and is_dense(statistics)
             and (statistics.dtype, statistics.shape[1:]) == (torch.float64, (2, channels))
             and statistics.is_contiguous()
         )
-        if not by_kernels:
-            return _gradients_by_torch(ctx, given)
+        if not native:
+            return _torch_gradients(ctx, gradients)
         options: NormOptions = ctx.options
         kernels, ghosts, constant = options.kernels, options.ghosts, not ctx.counts
-        gradients = [each.contiguous(memory_format=torch.channels_last) for each in given]
+        gradients = [gradient.contiguous(memory_format=torch.channels_last) for gradient in gradients]
         gradient, second = gradients[0], gradients[1] if len(gradients) == 2 else None
         before = torch.empty_like(gradient) if outputs is not None else None
         sums = torch.empty_like(statistics)
-        for part, one, other, out, left, own, total in zip(
+        for part, grad, grad2, out, masked, stats, total in zip(
             *_split(ghosts, images, gradient, second, outputs, before), statistics, sums, strict=True
         ):
-            layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
-            kernels.gradient_sums(layer, one, other, part, out, left, total)
+            layer = NormLayer.of(stats, weight, bias, options.eps, relu=options.relu)
+            kernels.gradient_sums(layer, grad, grad2, part, out, masked, total)
         weight_gradient, bias_gradient = torch.empty_like(weight), torch.empty_like(bias)
         kernels.parameter_gradients(statistics, options.eps, sums, weight_gradient, bias_gradient)
         if options.all_ranks and not constant:
@@ -383,18 +392,18 @@ class _FusedBatchNorm(torch.autograd.Function):
         input_gradient = None
         if ctx.needs_input_grad[0]:
             input_gradient = torch.empty_like(images)
-            masked, relu = (gradient, options.relu) if before is None else (before, False)
-            for i, (part, one, out, own, total) in enumerate(
-                zip(*_split(ghosts, images, masked, input_gradient), statistics, sums, strict=True)
+            of_outputs, relu = (gradient, options.relu) if before is None else (before, False)
+            for i, (part, grad, out, stats, total) in enumerate(
+                zip(*_split(ghosts, images, of_outputs, input_gradient), statistics, sums, strict=True)
             ):
-                layer = NormLayer.of(own, weight, bias, options.eps, relu=relu)
+                layer = NormLayer.of(stats, weight, bias, options.eps, relu=relu)
                 count = 1.0 if constant else ctx.counts[i]
-                kernels.input_gradient(layer, one, part, None if constant else total, count, out)
-        left_over = (before if before is not None else gradient) if ctx.has_residual else None
-        return input_gradient, left_over, weight_gradient, bias_gradient, None
+                kernels.input_gradient(layer, grad, part, None if constant else total, count, out)
+        residual_gradient = (before if before is not None else gradient) if ctx.has_residual else None
+        return input_gradient, residual_gradient, weight_gradient, bias_gradient, None
 
 
-def _gradients_by_torch(ctx: Any, given: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _torch_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the same gradients by torch's operators, which can be differentiated again."""
     images, outputs, weight, bias, statistics = ctx.saved_tensors
     options: NormOptions = ctx.options
@@ -405,40 +414,31 @@ def _gradients_by_torch(ctx: Any, given: list[Tensor]) -> tuple[Tensor | None, .
 
     def normalized(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         parts = torch.tensor_split(x, options.ghosts)
-        found = [functional.batch_norm(part, mean, variance, w, b, training=batch, eps=options.eps) for part in parts]
-        y = torch.cat(found) if len(found) > 1 else found[0]
+        ghosts = [functional.batch_norm(part, mean, variance, w, b, training=batch, eps=options.eps) for part in parts]
+        y = torch.cat(ghosts) if len(ghosts) > 1 else ghosts[0]
         return y.relu() if options.relu and outputs is None else y
 
-    gradient = given[0] if len(given) == 1 else given[0] + given[1]
+    gradient = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
     if outputs is not None:
         gradient = gradient.masked_fill(outputs <= 0, 0)  # as torch's ReLU, also where values are not finite
     needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4])
-    for_images, *for_parameters = gradients_by_torch(normalized, (images, weight, bias), needed, gradient)
+    for_images, *for_parameters = torch_gradients(normalized, (images, weight, bias), needed, gradient)
     return for_images, gradient if ctx.has_residual else None, *for_parameters, None
 
 
 def _split(parts: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
     """Split each tensor along its images into `parts`; None remains None."""
     if parts == 1:
-        return [(each,) for each in tensors]
-    return [torch.tensor_split(each, parts) if each is not None else (None,) * parts for each in tensors]
+        return [(tensor,) for tensor in tensors]
+    return [(None,) * parts if tensor is None else torch.tensor_split(tensor, parts) for tensor in tensors]
 
 
-SHAPE = (4, 35, 5, 5)  # more rows than a block summed in float32; 35 is not a multiple of any vector length
-NEAR_ZERO = 1e-2  # inputs of ReLU below this are not compared, as rounding may decide whether they are cut
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # error relative to the largest value, 100 and 8 times rounding
-
-
-def checked(kernels: Kernels) -> Kernels:
+def verify_kernels(kernels: Kernels) -> Kernels:
     """Check the kernels against formulas, once in a process, and return them.
 
     Raises RunError if a value differs by more than rounding, because of a broken compiler or another CPU's code.
     """
-    if wrong := _difference(kernels):
-        raise RunError(
-            f"native kernels: the batch-norm kernels give wrong results ({wrong}): remove {kernels.path.parent} and "
-            "set CXX to another compiler, or use torch's layers"
-        )
+    kernels.check(_difference(kernels))
     return kernels
 
 
@@ -447,16 +447,16 @@ def _difference(kernels: Kernels) -> str:
     """Describe the first wrong result, "" if all are correct."""
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(SHAPE[1], generator=generator, **VALUES) for _ in range(2))
-    given = [torch.randn(SHAPE, generator=generator, **VALUES).to(memory_format=torch.channels_last) for _ in range(3)]
+    maps = [torch.randn(SHAPE, generator=generator, **VALUES).to(memory_format=torch.channels_last) for _ in range(3)]
     with torch.inference_mode(False), torch.enable_grad():
         for dtype in DTYPES:
-            images, added, gradient = (each.to(dtype) for each in given)
+            images, added, gradient = (tensor.to(dtype) for tensor in maps)
             for residual in (None, added):
                 layer = FusedBatchNorm2d(SHAPE[1], **VALUES)
                 layer.kernels, layer.relu = kernels, True
                 layer.load_state_dict({**layer.state_dict(), "weight": weight, "bias": bias})
-                expected, kept = _by_formula(layer, images, residual, gradient)
-                got = _by_kernels(layer, images, residual, gradient * kept)
+                expected, compared = _reference(layer, images, residual, gradient)
+                got = _native(layer, images, residual, gradient * compared)
                 for name, value in expected.items():
                     off = float((got[name].double() - value.view_as(got[name])).abs().max() / value.abs().max())
                     if not off <= ALLOWED[dtype]:  # also true for NaN
@@ -464,49 +464,39 @@ def _difference(kernels: Kernels) -> str:
     return ""
 
 
-def _by_formula(
+def _reference(
     layer: FusedBatchNorm2d, images: Tensor, residual: Tensor | None, gradient: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Compute output, gradients and running statistics of a new layer in float64; also return the mask of values whose
     gradient was used. It uses elementary operators because torch's batch_norm starts threads.
     """
     assert layer.momentum is not None
-    x, weight, bias = (each.detach().double().requires_grad_() for each in (images, layer.weight, layer.bias))
+    x, weight, bias = (value.detach().double().requires_grad_() for value in (images, layer.weight, layer.bias))
     added = torch.zeros_like(x) if residual is None else residual.double()
     added.requires_grad_()
     mean = x.mean((0, 2, 3), keepdim=True)
     variance = (x - mean).square().mean((0, 2, 3), keepdim=True)
     before = (x - mean) / (variance + layer.eps).sqrt() * weight.view(-1, 1, 1) + bias.view(-1, 1, 1) + added
-    outputs, kept = before.relu(), before.detach().abs() > NEAR_ZERO
-    outputs.backward(gradient.double() * kept)  # type: ignore[no-untyped-call]
-    values = images.numel() / images.shape[1]
-    found = {
-        "output": outputs.detach(),
-        "gradient": x.grad,
-        "gradient of the residual": None if residual is None else added.grad,
-        "gradient of the weight": weight.grad,
-        "gradient of the bias": bias.grad,
-        "running mean": layer.momentum * mean.detach(),
-        "running variance": 1 - layer.momentum + layer.momentum * values / (values - 1) * variance.detach(),
-    }
-    return {name: value for name, value in found.items() if value is not None}, kept
+    outputs, compared = before.relu(), before.detach().abs() > NEAR_ZERO
+    outputs.backward(gradient.double() * compared)  # type: ignore[no-untyped-call]
+    count = images.numel() / images.shape[1]
+    running_mean = layer.momentum * mean.detach()
+    running_var = 1 - layer.momentum + layer.momentum * count / (count - 1) * variance.detach()
+    of_residual = None if residual is None else added.grad
+    values = _by_name(outputs.detach(), x.grad, of_residual, weight.grad, bias.grad, running_mean, running_var)
+    return values, compared
 
 
-def _by_kernels(
-    layer: FusedBatchNorm2d, images: Tensor, residual: Tensor | None, gradient: Tensor
-) -> dict[str, Tensor]:
+def _by_name(*values: Tensor | None) -> dict[str, Tensor]:
+    return {name: value for name, value in zip(CHECKED, values, strict=True) if value is not None}
+
+
+def _native(layer: FusedBatchNorm2d, images: Tensor, residual: Tensor | None, gradient: Tensor) -> dict[str, Tensor]:
     """Compute the same values with the layer."""
     x, added = images.clone().requires_grad_(), None if residual is None else residual.clone().requires_grad_()
     outputs = layer(x, added)
-    uses = [outputs] if added is None else [outputs, second_use(outputs)]
+    uses = [outputs] if added is None else [outputs, residual_alias(outputs)]
     torch.autograd.backward(uses, [gradient / len(uses)] * len(uses))
-    found = {
-        "output": outputs.detach(),
-        "gradient": x.grad,
-        "gradient of the residual": None if added is None else added.grad,
-        "gradient of the weight": layer.weight.grad,
-        "gradient of the bias": layer.bias.grad,
-        "running mean": layer.running_mean,
-        "running variance": layer.running_var,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    of_residual = None if added is None else added.grad
+    gradients = x.grad, of_residual, layer.weight.grad, layer.bias.grad
+    return _by_name(outputs.detach(), *gradients, layer.running_mean, layer.running_var)

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cputrain.affinity.errors import RunError
 from cputrain.native_build import NativeExtension, library_path, loading
 
 KERNELS = Path(__file__).parent / "native"
@@ -49,11 +50,19 @@ class NativeKernels:
     def __reduce__(self) -> tuple[Any, ...]:
         return load_kernels, (type(self), self.path)
 
+    def check(self, wrong: str) -> None:
+        """Raise RunError if a check has found a wrong result."""
+        if wrong:
+            raise RunError(
+                f"native kernels: {self.extension.title} give wrong results ({wrong}): remove {self.path.parent} and "
+                "set CXX to another compiler, or use torch's layers"
+            )
+
     def function(self, name: str, *arguments: Any, result: Any = None) -> Any:
         """Return a function of the library with arguments and result of these ctypes."""
-        found = getattr(self._library, name)
-        found.argtypes, found.restype = arguments, result
-        return found
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, result
+        return function
 
 
 @cache

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError
 from cputrain.kernels.build import (
     KERNELS,
     NativeKernels,
@@ -37,7 +37,6 @@ from cputrain.kernels.evidence import (
     Native,
     are_maps,
     departure,
-    gradients_by_torch,
     is_dense,
     is_gradient_of,
     is_silent,
@@ -45,6 +44,7 @@ from cputrain.kernels.evidence import (
     methods_are_plain,
     random_numbers_kept,
     runs_eagerly,
+    torch_gradients,
 )
 from cputrain.kernels.norms import activate
 from cputrain.native_build import ensure_compiled
@@ -54,8 +54,18 @@ SOURCES = tuple(
     for name in ("winograd.cpp", "weight_gradient.cpp", "winograd.hpp", "vectors.hpp", "rows.hpp", "values.hpp")
 )
 CHANNELS = 16  # channels must be a multiple of this
-LEAST_INPUTS = 64  # input channels of a DirectConv2d: fewer do not fill the registers
+MIN_INPUTS = 64  # input channels of a NativeWgradConv2d: fewer do not fill the registers
 LARGE = 4 << 20  # bytes of transformed weights that exceed any L2 cache
+LARGE_MATRIX = 1 << 20  # weights of a 1 x 1 layer that oneDNN's convolutions take longer to reorder than they save
+SHAPE = (2, 16, 9, 6)  # of the check: with partial tiles at two edges
+OUTPUTS = 80  # a full panel of columns and a partial one
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # error relative to the largest value, 10 and 5 times rounding
+TURNS = 2
+WORK = 4e9  # FLOP of a timed direct pass, about 20 ms on one core
+METHODS = ("forward", "_conv_forward")
+"""Methods by which torch computes a convolution."""
+Pair = tuple[int, int]
+_Backward = Callable[[Tensor], Tensor]
 
 
 class _Layer(ctypes.Structure):
@@ -69,7 +79,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Direct(ctypes.Structure):
+class _WgradLayer(ctypes.Structure):
     """struct DirectConvolution of weight_gradient.cpp: sizes of input, output, kernel, stride, padding, and threads."""
 
     _fields_ = (
@@ -96,18 +106,18 @@ class ConvolutionKernels(NativeKernels):
         self._weights_size = function("winograd_weights_size", c_size_t, c_size_t, result=c_size_t)
         self._forward = function("winograd_forward", layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
         self._weight_gradient = function("winograd_weight_gradient", layer, *(pointer,) * 4)
-        self._direct_weight_gradient = function("weight_gradient", POINTER(_Direct), *(pointer,) * 3)
+        self._direct_weight_gradient = function("weight_gradient", POINTER(_WgradLayer), *(pointer,) * 3)
         self.multiplies_bf16: bool = function("weight_gradient_native", result=c_int)() == 1
-        self._kept = threading.local()
+        self._buffers = threading.local()
 
     def transform(self, weight: Tensor, *, mirrored: bool = False, out: Tensor | None = None) -> Tensor:
         """Return transformed weights for `convolve`, 4 times as large; `mirrored` ones compute the input gradient."""
         outputs, inputs = weight.shape[:2]
         size = self._weights_size(outputs, inputs)
-        made = torch.empty(size, **VALUES) if out is None else out
+        transformed = torch.empty(size, **VALUES) if out is None else out
         threads = torch.get_num_threads()
-        self._weights(weight.data_ptr(), outputs, inputs, mirrored, threads, made.data_ptr())
-        return made
+        self._weights(weight.data_ptr(), outputs, inputs, mirrored, threads, transformed.data_ptr())
+        return transformed
 
     def convolve(
         self, images: Tensor, transformed: Tensor, channels: int, padding: int, bias: Tensor | None, *, relu: bool
@@ -116,12 +126,12 @@ class ConvolutionKernels(NativeKernels):
         layer = _layer(images, channels, padding)
         count, _, height, width = images.shape
         shape = count, channels, height + 2 * padding - 2, width + 2 * padding - 2
-        made = torch.empty(shape, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
+        outputs = torch.empty(shape, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
         scratch = self._memory("scratch", self._scratch(byref(layer), 0) // 4)
         added = None if bias is None else bias.data_ptr()
         at = images.data_ptr(), transformed.data_ptr(), added
-        self._forward(byref(layer), *at, relu, made.data_ptr(), scratch.data_ptr())
-        return made
+        self._forward(byref(layer), *at, relu, outputs.data_ptr(), scratch.data_ptr())
+        return outputs
 
     def output(self, images: Tensor, weight: Tensor, padding: int, bias: Tensor | None = None) -> Tensor:
         """Convolve images (N, C, H, W) with weight (K, C, 3, 3)."""
@@ -137,24 +147,24 @@ class ConvolutionKernels(NativeKernels):
         """Return the gradient of the weights, (K, C, 3, 3) float32, from images and the outputs' gradient."""
         layer = _layer(images, gradient.shape[1], padding, gradient=True)
         shape = layer.out_channels, layer.in_channels, 3, 3
-        made = torch.empty(shape, **VALUES, memory_format=torch.channels_last)
+        result = torch.empty(shape, **VALUES, memory_format=torch.channels_last)
         scratch = self._memory("scratch", self._scratch(byref(layer), 1) // 4)
-        at = images.data_ptr(), gradient.data_ptr(), made.data_ptr(), scratch.data_ptr()
+        at = images.data_ptr(), gradient.data_ptr(), result.data_ptr(), scratch.data_ptr()
         self._weight_gradient(byref(layer), *at)
-        return made
+        return result
 
     def direct_weight_gradient(
-        self, images: Tensor, gradient: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+        self, images: Tensor, gradient: Tensor, weight: Tensor, stride: Pair, padding: Pair
     ) -> Tensor:
         """Return the gradient of `weight`, (K, C, R, S), in float32 and channels-last, from images and the outputs'
         gradient in bfloat16. C and K are multiples of CHANNELS."""
         count, inputs, height, width = images.shape
         sizes = count, height, width, inputs, *gradient.shape[1:]
-        kernel = (weight.shape[2], weight.shape[3])
-        layer = _Direct(*sizes, *((c_size_t * 2)(*pair) for pair in (kernel, stride, padding)), torch.get_num_threads())
-        made = torch.empty_like(_dense(weight), dtype=torch.float32)
-        self._direct_weight_gradient(byref(layer), images.data_ptr(), gradient.data_ptr(), made.data_ptr())
-        return made
+        pairs = ((c_size_t * 2)(*pair) for pair in (weight.shape[2:], stride, padding))
+        layer = _WgradLayer(*sizes, *pairs, torch.get_num_threads())
+        result = torch.empty_like(weight.contiguous(memory_format=torch.channels_last), dtype=torch.float32)
+        self._direct_weight_gradient(byref(layer), images.data_ptr(), gradient.data_ptr(), result.data_ptr())
+        return result
 
     def _for_once(self, weight: Tensor, *, mirrored: bool) -> Tensor:
         """Return transformed weights in a buffer that the next call overwrites."""
@@ -163,11 +173,11 @@ class ConvolutionKernels(NativeKernels):
 
     def _memory(self, name: str, floats: int) -> Tensor:
         """Return the calling thread's buffer, which is kept because each new page costs 0.25 us in the kernel."""
-        found: Tensor | None = getattr(self._kept, name, None)
-        if found is None or found.numel() < floats:
-            found = torch.empty(floats, **VALUES)
-            setattr(self._kept, name, found)
-        return found
+        buffer: Tensor | None = getattr(self._buffers, name, None)
+        if buffer is None or buffer.numel() < floats:
+            buffer = torch.empty(floats, **VALUES)
+            setattr(self._buffers, name, buffer)
+        return buffer
 
 
 def _layer(images: Tensor, channels: int, padding: int, *, gradient: bool = False) -> _Layer:
@@ -207,17 +217,8 @@ def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     """
     path = kernels_path("convolution", SOURCES, command_line("", Path()), env)
     kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, ensure_compiled(EXTENSION, path, env))
-    if wrong := _difference(kernels):
-        raise RunError(
-            f"native kernels: the convolution kernels give wrong results ({wrong}): remove {path.parent} and set CXX "
-            "to another compiler, or use torch's layers"
-        )
+    kernels.check(_difference(kernels))
     return kernels
-
-
-SHAPE = (2, 16, 9, 6)  # with partial tiles at two edges
-OUTPUTS = 80  # a full panel of columns and a partial one
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # error relative to the largest value, 10 and 5 times rounding
 
 
 @cache
@@ -230,10 +231,10 @@ def _difference(kernels: ConvolutionKernels) -> str:
     )
     for dtype in DTYPES:
         x, g = images.to(dtype), gradient.to(dtype)
-        expected = _by_formula(x.double(), weight.double(), g.double())
+        expected = _reference(x.double(), weight.double(), g.double())
         got = kernels.output(x, weight, 1), kernels.input_gradient(g, weight, 1), kernels.weight_gradient(x, g, 1)
-        for name, own, value in zip(("output", "gradient", "gradient of the weight"), got, expected, strict=True):
-            if not (off := _error(own, value)) <= ALLOWED[dtype]:  # also true for NaN
+        for name, values, exact in zip(("output", "gradient", "gradient of the weight"), got, expected, strict=True):
+            if not (off := _error(values, exact)) <= ALLOWED[dtype]:  # also true for NaN
                 return f"{name} in {str(dtype).removeprefix('torch.')} is {off:.1g} off"
     direct = kernels.direct_weight_gradient(x, g, weight, (1, 1), (1, 1))
     if not (off := _error(direct, expected[-1])) <= ALLOWED[torch.float32]:
@@ -245,7 +246,7 @@ def _error(values: Tensor, expected: Tensor) -> float:
     return float((values.double() - expected).abs().max() / expected.abs().max())
 
 
-def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _reference(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute output and gradients in float64 by nine matrix products, because torch's convolution starts threads."""
     padded = functional.pad(images, (1, 1, 1, 1))
     height, width = images.shape[2:]
@@ -261,10 +262,6 @@ def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tenso
     return output, padded_gradient[:, :, 1:-1, 1:-1], weight_gradient
 
 
-METHODS = ("forward", "_conv_forward")
-"""Methods by which torch computes a convolution."""
-
-
 class WinogradConv2d(Native, nn.Conv2d):
     """A 3 x 3 convolution of stride 1 by Winograd's algorithm; calls that the kernels do not support use torch."""
 
@@ -273,17 +270,14 @@ class WinogradConv2d(Native, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
-        dtype = _computed_dtype(self, input)
-        if dtype is None or not _is_winograd(self):
-            return cast(Tensor, self.by_torch(input))
-        padding = cast(int, self.padding[0])
-        if min(input.shape[2:]) + 2 * padding < 3:
-            return cast(Tensor, self.by_torch(input))
+        dtype, padding = _computed_dtype(self, input), cast(int, self.padding[0])
+        if dtype is None or not _is_winograd(self) or min(input.shape[2:]) + 2 * padding < 3:
+            return cast(Tensor, self.torch_fallback(input))
         apply: Any = _Winograd.apply
         return cast(Tensor, apply(input.to(dtype), self.weight, self.bias, padding, self.kernels))
 
 
-def _computed_dtype(layer: "WinogradConv2d | DirectConv2d", images: Tensor) -> torch.dtype | None:
+def _computed_dtype(layer: "WinogradConv2d | NativeWgradConv2d", images: Tensor) -> torch.dtype | None:
     """Return the dtype in which torch computes a convolution that the kernels support, else None."""
     if not (runs_eagerly() and methods_are_plain(layer, *METHODS)):
         return None
@@ -307,7 +301,7 @@ def _computed_dtype(layer: "WinogradConv2d | DirectConv2d", images: Tensor) -> t
     return dtype if dtype in DTYPES else None
 
 
-def covers(layer: nn.Module) -> bool:
+def supports_winograd(layer: nn.Module) -> bool:
     """Return whether Winograd's algorithm supports this layer."""
     return _is_plain(layer) and _is_winograd(layer)
 
@@ -315,16 +309,16 @@ def covers(layer: nn.Module) -> bool:
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Return whether a layer is a convolution as built, of float32 weights."""
     plain = type(layer) is nn.Conv2d and not departure(layer)
-    native = type(layer) is DirectConv2d
+    native = type(layer) is NativeWgradConv2d
     return isinstance(layer, nn.Conv2d) and (plain or native) and layer.weight.dtype == torch.float32
 
 
 def _is_winograd(layer: nn.Conv2d) -> bool:
     square = layer.kernel_size == (3, 3) and layer.stride == (1, 1) and layer.padding in ((0, 0), (1, 1))
-    return square and _is_direct(layer)
+    return square and _has_kernels(layer)
 
 
-def _is_direct(layer: nn.Conv2d) -> bool:
+def _has_kernels(layer: nn.Conv2d) -> bool:
     """Return whether a convolution has options for which there are kernels."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     channels = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == 0
@@ -333,10 +327,16 @@ def _is_direct(layer: nn.Conv2d) -> bool:
 
 def use_winograd(network: nn.Module, kernels: ConvolutionKernels) -> None:
     """Convert the layers that the kernels support to WinogradConv2d; parameters and their names do not change."""
-    for layer in network.modules():
-        if covers(layer):
-            layer.__class__ = WinogradConv2d
-            cast(WinogradConv2d, layer).kernels = kernels
+    _convert(network, supports_winograd, WinogradConv2d, kernels)
+
+
+def _convert(
+    network: nn.Module, supports: Callable[[nn.Module], bool], kind: Any, kernels: ConvolutionKernels | None = None
+) -> None:
+    for layer in filter(supports, network.modules()):
+        layer.__class__ = kind
+        if kernels is not None:
+            vars(layer)["kernels"] = kernels
 
 
 class _Winograd(torch.autograd.Function):
@@ -356,20 +356,35 @@ class _Winograd(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, weight and bias, as needed."""
         images, weight, _bias = ctx.saved_tensors
-        if not _by_kernels(images, weight, gradient):
-
-            def convolve(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-                return torch.conv2d(x, w.to(x.dtype), None if b is None else b.to(x.dtype), padding=ctx.padding)
-
-            return *gradients_by_torch(convolve, ctx.saved_tensors, ctx.needs_input_grad[:3], gradient), None, None
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
-        found = ctx.kernels.input_gradient(gradient, weight, ctx.padding) if for_images else None
-        own = ctx.kernels.weight_gradient(images, gradient, ctx.padding) if for_weight else None
-        return found, own, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None
+        of_images = partial(ctx.kernels.input_gradient, weight=weight, padding=ctx.padding)
+        of_weight = partial(ctx.kernels.weight_gradient, images, padding=ctx.padding)
+        return *_gradients(ctx, gradient, ((1, 1), ctx.padding), of_images, of_weight), None, None
 
 
-def _by_kernels(images: Tensor, weight: Tensor, gradient: Tensor) -> bool:
+def _gradients(
+    ctx: Any, gradient: Tensor, options: tuple[Any, Any], of_images: _Backward, of_weight: _Backward
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of images, weight and bias, as needed, of a convolution with options (stride, padding).
+
+    If the kernels cannot compute them, torch's operators do, so that they can be differentiated again.
+    """
+    images, weight, bias = ctx.saved_tensors[:3]
+    needs_images, needs_weight, needs_bias = needed = ctx.needs_input_grad[:3]
+    if not _has_native_backward(images, weight, gradient):
+
+        def convolve(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+            return torch.conv2d(x, w.to(x.dtype), None if b is None else b.to(x.dtype), *options)
+
+        return tuple(torch_gradients(convolve, (images, weight, bias), needed, gradient))
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    return (
+        of_images(gradient) if needs_images else None,
+        of_weight(gradient) if needs_weight else None,
+        gradient.float().sum((0, 2, 3)) if needs_bias else None,
+    )
+
+
+def _has_native_backward(images: Tensor, weight: Tensor, gradient: Tensor) -> bool:
     """Return whether the kernels can compute the gradients, which then are not differentiated again."""
     outputs, inputs = weight.shape[:2]
     return (
@@ -383,11 +398,7 @@ def _by_kernels(images: Tensor, weight: Tensor, gradient: Tensor) -> bool:
     )
 
 
-def _dense(weight: Tensor) -> Tensor:
-    return weight.contiguous(memory_format=torch.channels_last)
-
-
-class DirectConv2d(Native, nn.Conv2d):
+class NativeWgradConv2d(Native, nn.Conv2d):
     """A convolution whose weight gradient in bfloat16 is computed by the kernels; all else is torch's.
 
     On Zen 4, those of ResNet-50's convolutions after the first take 0.9 times oneDNN's time, in the last stage 0.5 to
@@ -399,90 +410,71 @@ class DirectConv2d(Native, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        if _computed_dtype(self, input) != torch.bfloat16 or not _is_direct(self):
-            return cast(Tensor, self.by_torch(input))
-        apply: Any = _DirectConvolution.apply
-        own = input.to(torch.bfloat16)
-        return cast(Tensor, apply(own, self.weight, self.bias, self.stride, self.padding, self.kernels))
+        if _computed_dtype(self, input) != torch.bfloat16 or not _has_kernels(self):
+            return cast(Tensor, self.torch_fallback(input))
+        apply: Any = _NativeWgrad.apply
+        images = input.to(torch.bfloat16)
+        return cast(Tensor, apply(images, self.weight, self.bias, self.stride, self.padding, self.kernels))
 
 
-def supports_direct(layer: nn.Module) -> bool:
+def supports_native_wgrad(layer: nn.Module) -> bool:
     """Return whether the kernels compute a layer's weight gradient, and faster than oneDNN."""
-    return _is_plain(layer) and _is_direct(layer) and layer.in_channels >= LEAST_INPUTS
+    return _is_plain(layer) and _has_kernels(layer) and layer.in_channels >= MIN_INPUTS
 
 
-def use_direct_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
-    """Convert the layers that the kernels support to DirectConv2d; parameters and their names do not change."""
-    for layer in network.modules():
-        if supports_direct(layer):
-            layer.__class__ = DirectConv2d
-            cast(DirectConv2d, layer).kernels = kernels
+def native_weight_gradients(network: nn.Module, kernels: ConvolutionKernels) -> None:
+    """Convert the layers that the kernels support to NativeWgradConv2d; parameters and their names do not change."""
+    _convert(network, supports_native_wgrad, NativeWgradConv2d, kernels)
 
 
-class _DirectConvolution(torch.autograd.Function):
+class _NativeWgrad(torch.autograd.Function):
     """Autograd function of torch's convolution with the kernels' weight gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        images: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        kernels: ConvolutionKernels,
+        ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, kernels: Any
     ) -> Tensor:
         """Return the outputs, in the dtype of the images."""
         images = images.contiguous(memory_format=torch.channels_last)
-        own = weight.to(images.dtype)
-        ctx.save_for_backward(images, weight, bias, own)
+        narrow = weight.to(images.dtype)
+        ctx.save_for_backward(images, weight, bias, narrow)
         ctx.options, ctx.kernels = (stride, padding), kernels
         added = None if bias is None else bias.to(images.dtype)
-        if _is_product(own, padding):
-            return _product(images[:, :, :: stride[0], :: stride[1]], own.flatten(1), added)
-        return torch.conv2d(images, own, added, stride, padding)
+        if _is_matmul(narrow, padding):
+            return _matmul(images[:, :, :: stride[0], :: stride[1]], narrow.flatten(1), added)
+        return torch.conv2d(images, narrow, added, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, weight and bias, as needed."""
-        images, weight, bias, own = ctx.saved_tensors
+        images, _weight, _bias, narrow = ctx.saved_tensors
         (stride, padding), kernels = ctx.options, ctx.kernels
-        if not _by_kernels(images, weight, gradient):
 
-            def convolve(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-                return torch.conv2d(x, w.to(x.dtype), None if b is None else b.to(x.dtype), stride, padding)
+        def of_images(gradient: Tensor) -> Tensor:
+            if not _is_matmul(narrow, padding):
+                options: Any = (stride, padding, (1, 1), False, (0, 0), 1, (True, False, False))
+                backward = torch.ops.aten.convolution_backward
+                return cast(Tensor, backward(gradient, images, narrow, None, *options)[0])
+            of_pixels = _matmul(gradient, narrow.flatten(1).t())
+            if stride == (1, 1):
+                return of_pixels
+            result = torch.zeros_like(images)
+            result[:, :, :: stride[0], :: stride[1]] = of_pixels
+            return result
 
-            inputs = images, weight, bias
-            return *gradients_by_torch(convolve, inputs, ctx.needs_input_grad[:3], gradient), None, None, None
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
-        found = of_weight = None
-        if for_images and _is_product(own, padding):
-            found = _product(gradient, own.flatten(1).t())
-            if stride != (1, 1):
-                places = found
-                found = torch.zeros_like(images)
-                found[:, :, :: stride[0], :: stride[1]] = places
-        elif for_images:
-            options: Any = (stride, padding, (1, 1), False, (0, 0), 1, (True, False, False))
-            found = torch.ops.aten.convolution_backward(gradient, images, own, None, *options)[0]
-        if for_weight:
-            of_weight = kernels.direct_weight_gradient(images, gradient, own, stride, padding)
-        return found, of_weight, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None, None
+        of_weight = partial(kernels.direct_weight_gradient, images, weight=narrow, stride=stride, padding=padding)
+        return *_gradients(ctx, gradient, ctx.options, of_images, of_weight), None, None, None
 
 
-LARGE_PRODUCT = 1 << 20  # weights of a 1 x 1 layer that oneDNN's convolutions take longer to reorder than they save
+def _is_matmul(weight: Tensor, padding: Pair) -> bool:
+    return weight.shape[2:] == (1, 1) and padding == (0, 0) and weight.numel() >= LARGE_MATRIX
 
 
-def _is_product(weight: Tensor, padding: tuple[int, int]) -> bool:
-    return weight.shape[2:] == (1, 1) and padding == (0, 0) and weight.numel() >= LARGE_PRODUCT
-
-
-def _product(images: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+def _matmul(images: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the channels of images (N, C, H, W) by a matrix (K, C) -> (N, K, H, W), channels-last in memory."""
-    places = images.permute(0, 2, 3, 1)
-    rows = places.flatten(0, 2)  # 2-D, because torch may multiply more dimensions image by image
-    return functional.linear(rows, matrix, bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
+    pixels = images.permute(0, 2, 3, 1)
+    rows = pixels.flatten(0, 2)  # 2-D, because torch may multiply more dimensions image by image
+    return functional.linear(rows, matrix, bias).view(*pixels.shape[:3], -1).permute(0, 3, 1, 2)
 
 
 class PointwiseConv2d(Native, nn.Conv2d):
@@ -498,34 +490,32 @@ class PointwiseConv2d(Native, nn.Conv2d):
         """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; calls that have no such product use torch."""
         plain = runs_eagerly() and methods_are_plain(self, *METHODS)
         if not (plain and is_dense(input) and _is_pointwise(self)) or input.numel() == 0:
-            return cast(Tensor, self.by_torch(input))
+            return cast(Tensor, self.torch_fallback(input))
         autocasts = torch.is_autocast_enabled("cpu") and input.dtype in DTYPES
         maps = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
         if not maps or input.shape[1] != self.in_channels or not (autocasts or input.dtype == self.weight.dtype):
-            return cast(Tensor, self.by_torch(input))
+            return cast(Tensor, self.torch_fallback(input))
         down, right = self.stride
         pixels = input if down == right == 1 else input[:, :, ::down, ::right]
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
-        return _product(pixels, weight, self.bias)
+        return _matmul(pixels, weight, self.bias)
 
 
-def supports_products(layer: nn.Module) -> bool:
+def supports_matmul(layer: nn.Module) -> bool:
     """Return whether a layer is a 1 x 1 convolution as built."""
     return type(layer) is nn.Conv2d and not departure(layer) and _is_pointwise(layer)
 
 
-def use_products(network: nn.Module) -> None:
+def pointwise_as_matmul(network: nn.Module) -> None:
     """Convert the 1 x 1 convolutions to PointwiseConv2d; parameters and their names do not change."""
-    for layer in network.modules():
-        if supports_products(layer):
-            layer.__class__ = PointwiseConv2d
+    _convert(network, supports_matmul, PointwiseConv2d)
 
 
 def _is_pointwise(layer: nn.Conv2d) -> bool:
     return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "valid", "same")
 
 
-CONVOLUTIONS = (nn.Conv2d, DirectConv2d, PointwiseConv2d, WinogradConv2d)
+CONVOLUTIONS = (nn.Conv2d, NativeWgradConv2d, PointwiseConv2d, WinogradConv2d)
 """Classes of convolutions that compute the same, by different algorithms."""
 
 
@@ -546,48 +536,40 @@ class ConvolutionShape:
     padding: int
 
 
-def covered_shapes(network: nn.Module, example: Any) -> dict[str, ConvolutionShape]:
+def winograd_shapes(network: nn.Module, example: Any) -> dict[str, ConvolutionShape]:
     """Return the shapes of the layers that the kernels support, by name, for an example input (N, C, H, W).
 
     A copy of the network is evaluated, so that the network itself and the generators of random numbers do not change.
     Raises InputError if that is not possible, or would call hooks, which may keep what they see.
     """
-    layers = {name for name, layer in network.named_modules() if covers(layer)}
+    layers = {name for name, layer in network.named_modules() if supports_winograd(layer)}
     if not layers:
         return {}
     if not all(is_silent(module) or _is_activated(module) for module in network.modules()):
         raise InputError("hooks of the network would be called to try one example")
-    found: dict[str, ConvolutionShape] = {}
+    shapes: dict[str, ConvolutionShape] = {}
     try:
         with random_numbers_kept(), torch.no_grad():
             tried = copy.deepcopy(network)
             for name, layer in tried.named_modules():
                 if name in layers:
-                    layer.register_forward_hook(partial(_record, found, name))
+                    layer.register_forward_hook(partial(_record, shapes, name))
             tried.eval()(example)
     except Exception as error:  # noqa: BLE001  a user's network may raise any exception
         why = str(error).partition("\n")[0]
         raise InputError(f"a copy of the network fails with one example: {why}") from None
-    return found
+    return shapes
 
 
 def _is_activated(module: nn.Module) -> bool:
     return list(module._forward_hooks.values()) == [activate]
 
 
-def _record(found: dict[str, ConvolutionShape], name: str, layer: nn.Conv2d, inputs: Any, _outputs: Tensor) -> None:
-    height, width = inputs[0].shape[-2:]
-    found[name] = ConvolutionShape(
-        inputs=layer.in_channels,
-        outputs=layer.out_channels,
-        height=height,
-        width=width,
-        padding=cast(int, layer.padding[0]),
+def _record(shapes: dict[str, ConvolutionShape], name: str, layer: nn.Conv2d, inputs: Any, _outputs: Tensor) -> None:
+    (height, width), pad = inputs[0].shape[-2:], cast(int, layer.padding[0])
+    shapes[name] = ConvolutionShape(
+        inputs=layer.in_channels, outputs=layer.out_channels, height=height, width=width, padding=pad
     )
-
-
-TURNS = 2
-WORK = 4e9  # FLOP of a timed direct pass, about 20 ms on one core
 
 
 @torch.no_grad()
@@ -603,19 +585,18 @@ def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: C
     x = torch.zeros(count, shape.inputs, shape.height, shape.width, dtype=dtype, device="cpu")
     x = x.to(memory_format=torch.channels_last)
     weight = torch.zeros(shape.outputs, shape.inputs, 3, 3, **VALUES).to(memory_format=torch.channels_last)
-    own, pad = weight.to(dtype), shape.padding
-    g = torch.conv2d(x, own, padding=pad)
+    narrow, pad = weight.to(dtype), shape.padding
+    g = torch.conv2d(x, narrow, padding=pad)
 
-    native = dtype == torch.bfloat16 and kernels.multiplies_bf16 and shape.inputs >= LEAST_INPUTS  # as DirectConv2d
+    native = dtype == torch.bfloat16 and kernels.multiplies_bf16 and shape.inputs >= MIN_INPUTS  # as NativeWgradConv2d
 
     def direct() -> None:
-        torch.conv2d(x, own, padding=pad)
-        pads = [pad, pad]
+        torch.conv2d(x, narrow, padding=pad)
         torch.ops.aten.convolution_backward(
-            g, x, own, None, [1, 1], pads, [1, 1], False, [0, 0], 1, [True, not native, False]
+            g, x, narrow, None, [1, 1], [pad, pad], [1, 1], False, [0, 0], 1, [True, not native, False]
         )
         if native:
-            kernels.direct_weight_gradient(x, g, own, (1, 1), (pad, pad))
+            kernels.direct_weight_gradient(x, g, narrow, (1, 1), (pad, pad))
 
     def winograd() -> None:
         kernels.output(x, weight, pad)
@@ -627,5 +608,5 @@ def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: C
         passes()
         return time.perf_counter() - started
 
-    taken = [(seconds(direct), seconds(winograd)) for _ in range(TURNS + 1)][1:]  # the first round is a warm-up
-    return min(one for one, _ in taken) / min(one for _, one in taken)
+    rounds = [(seconds(direct), seconds(winograd)) for _ in range(TURNS + 1)][1:]  # the first round is a warm-up
+    return min(slow for slow, _ in rounds) / min(fast for _, fast in rounds)

@@ -28,13 +28,18 @@ DTYPES = (torch.float32, torch.bfloat16)
 VALUES: Any = {"dtype": torch.float32, "device": "cpu"}
 """Where the kernels read and write values other than feature maps, whatever torch's default dtype and device are."""
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MEASURES = "_only_measures"
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
 
 class Native(nn.Module):
     """Base class of native layers, which replaces the class `plain` of a layer; `restore` undoes it."""
 
     plain: ClassVar[type[nn.Module]]
 
-    def by_torch(self, images: Any) -> Any:
+    def torch_fallback(self, images: Any) -> Any:
         """Compute the layer as its plain class does; in a trace by torch.fx record its call, as of torch's layers."""
         if not isinstance(images, Proxy):
             return self.plain.forward(self, images)
@@ -60,12 +65,6 @@ def restore(network: nn.Module) -> None:
             kind.__bases__, kind.__name__ = (layer.plain,), f"Parametrized{layer.plain.__name__}"
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MEASURES = "_only_measures"
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-
 def measuring(hook: Hook) -> Hook:
     """Mark a hook that needs no calls of layers which are computed as parts of others."""
     setattr(hook, MEASURES, True)
@@ -75,11 +74,11 @@ def measuring(hook: Hook) -> Hook:
 def departure(module: nn.Module) -> str:
     """Return what a module has beside its class, such as hooks or a forward of its own; "" if it is as built."""
     kind = type(module)
-    own = sorted(name for name in vars(module) if hasattr(kind, name) and name != "_compiled_call_impl")
+    overrides = sorted(name for name in vars(module) if hasattr(kind, name) and name != "_compiled_call_impl")
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "compiled by itself"
-    if own:
-        return f"own {own[0]}"
+    if overrides:
+        return f"own {overrides[0]}"
     methods = {"forward", *(name for name, method in vars(kind).items() if isfunction(method))}
     if not all(is_as_written(kind, name) for name in methods):
         return "replaced methods of its class"
@@ -88,10 +87,10 @@ def departure(module: nn.Module) -> str:
 
 def is_silent(module: nn.Module) -> bool:
     """Return whether nothing notices if a module's forward is computed without calling the module."""
-    own = vars(module)
-    if "forward" in own or own.get("_compiled_call_impl") is not None:
+    attributes = vars(module)
+    if "forward" in attributes or attributes.get("_compiled_call_impl") is not None:
         return False
-    return all(hasattr(hook, MEASURES) for name in HOOKS for hook in own[name].values())
+    return all(hasattr(hook, MEASURES) for name in HOOKS for hook in attributes[name].values())
 
 
 def calls_are_plain(*kinds: type[nn.Module]) -> bool:
@@ -116,7 +115,7 @@ def is_as_written(kind: type, name: str) -> bool:
 
 @cache
 def _is_as_written(kind: type, name: str, method: Any) -> bool:
-    owner = next(each for each in kind.__mro__ if name in vars(each))
+    owner = next(base for base in kind.__mro__ if name in vars(base))
     return is_in_source(method, owner.__module__) and method.__qualname__ == f"{owner.__qualname__}.{name}"
 
 
@@ -149,8 +148,7 @@ def runs_eagerly() -> bool:
 def replaced_functions() -> list[str]:
     """Return the names of functions of torch.nn.functional that others replaced, as profilers do."""
     conv2d = [] if functional.conv2d is torch.conv2d else ["conv2d"]
-    found = {name: getattr(functional, name) for name in ("batch_norm", "relu")}
-    return conv2d + [name for name, function in found.items() if not _is_functional(function)]
+    return conv2d + [name for name in ("batch_norm", "relu") if not _is_functional(getattr(functional, name))]
 
 
 def _is_functional(function: Any) -> bool:
@@ -195,7 +193,7 @@ def is_gradient_of(value: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
     return is_dense(value) and value.shape == shape and value.dtype == dtype
 
 
-def gradients_by_torch(
+def torch_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], gradient: Tensor
 ) -> list[Tensor | None]:
     """Return the gradients of the `needed` inputs, None for others, by torch's operators.
@@ -206,9 +204,10 @@ def gradients_by_torch(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = function(*inputs)
-        wanted = [each for each, need in zip(inputs, needed, strict=True) if need and each is not None]
-        found = iter(torch.autograd.grad(outputs, wanted, gradient, create_graph=again))
-    return [next(found) if need and each is not None else None for each, need in zip(inputs, needed, strict=True)]
+        present = [need and value is not None for value, need in zip(inputs, needed, strict=True)]
+        of_inputs = [cast(Tensor, value) for value, has in zip(inputs, present, strict=True) if has]
+        gradients = iter(torch.autograd.grad(outputs, of_inputs, gradient, create_graph=again))
+    return [next(gradients) if has else None for has in present]
 
 
 @contextmanager

@@ -1,21 +1,22 @@
 """Networks for evaluation, in which batch-norm layers are folded into the convolutions before them."""
 
 import logging
-import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d
 from cputrain.kernels.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.kernels.evidence import are_maps, is_silent
-from cputrain.kernels.fusion import activated
+from cputrain.kernels.fusion import activated, is_exactly
+from cputrain.kernels.rewriting import is_relu, residual_of
 
 logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 16 << 20  # half of a level-3 cache of 32 MiB, which two workers of a thread each share
 
 
 def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -23,8 +24,12 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     Its outputs equal those of `network` in evaluation, within the rounding of `dtype` (float32 or bfloat16). It has its
     own folded weights and shares all other layers. If the forward pass cannot be traced, the reason is logged and
-    `network` is returned.
+    `network` is returned, as if a weight is not finite: oneDNN's ReLU turns NaN into 0.
     """
+    values = (*network.named_parameters(), *network.named_buffers())
+    if name := next((name for name, value in values if not value.isfinite().all()), ""):
+        logger.info("evaluation without folding: %s is not finite", name)
+        return network
     try:
         graph = _Tracer().trace(network)
     except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for fx proxies
@@ -35,7 +40,7 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     folded: dict[str, nn.Module] = {}
     for node in list(graph.nodes):
         before: Any = node.args[0] if node.args else None
-        norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
+        norm, conv = (layers.get(call.target) if _is_layer(call) else None for call in (node, before))
         if not isinstance(norm, FusedBatchNorm2d) or type(norm) not in FUSED.values():
             continue
         folds = calls[str(node.target)] == 1 and _can_fold(conv, norm) and len(before.users) == 1
@@ -49,8 +54,8 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             layer = nn.Sequential(layer, *(norm.get_submodule(name) for name in ("drop", "act")))
         folded[str(node.target)] = layer
         with graph.inserting_before(after.last):
-            made = graph.call_module(str(node.target), (before.args[0], *after.residual))
-        after.last.replace_all_uses_with(made)
+            call = graph.call_module(str(node.target), (before.args[0], *after.residual))
+        after.last.replace_all_uses_with(call)
         for unused in (*after.nodes, node, before):
             graph.erase_node(unused)
     _overwrite_residuals(graph, folded)
@@ -64,16 +69,12 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _join_relu(norm: fx.Node, layers: dict[str, nn.Module]) -> None:
     """Let a native batch-norm layer that is not folded compute the ReLU after it, if nothing else uses its outputs."""
-    user = next(iter(norm.users), None)
-    if user is not None and len(norm.users) == 1 and _is_relu(user, layers) and is_silent(layers[str(norm.target)]):
+    user = next(iter(norm.users), norm)
+    relu = is_relu(user, norm, layers.get(str(user.target)) if _is_layer(user) else None)
+    if relu and len(norm.users) == 1 and is_silent(layers[str(norm.target)]):
         norm.kwargs = {**norm.kwargs, "relu": True}
         user.replace_all_uses_with(norm)
         norm.graph.erase_node(user)
-
-
-def _is_relu(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
-    layer = layers.get(str(node.target)) if _is_layer(node) else None
-    return node.target is functional.relu or (type(layer) is nn.ReLU and is_silent(layer))
 
 
 def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
@@ -81,17 +82,17 @@ def _overwrite_residuals(graph: fx.Graph, folded: dict[str, nn.Module]) -> None:
 
     All its other uses are folded layers before it, none of which keeps a view of it.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
     calls = {node for node in graph.nodes if _is_layer(node) and str(node.target) in folded}
-    kept = set()  # layers, which a network may call several times
+    excluded = set()  # layers, which a network may call several times
     for node in calls:
         images, *residual = node.args
         fits = residual != [] and residual[0] in calls and residual[0] is not images
-        if not fits or any(user not in calls or place[user] > place[node] for user in residual[0].users):
-            kept.add(str(node.target))
+        if not fits or any(user not in calls or position[user] > position[node] for user in residual[0].users):
+            excluded.add(str(node.target))
     for name, layer in folded.items():
         if isinstance(layer, FoldedConv2d):
-            layer.overwrites = name not in kept
+            layer.overwrites = name not in excluded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,21 +114,16 @@ def _following(norm: fx.Node, layers: dict[str, nn.Module]) -> _Following:
     while not relu and len(last.users) == 1:
         (user,) = last.users
         layer = layers.get(str(user.target)) if _is_layer(user) else None
-        relu = _is_relu(user, layers)
-        if not relu and not (type(layer) is nn.Identity and is_silent(layer)):
-            if residual or not _adds_residual(user, last):
+        relu = is_relu(user, last, layer)
+        if not relu and not is_exactly(nn.Identity, layer):
+            added = residual_of(user, last)
+            if residual or added is None:
                 break
-            residual = (cast(fx.Node, user.args[1]),)
+            residual = (added,)
         last, nodes = user, (user, *nodes)
     if residual and not relu:
         return _Following(last=norm, relu=False)
     return _Following(last=last, residual=residual, relu=relu, nodes=nodes)
-
-
-def _adds_residual(node: fx.Node, normalized: fx.Node) -> bool:
-    """Return whether a node adds other maps to normalized ones."""
-    adds = node.op == "call_function" and node.target is operator.add  # by which fx records +=
-    return adds and node.args[0] is normalized and isinstance(node.args[1], fx.Node)
 
 
 def _is_layer(node: Any) -> bool:
@@ -241,9 +237,6 @@ class FoldedWinogradConv2d(nn.Module):
             return outputs
         outputs += residual.to(self.dtype)
         return outputs.relu_() if self.relu else outputs
-
-
-CACHE_BYTES = 16 << 20  # half of a level-3 cache of 32 MiB, which two workers of a thread each share
 
 
 class CacheBlocked(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import RunError
-from cputrain.kernels.batchnorm import FusedBatchNorm2d, second_use
+from cputrain.kernels.batchnorm import FusedBatchNorm2d, residual_alias
 from cputrain.kernels.evidence import (
     Native,
     calls_are_plain,
@@ -92,10 +92,10 @@ class Fusion:
         if changed := next((read.name for read in self.reads if not read.still_holds(module)), ""):
             return f"another {changed}"
         for path, names in self.containers:
-            found: Any = module
+            container: Any = module
             for name in path:
-                found = found._modules[name]
-            if tuple(found._modules) != names:
+                container = container._modules[name]
+            if tuple(container._modules) != names:
                 return "other layers"
         return next(filter(None, (part.obstacle(module) for part in self.parts)), "")
 
@@ -105,7 +105,7 @@ class Fusion:
         Raises RunError if a layer that it calls changes a value that the module's own forward pass would read later.
         """
         if self.reuses:
-            inputs = (*inputs, second_use(inputs[0]) if sole_user else inputs[0])
+            inputs = (*inputs, residual_alias(inputs[0]) if sole_user else inputs[0])
         outputs = _compiled(self.source, self.functions)(module, *inputs)
         for read in self.reads:
             if not read.still_holds(module):
@@ -126,7 +126,7 @@ def _compiled(source: str, functions: tuple[tuple[str, Reference], ...]) -> Call
         "device": torch.device,
         "inf": math.inf,
         "nan": math.nan,
-        **{name: each.function for name, each in functions},
+        **{name: reference.function for name, reference in functions},
     }
     exec(compile(source, name, "exec"), space)
     return cast(Callable[..., Any], space["forward"])
@@ -137,8 +137,8 @@ def derived_class(kind: Any, plain: Any) -> type[nn.Module]:
     """Return the class derived from `plain` that computes as `kind`."""
 
     @wraps(plain.forward)  # whose arguments tracers read
-    def forward(module: Any, *inputs: Any, **named: Any) -> Any:
-        return kind.forward(module, *inputs, **named)
+    def forward(module: Any, *inputs: Any, **keywords: Any) -> Any:
+        return kind.forward(module, *inputs, **keywords)
 
     about = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__, "forward": forward}
     return type(plain.__name__, (kind, plain), about)
@@ -165,19 +165,19 @@ class FusedModule(_Derived):
 
     fusions: tuple[Fusion, ...] = ()
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Compute what the plain module does."""
-        sole = named.pop(SOLE_USER, False)
-        fusion = self.fusion_for(inputs) if runs_eagerly() and not named else None
+        sole = keywords.pop(SOLE_USER, False)
+        fusion = self.fusion_for(inputs) if runs_eagerly() and not keywords else None
         if fusion is None or fusion.obstacle(self):
-            return self.plain.forward(self, *inputs, **named)
+            return self.plain.forward(self, *inputs, **keywords)
         return fusion.run(self, inputs, sole_user=sole)
 
     def fusion_for(self, inputs: tuple[Any, ...]) -> Fusion | None:
         """Return the fused forward pass for arguments of these classes."""
-        are = {isinstance(each, Tensor) for each in inputs}
-        found = (each for each in self.fusions if are == {each.tensors} and each.inputs == len(inputs))
-        return None if any(each is None for each in inputs) else next(found, None)
+        are = {isinstance(value, Tensor) for value in inputs}
+        fitting = (fusion for fusion in self.fusions if are == {fusion.tensors} and fusion.inputs == len(inputs))
+        return None if any(value is None for value in inputs) else next(fitting, None)
 
     def undo(self) -> None:
         """Undo what was done to the layer when its class was replaced."""
@@ -191,7 +191,7 @@ class FusedBatchNormAct2d(_Derived, FusedBatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """(N, C, H, W) -> (N, C, H, W)."""
         if not self._supports(x, None):
-            return cast(Tensor, self.by_torch(x))
+            return cast(Tensor, self.torch_fallback(x))
         act, drop = (self.get_submodule(name) for name in ("act", "drop"))
         if is_exactly(nn.ReLU, act) and is_exactly(nn.Identity, drop) and calls_are_plain(nn.ReLU, nn.Identity):
             return super().forward(x, relu=True)

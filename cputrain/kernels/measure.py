@@ -23,11 +23,7 @@ def shape_key(shape: ConvolutionShape, images: int) -> str:
 
 
 def measured(
-    shapes: set[ConvolutionShape],
-    images: int,
-    target: Target,
-    kernels: ConvolutionKernels,
-    env: Mapping[str, str],
+    shapes: set[ConvolutionShape], images: int, target: Target, kernels: ConvolutionKernels, env: Mapping[str, str]
 ) -> Callable[[ConvolutionShape], Gain]:
     """Return the speedup of Winograd's algorithm for each shape: kept on rank 0's host, or measured now.
 
@@ -42,19 +38,20 @@ def measured(
     name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}"
     group = dist.is_available() and dist.is_initialized()
     main = not group or dist.get_rank() == 0
-    known: dict[str, float] = {}
+    speedups: dict[str, float] = {}
     if main:
         machine = read_machine(Path("/"))
         records = [record for record in read_records(machine, env).of(RECORD) if record.name == name]
-        known = {key: value for record in records for key, value in record.values.items() if isinstance(value, float)}
+        entries = (entry for record in records for entry in record.values.items())
+        speedups = {key: value for key, value in entries if isinstance(value, float)}
     if group:
-        of_ranks: list[dict[str, float]] = [known] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, known)
-        known = of_ranks[0]
-    missing = sorted(shape for shape in shapes if shape_key(shape, images) not in known)
+        by_rank: list[dict[str, float]] = [speedups] * dist.get_world_size()
+        dist.all_gather_object(by_rank, speedups)
+        speedups = by_rank[0]
+    missing = sorted(shape for shape in shapes if shape_key(shape, images) not in speedups)
     dtype: torch.dtype = getattr(torch, target.dtype)
-    gains = known | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
-    if main and gains != known:
+    gains = speedups | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
+    if main and gains != speedups:
         with suppress(RunError):  # without a writable cache, the next start measures again
             keep(new_record(machine, RECORD, name, gains, command="cputrain train"), env)
 

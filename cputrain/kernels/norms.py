@@ -33,9 +33,9 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         normalized = [
             # with momentum 1 the buffers become the statistics of this ghost batch
             functional.batch_norm(
-                ghost, own[0], own[1], self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+                ghost, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
             )
-            for ghost, own in zip(ghosts, statistics, strict=True)
+            for ghost, (mean, variance) in zip(ghosts, statistics, strict=True)
         ]
         update_running_stats(self, *statistics.mean(0))
         return torch.cat(normalized)
@@ -91,11 +91,11 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Any, ...]:
-        own = images.numel() // images.shape[1]
+        local_count = images.numel() // images.shape[1]
         # in float64: the mean of squares minus the square of the mean is a small difference of large numbers
         own_variance, own_mean = torch.var_mean(images, (0, 2, 3), correction=0)
         statistics = torch.stack([own_mean, own_variance]).double()
-        count = over_all_ranks(statistics, own)
+        count = over_all_ranks(statistics, local_count)
         mean, variance = statistics
         scale = (variance + eps).rsqrt()
         narrow = [value.to(weight.dtype) for value in (mean, scale)]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,20 +13,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
 from cputrain.kernels.convolution import (
-    LEAST_INPUTS,
+    MIN_INPUTS,
     ConvolutionShape,
-    covers,
     has_amx,
-    supports_direct,
-    supports_products,
+    supports_matmul,
+    supports_native_wgrad,
+    supports_winograd,
 )
 from cputrain.kernels.evidence import Native, departure
-from cputrain.kernels.fusion import Fusion
-from cputrain.kernels.rewriting import fused_forwards, native_norms, obstacles
+from cputrain.kernels.rewriting import Forward, fused_forwards, native_norms, obstacles
 
 BATCHNORM, FUSED, WINOGRAD = "batch-norm", "fused forward", "winograd"
 WEIGHT_GRADIENT, PRODUCT, CONVOLUTION = "bf16 weight gradient", "matrix product", "convolution"
+SEPARATE = "ReLU or addition after batch-norm"
+Gain = tuple[float | None, str]
+"""Speedup of a kernel over torch's, and why: measured, or None if a rule says yes and 0 if it says no."""
 FORMAT = 1
+MIN_CHANNELS = {"AVX512": 64, "AVX2": 16}
+"""Channels from which on Winograd's three passes were faster than oneDNN's: 1.6 to 3 times on Zen 4 (64 to 512
+channels), 1.4 to 3 times on Zen 3 (16 to 512)."""
+MIN_TILES = 32
+"""Tiles of a batch from which on they were: 8 images of 7 x 7 pixels, or one of 21 x 21."""
+MIN_SPEEDUP = 1.05
+"""Smallest speedup that is worth the larger rounding error of Winograd's algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +55,9 @@ class Target:
         if dtype not in (torch.float32, torch.bfloat16):
             raise InputError(f"dtype={dtype}: kernels exist for torch.float32 and torch.bfloat16")
         capability = torch.backends.cpu.get_cpu_capability()
-        found = {
-            "AVX2": capability in ("AVX2", "AVX512"),
-            "AVX512": capability == "AVX512",
-            "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
-            "AMX": has_amx(),
-        }
-        instructions = tuple(name for name, has in found.items() if has)
+        supported = {"AVX2": capability in ("AVX2", "AVX512"), "AVX512": capability == "AVX512"}
+        supported |= {"AVX512_BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": has_amx()}
+        instructions = tuple(name for name, has in supported.items() if has)
         return cls(dtype=str(dtype).removeprefix("torch."), instructions=instructions, threads=torch.get_num_threads())
 
     @property
@@ -79,10 +84,14 @@ class KernelPlan:
     target: Target
     replaced: tuple[Choice, ...]
     kept: tuple[Choice, ...]
+    forwards: Mapping[nn.Module, Forward] = field(default_factory=dict, compare=False, repr=False)
+    """The traces of this process from which the plan was made, which `apply_plan` then needs not make again."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON object."""
-        return {"format": FORMAT, **asdict(self)}
+        """Return the plan as a JSON object, without traces."""
+        values = asdict(replace(self, forwards={}))
+        del values["forwards"]
+        return {"format": FORMAT, **values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "KernelPlan":
@@ -93,43 +102,40 @@ class KernelPlan:
             target = values["target"]
             return cls(
                 target=Target(**{**target, "instructions": tuple(target["instructions"])}),
-                replaced=tuple(Choice(**each) for each in values["replaced"]),
-                kept=tuple(Choice(**each) for each in values["kept"]),
+                replaced=tuple(Choice(**choice) for choice in values["replaced"]),
+                kept=tuple(Choice(**choice) for choice in values["kept"]),
             )
         except (KeyError, TypeError) as error:
             raise InputError(f"not a kernel plan: {error}") from None
 
     def speedups(self, kernel: str) -> dict[str, float | None]:
         """Return the measured speedups of the layers that get this kernel, by name; None by a rule."""
-        return {each.layer: each.speedup for each in self.replaced if each.kernel == kernel}
+        return {choice.layer: choice.speedup for choice in self.replaced if choice.kernel == kernel}
 
     def layers(self, kernel: str) -> tuple[str, ...]:
         """Return the names of the layers that get this kernel."""
-        return tuple(each.layer for each in self.replaced if each.kernel == kernel)
+        return tuple(choice.layer for choice in self.replaced if choice.kernel == kernel)
+
+    def refused(self) -> dict[str, str]:
+        """Return why forward passes are not fused, by layer."""
+        return {choice.layer: choice.why for choice in self.kept if choice.kernel == FUSED}
 
     def __str__(self) -> str:
         """Return the plan as text: layers by kernel and reason."""
         target = f"{self.target.dtype} on {self.target.instructions[-1] if self.target.instructions else 'this CPU'}"
         lines = [f"kernels for {target}, {plural(self.target.threads, 'thread')}:"]
         for title, choices in (("", self.replaced), ("torch's: ", self.kept)):
-            for (kernel, why), each in groupby(sorted(choices, key=_kind), key=_kind):
-                found = list(each)
-                gains = [choice.speedup for choice in found if choice.speedup is not None]
+            for (kernel, why), group in groupby(sorted(choices, key=_kind), key=_kind):
+                alike = list(group)
+                gains = [choice.speedup for choice in alike if choice.speedup is not None]
                 measured = f", {min(gains):.2f} to {max(gains):.2f} times as fast" if gains else ""
-                lines.append(f"  {title}{kernel}, {plural(len(found), 'layer')}{measured} ({why}):")
-                lines.append(f"    {', '.join(choice.layer or 'the network' for choice in found)}")
+                lines.append(f"  {title}{kernel}, {plural(len(alike), 'layer')}{measured} ({why}):")
+                lines.append(f"    {', '.join(choice.layer or 'the network' for choice in alike)}")
         return "\n".join(lines)
 
 
 def _kind(choice: Choice) -> tuple[str, str]:
     return choice.kernel, choice.why
-
-
-Gain = tuple[float | None, str]
-"""Speedup of a kernel over torch's, and why: measured, or None if a rule says yes and 0 if it says no."""
-
-MIN_SPEEDUP = 1.05
-"""Smallest speedup that is worth the larger rounding error of Winograd's algorithm."""
 
 
 def plan_kernels(
@@ -149,48 +155,39 @@ def plan_kernels(
 
     for name, no in native_norms(network).items():
         choose(name, BATCHNORM, "fewer passes over the maps", no)
-    for name, found in reversed(list(fused_forwards(network).items())):
-        if found:
-            fuses = found if isinstance(found, tuple) else ()
-            choose(name, FUSED, "" if not fuses else _fused(fuses[0]), "" if fuses else str(found))
+    forwards = fused_forwards(network)
+    for forward in reversed(forwards.values()):
+        if forward.fusions or forward.refused:
+            choose(forward.layer, FUSED, _fused(forward), forward.refused)
+        for norm, why in forward.separate:
+            choose(norm, SEPARATE, "", why)
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.BatchNorm2d):
             choose(name, BATCHNORM, "", f"no kernel for {type(layer).__name__}")
         elif isinstance(layer, nn.Conv2d) and not isinstance(layer, Native) and (winograd or target.is_bf16):
             _choose_convolution(name, layer, target, winograd, choose)
-    return KernelPlan(target=target, replaced=tuple(replaced), kept=tuple(kept))
+    return KernelPlan(target=target, replaced=tuple(replaced), kept=tuple(kept), forwards=forwards)
 
 
-def _fused(fusion: Fusion) -> str:
-    joined = fusion.source.count("relu = True")
+def _fused(forward: Forward) -> str:
+    joined = sum(fusion.source.count("relu = True") for fusion in forward.fusions[:1])
     return f"{plural(joined, 'batch-norm')} with ReLU in one pass" if joined else "sums of gradients in one pass"
 
 
 def _choose_convolution(
-    name: str,
-    layer: nn.Conv2d,
-    target: Target,
-    winograd: Mapping[str, Gain],
-    choose: Callable[..., None],
+    name: str, layer: nn.Conv2d, target: Target, winograd: Mapping[str, Gain], choose: Callable[..., None]
 ) -> None:
-    own = departure(layer) if type(layer) is nn.Conv2d else f"{type(layer).__name__}, not torch's Conv2d"
+    changed = departure(layer) if type(layer) is nn.Conv2d else f"{type(layer).__name__}, not torch's Conv2d"
     amx = target.is_bf16 and "AMX" in target.instructions
-    speedup, why = winograd[name] if name in winograd and covers(layer) and not amx else (0.0, "")
+    speedup, why = winograd[name] if name in winograd and supports_winograd(layer) and not amx else (0.0, "")
     if speedup is None or speedup >= MIN_SPEEDUP:
         choose(name, WINOGRAD, why, speedup=speedup)
-    elif amx and supports_products(layer):
+    elif amx and supports_matmul(layer):
         choose(name, PRODUCT, "oneDNN multiplies matrices faster than it convolves by 1 x 1")
-    elif target.is_bf16 and not amx and "AVX512_BF16" in target.instructions and supports_direct(layer):
-        choose(name, WEIGHT_GRADIENT, f"faster than oneDNN's from {LEAST_INPUTS} channels on")
-    elif own or why:
-        choose(name, CONVOLUTION, "", own or why, speedup or None)
-
-
-MIN_CHANNELS = {"AVX512": 64, "AVX2": 16}
-"""Channels from which on Winograd's three passes were faster than oneDNN's: 1.6 to 3 times on Zen 4 (64 to 512
-channels), 1.4 to 3 times on Zen 3 (16 to 512)."""
-MIN_TILES = 32
-"""Tiles of a batch from which on they were: 8 images of 7 x 7 pixels, or one of 21 x 21."""
+    elif target.is_bf16 and not amx and "AVX512_BF16" in target.instructions and supports_native_wgrad(layer):
+        choose(name, WEIGHT_GRADIENT, f"faster than oneDNN's from {MIN_INPUTS} channels on")
+    elif changed or why:
+        choose(name, CONVOLUTION, "", changed or why, speedup or None)
 
 
 def rule(target: Target, images: int) -> Callable[[ConvolutionShape], Gain]:
@@ -214,8 +211,10 @@ def explain_network(network: nn.Module, plan: KernelPlan | None) -> str:
     """Return the plan that a network was optimized with, and what torch computes now, with reasons."""
     if plan is None:
         return "not optimized: call cputrain.optimize(model)"
-    now = obstacles(network)
-    planned = {each.layer for each in plan.kept}
-    later = {name: why for name, why in now.items() if name not in planned}
-    lines = [f"  torch's now: {why}: {name or 'the network'}" for name, why in later.items()]
+    planned = {choice.layer for choice in plan.kept}
+    lines = [
+        f"  torch's now: {type(network.get_submodule(name)).__name__} ({why}): {name or 'the network'}"
+        for name, why in obstacles(network).items()
+        if name not in planned
+    ]
     return "\n".join([str(plan), *lines])

@@ -26,6 +26,9 @@ from cputrain.kernels.fusion import (
 )
 from cputrain.kernels.tracing import NotTraceable, Reference, Traced, is_sequential, plain_of, trace
 
+KEEP_NOTHING = (nn.Identity, nn.AvgPool2d, nn.MaxPool2d, *CONVOLUTIONS, *FUSED, *FUSED.values())
+"""Classes of layers that keep no inputs, except those that autograd saves."""
+
 
 def native_norms(network: nn.Module) -> dict[str, str]:
     """Return the batch-norm layers that are torch's, by name, with why they must stay so, "" if they can be native.
@@ -40,23 +43,36 @@ def native_norms(network: nn.Module) -> dict[str, str]:
     }
 
 
-def fused_forwards(network: nn.Module) -> dict[str, tuple[Fusion, ...] | str]:
-    """Return the modules that call batch-norm layers, or other such modules, by name: their forward passes with fused
-    layers, once for tensors and once for other arguments, or why there are none. () if there is nothing to fuse.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """What a trace says of the forward pass of the module called `layer`: it with fused layers, once for tensors and
+    once for other arguments, nothing if there is nothing to fuse, or why it is not known.
+
+    `separate` are batch-norm layers, by name, whose ReLU or addition stays a pass of its own, and why.
+    """
+
+    layer: str
+    fusions: tuple[Fusion, ...] = ()
+    refused: str = ""
+    separate: tuple[tuple[str, str], ...] = ()
+
+
+def fused_forwards(network: nn.Module) -> dict[nn.Module, Forward]:
+    """Return the forward passes of the modules that call batch-norm layers, or other such modules.
 
     All layers are taken as native that can be.
     """
-    found: dict[str, tuple[Fusion, ...] | str] = {}
-    known: dict[nn.Module, tuple[Fusion, ...]] = {}
+    forwards: dict[nn.Module, Forward] = {}
+    fused: dict[nn.Module, tuple[Fusion, ...]] = {}
     for name, module in reversed(list(network.named_modules())):  # children first
         if isinstance(module, FusedModule):
-            known[module] = module.fusions
-        elif not isinstance(module, Native) and _has_norms(module, known):
-            fusions = departure(module) or _fusions_of(module, known)
-            found[name] = fusions
-            if fusions and not isinstance(fusions, str):
-                known[module] = fusions
-    return found
+            fused[module] = module.fusions
+        elif not isinstance(module, Native) and _has_norms(module, fused):
+            why = departure(module)
+            forwards[module] = Forward(layer=name, refused=why) if why else _forward_of(name, module, fused)
+            if fusions := forwards[module].fusions:
+                fused[module] = fusions
+    return forwards
 
 
 def replace_norms(network: nn.Module, names: list[str], kernels: Kernels) -> None:
@@ -73,32 +89,34 @@ def replace_norms(network: nn.Module, names: list[str], kernels: Kernels) -> Non
             norm.relu = True
 
 
-def fuse_forwards(network: nn.Module, forwards: Mapping[str, tuple[Fusion, ...]]) -> None:
+def fuse_forwards(forwards: Mapping[nn.Module, Forward]) -> None:
     """Let modules compute their forward passes with fused layers."""
-    for name, fusions in forwards.items():
-        module = network.get_submodule(name)
-        module.__class__ = derived_class(FusedModule, cast(Any, type(module)))
-        cast(FusedModule, module).fusions = fusions
+    for module, forward in forwards.items():
+        if forward.fusions:
+            module.__class__ = derived_class(FusedModule, cast(Any, type(module)))
+            cast(FusedModule, module).fusions = forward.fusions
 
 
-def left_to_torch(network: nn.Module) -> str:
-    """Return a line with the layers that stay torch's, by class and reason; "" if there are none."""
+def left_to_torch(network: nn.Module, refused: Mapping[str, str]) -> str:
+    """Return a line with the layers that stay torch's, by class and reason; "" if there are none. `refused` are the
+    reasons why forward passes are not fused, by layer."""
     if replaced := replaced_functions():
         return f"not native, but torch's: all layers, because torch.nn.functional.{replaced[0]} is replaced"
-    layers = ", ".join(f"{count} {what}" for what, count in sorted(Counter(obstacles(network).values()).items()))
+    reasons = dict(refused) | obstacles(network)
+    lines = (f"{type(network.get_submodule(name)).__name__} ({why})" for name, why in reasons.items())
+    layers = ", ".join(f"{count} {what}" for what, count in sorted(Counter(lines).items()))
     return f"not native, but torch's: {layers}" if layers else ""
 
 
 def obstacles(network: nn.Module) -> dict[str, str]:
-    """Return what torch computes, though there are kernels for it, by name: class and reason."""
-    forwards = {name: why for name, why in fused_forwards(network).items() if isinstance(why, str)}
-    found = {name: why for name, why in (native_norms(network) | forwards).items() if why}
+    """Return why torch computes layers now, though there are kernels for them, by name."""
+    reasons = native_norms(network)
     for name, module in network.named_modules():
         if type(module) is nn.ReLU and not is_silent(module):
-            found[name] = "hooks"
+            reasons[name] = "hooks"
         elif isinstance(module, FusedModule):
-            found[name] = next(filter(None, (each.obstacle(module) for each in module.fusions)), "")
-    return {name: f"{type(network.get_submodule(name)).__name__} ({why})" for name, why in found.items() if why}
+            reasons[name] = next(filter(None, (fusion.obstacle(module) for fusion in module.fusions)), "")
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _unfit(layer: nn.BatchNorm2d) -> str:
@@ -111,8 +129,7 @@ def _unfit(layer: nn.BatchNorm2d) -> str:
         "track_running_stats=False": not layer.track_running_stats or layer.running_mean is None,
         "momentum=None": layer.momentum is None,
     }
-    missing = [option for option, chosen in options.items() if chosen]
-    if missing:
+    if missing := [option for option, chosen in options.items() if chosen]:
         return missing[0]
     return "" if activated(layer) else departure(layer)
 
@@ -121,12 +138,12 @@ def _has_activation(layer: nn.Module) -> bool:
     return f"{type(layer).__module__}.{type(layer).__name__}" == "timm.layers.norm_act.BatchNormAct2d"
 
 
-def _has_norms(module: nn.Module, known: Mapping[nn.Module, tuple[Fusion, ...]]) -> bool:
+def _has_norms(module: nn.Module, fused: Mapping[nn.Module, tuple[Fusion, ...]]) -> bool:
     """Return whether a module calls native batch-norm layers, or several modules whose forward passes are fused."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     parts = list(_called_by(module))
-    return sum(part in known for part in parts) > 1 or any(map(_can_join, parts))
+    return sum(part in fused for part in parts) > 1 or any(map(_can_join, parts))
 
 
 def _called_by(module: nn.Module) -> Iterator[nn.Module]:
@@ -144,40 +161,56 @@ def _can_join(layer: nn.Module) -> bool:
     return type(layer) in FUSED and not activated(layer) and not _unfit(cast(nn.BatchNorm2d, layer))
 
 
-def _fusions_of(module: nn.Module, known: Mapping[nn.Module, tuple[Fusion, ...]]) -> tuple[Fusion, ...] | str:
-    """Return the fused forward passes of a module, given those of its children, or why its own is not known."""
+def _forward_of(name: str, module: nn.Module, fused: Mapping[nn.Module, tuple[Fusion, ...]]) -> Forward:
+    """Return the forward pass of a module, given the fused ones of its children."""
     try:
-        traced = [trace(module)]
-        if traced[0].asked:
-            traced.append(trace(module, tensors=False))
-        found = [_fused(module, each, known, tensors=number == 0) for number, each in enumerate(traced)]
+        traces = [trace(module)]
+        if traces[0].asks:
+            traces.append(trace(module, tensors=False))
+        separate = _separate_norms(name, traces[0].graph, _layers(module, traces[0].graph))
+        fusions = [_fused(module, traced, fused, tensors=number == 0) for number, traced in enumerate(traces)]
     except NotTraceable as error:
-        return str(error)
-    return tuple(each for each in found if each is not None)
+        return Forward(layer=name, refused=str(error))
+    return Forward(layer=name, fusions=tuple(filter(None, fusions)), separate=separate)
+
+
+def _layers(module: nn.Module, graph: fx.Graph) -> dict[Any, nn.Module]:
+    """Return the layers that a graph calls."""
+    return {node: module.get_submodule(str(node.target)) for node in _calls(graph)}
+
+
+def _separate_norms(name: str, graph: fx.Graph, layers: dict[Any, nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Return the batch-norm layers before a ReLU or an addition that cannot be joined as others use the same maps."""
+    return tuple(
+        (f"{name}.{node.target}".strip("."), f"its outputs are used {len(node.users)} times, and must be kept")
+        for node in layers
+        if _can_join(layers[node])
+        and len(node.users) > 1
+        and any(is_relu(user, node, layers.get(user)) or residual_of(user, node) is not None for user in node.users)
+    )
 
 
 def _fused(
-    module: nn.Module, traced: Traced, known: Mapping[nn.Module, tuple[Fusion, ...]], *, tensors: bool
+    module: nn.Module, traced: Traced, fused: Mapping[nn.Module, tuple[Fusion, ...]], *, tensors: bool
 ) -> Fusion | None:
     """Return the forward pass with batch-norm, additions and ReLU in one call, None if there are none."""
-    graph = traced.graph
-    layers: dict[Any, nn.Module] = {node: module.get_submodule(str(node.target)) for node in _calls(graph)}
+    graph, layers = traced.graph, _layers(module, traced.graph)
     parts: dict[str, Part] = {}
     ends: set[fx.Node] = set()
     for node in list(layers):
         has_input = len(node.args) == 1 and not node.kwargs
         if has_input and _can_join(layers[node]) and (chain := _following(node, layers)) is not None:
             parts[str(node.target)] = Part(path=_path(node), kinds=tuple(FUSED.values()), norm=True)
-            parts |= {str(each.target): Part(path=_path(each), kinds=(type(layers[each]),)) for each in chain.passed}
-            fused = _join(graph, node, chain)
-            layers[fused] = layers[node]
+            parts |= {str(call.target): Part(path=_path(call), kinds=(type(layers[call]),)) for call in chain.passed}
+            joined = _join(graph, node, chain)
+            layers[joined] = layers[node]
             if chain.residual is not None and chain.relu:
-                ends.add(fused)
-    for pair in _share_gradients(graph, layers, known):
+                ends.add(joined)
+    for pair in _share_gradients(graph, layers, fused):
         parts |= {str(node.target): Part(path=_path(node), kinds=(FusedModule,)) for node in pair}
     if not parts:
         return None
-    reuses = tensors and _takes_second(graph, layers, parts)
+    reuses = tensors and _takes_alias(graph, layers, parts)
     code = graph.python_code("self")
     (output,) = next(node for node in graph.nodes if node.op == "output").args
     for path in traced.inlined:
@@ -185,7 +218,7 @@ def _fused(
         parts.setdefault(path, part)
     return Fusion(
         source=code.src,
-        functions=tuple((name, Reference.to(each)) for name, each in code.globals.items() if _is_kept(name, each)),
+        functions=tuple((name, Reference.to(value)) for name, value in code.globals.items() if _is_kept(name, value)),
         inputs=sum(node.op == "placeholder" for node in graph.nodes) - reuses,
         tensors=tensors,
         reuses=reuses,
@@ -223,40 +256,41 @@ class _Following:
 
 def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None:
     """Return the addition and the ReLU after a call of batch-norm that nothing else uses, None if neither follows."""
-    found, last, complete = _Following(), norm, None
-    while not found.relu and len(last.users) == 1:
+    chain, last, complete = _Following(), norm, None
+    while not chain.relu and len(last.users) == 1:
         (user,) = last.users
-        layer, nodes, residual = layers.get(user), (*found.nodes, user), _residual(user, last)
-        passed = (*found.passed, *([user] if layer is not None else []))
-        if _is_relu(user, last, layer):
-            complete = found = replace(found, nodes=nodes, relu=True, passed=passed)
+        layer, nodes, residual = layers.get(user), (*chain.nodes, user), residual_of(user, last)
+        passed = (*chain.passed, *([user] if layer is not None else []))
+        if is_relu(user, last, layer):
+            complete = chain = replace(chain, nodes=nodes, relu=True, passed=passed)
         elif layer is not None and is_exactly(nn.Identity, layer) and user.args == (last,) and not user.kwargs:
-            found = replace(found, nodes=nodes, passed=passed)
-        elif found.residual is None and residual is not None and _may_move(norm, user, layers):
+            chain = replace(chain, nodes=nodes, passed=passed)
+        elif chain.residual is None and residual is not None and _may_move(norm, user, layers):
             in_place = user.target is operator.iadd
-            complete = found = replace(found, nodes=nodes, residual=residual, in_place=in_place)
+            complete = chain = replace(chain, nodes=nodes, residual=residual, in_place=in_place)
         else:
             break
         last = user
     return complete
 
 
-def _is_relu(node: fx.Node, before: fx.Node, layer: nn.Module | None) -> bool:
+def is_relu(node: fx.Node, before: fx.Node, layer: nn.Module | None) -> bool:
+    """Return whether a node, which may call a layer, is ReLU of the outputs of the one before."""
     if node.args[:1] != (before,):
         return False
     if layer is not None:
         return is_exactly(nn.ReLU, layer) and len(node.args) == 1 and not node.kwargs
     functions = (functional.relu, functional.relu_, torch.relu, torch.relu_)
-    by_function = node.op == "call_function" and any(node.target is each for each in functions)
+    by_function = node.op == "call_function" and any(node.target is function for function in functions)
     return by_function or (node.op == "call_method" and node.target in ("relu", "relu_"))
 
 
-def _residual(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
+def residual_of(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
     """Return what a node adds to the outputs of batch-norm."""
     functions = (operator.add, operator.iadd, torch.add)
     if node.op != "call_function" or node.kwargs or len(node.args) != 2:
         return None
-    if not any(node.target is each for each in functions):
+    if not any(node.target is function for function in functions):
         return None
     first, second = node.args
     if second is normalized and node.target is not operator.iadd:
@@ -269,14 +303,14 @@ def _residual(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
 def _may_move(norm: fx.Node, addition: fx.Node, layers: dict[Any, nn.Module]) -> bool:
     """Return whether a call of batch-norm may be computed later, where its outputs are added: its input is a new tensor
     that nothing else has, and nothing in between can use or change the layer."""
-    made: Any = norm.args[0]
-    if type(layers.get(made)) not in CONVOLUTIONS or len(made.users) != 1:
+    conv: Any = norm.args[0]
+    if type(layers.get(conv)) not in CONVOLUTIONS or len(conv.users) != 1:
         return False
     nodes = list(norm.graph.nodes)
     between = nodes[nodes.index(norm) + 1 : nodes.index(addition)]
-    used = any(layers[norm] in layers[each].modules() for each in between if each in layers)
+    used = any(layers[norm] in layers[node].modules() for node in between if node in layers)
     return not used and not any(
-        str(each.target).startswith(f"{norm.target}.") for each in nodes if each.op == "get_attr"
+        str(node.target).startswith(f"{norm.target}.") for node in nodes if node.op == "get_attr"
     )
 
 
@@ -290,7 +324,7 @@ def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
         last.replace_all_uses_with(norm)
     else:
         # Where the addition is: until ReLU, its other operand may change.
-        with graph.inserting_before(next(each for each in chain.nodes if chain.residual in each.args)):
+        with graph.inserting_before(next(node for node in chain.nodes if chain.residual in node.args)):
             options |= {"in_place": True} if chain.in_place else {}
             fused = graph.call_module(str(norm.target), (norm.args[0], chain.residual), options)
         last.replace_all_uses_with(fused)
@@ -302,21 +336,21 @@ def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
 
 
 def _share_gradients(
-    graph: fx.Graph, layers: dict[Any, nn.Module], known: Mapping[nn.Module, tuple[Fusion, ...]]
+    graph: fx.Graph, layers: dict[Any, nn.Module], fused: Mapping[nn.Module, tuple[Fusion, ...]]
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Let modules that use their input twice add up its gradients where a module of the graph has made it and nothing
     else has it. Returns the calls of both."""
-    found = []
+    pairs = []
     for node in _calls(graph):
-        made: Any = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-        used, maker = known.get(layers[node]), known.get(cast(Any, layers.get(made)))
-        if used and maker and used[0].reuses and maker[0].reusable and len(made.users) == 1:
+        before: Any = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        second, first = fused.get(layers[node]), fused.get(cast(Any, layers.get(before)))
+        if second and first and second[0].reuses and first[0].reusable and len(before.users) == 1:
             node.kwargs = {SOLE_USER: True}
-            found.append((made, node))
-    return found
+            pairs.append((before, node))
+    return pairs
 
 
-def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
+def _takes_alias(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
     """Give the second use of the only input another argument, if neither use can keep it. Returns whether."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != 1 or len(placeholders[0].users) != 2:
@@ -335,7 +369,7 @@ def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str
                 return False
             parts.setdefault(str(user.target), Part(path=_path(user), kinds=KEEP_NOTHING))
     with graph.inserting_after(images):
-        alias = graph.placeholder("second_use_of_input")
+        alias = graph.placeholder("alias_of_input")
     second.replace_input_with(images, alias)
     return True
 
@@ -343,7 +377,3 @@ def _takes_second(graph: fx.Graph, layers: dict[Any, nn.Module], parts: dict[str
 def _is_only_added(identity: fx.Node, layers: dict[Any, nn.Module], parts: dict[str, Part]) -> bool:
     """Return whether all uses of a layer's outputs, which are its input, are additions after batch-norm."""
     return all(user in layers and user.args[1:] == (identity,) and str(user.target) in parts for user in identity.users)
-
-
-KEEP_NOTHING = (nn.Identity, nn.AvgPool2d, nn.MaxPool2d, *CONVOLUTIONS, *FUSED, *FUSED.values())
-"""Classes of layers that keep no inputs, except those that autograd saves."""

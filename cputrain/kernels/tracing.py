@@ -12,13 +12,15 @@ import math
 import operator
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import Parameter, ismethod, signature
 from pathlib import Path
+from traceback import walk_tb
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -35,9 +37,47 @@ from cputrain.kernels.evidence import (
     random_numbers_kept,
 )
 
+MISSING = object()
+MOVE = "move it into a layer that forward calls, or out of forward"
+"""What the author of most refused forward passes can do: layers are called, and not traced."""
+TRACING = threading.RLock()
+"""Held while functions of torch are replaced."""
+IN_PLACE = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+TORCH = Path(torch.__file__).parent
+RECORDING = {str(TORCH / "fx/proxy.py"), __file__}
+CONTAINERS = str(TORCH / "nn/modules/container.py")
+FUNCTIONS = {str(TORCH / name) for name in ("nn/functional.py", "functional.py", "_tensor.py", "_jit_internal.py")}
+"""Files of functions that compute from tensors and nothing else."""
+CONSTANT = {getattr(torch.jit, name).__code__ for name in ("is_scripting", "is_tracing")}
+"""Functions that return False wherever native layers are used."""
+HARMLESS = (abs, all, any, divmod, getattr, iter, len, max, min, next, repr, round, sorted, sum)
+UNKNOWN = {"issubclass", "hasattr", "callable", "type", "id", "hash", "vars", "dir", "locals", "globals"}
+"""Functions whose results for a proxy are not those for a tensor."""
+FORBIDDEN = {
+    "STORE_ATTR": "assigns the attribute {}",
+    **dict.fromkeys(("STORE_SUBSCR", "STORE_SLICE"), "assigns an item"),
+    **dict.fromkeys(("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"), "assigns {}, which other functions read"),
+    **dict.fromkeys(("DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL"), "has a del statement"),
+    "IMPORT_NAME": "imports {}",
+    **dict.fromkeys(("SETUP_WITH", "SETUP_ASYNC_WITH", "BEFORE_WITH", "LOAD_SPECIAL"), "has a with statement"),
+    **dict.fromkeys(("SETUP_", "PUSH_EXC_INFO"), "has a try statement"),
+    **dict.fromkeys(("YIELD_VALUE", "RETURN_GENERATOR", "GEN_START"), "has a generator"),
+    **{"MATCH_": "has a match statement", "GET_AWAITABLE": "awaits", "LOAD_BUILD_CLASS": "defines a class"},
+}
+"""What instructions do that may change something or run other code, by the beginnings of their names."""
+MODULES = ("torch", "math", "operator")
+"""Python modules whose functions may be named; what they do is known at the call."""
+SKIPPED = {"CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "TO_BOOL"}
+COMPARES_BY_IDENTITY = ("IS_OP", "_IF_NONE", "_IF_NOT_NONE")
+"""Ends of the names of instructions."""
+
 
 class NotTraceable(Exception):  # noqa: N818  a reason, which its caller words
-    """Why a forward pass is not traced."""
+    """Why a forward pass is not traced, and what its author can do."""
+
+    def __init__(self, why: str, advice: str = MOVE) -> None:
+        super().__init__(why)
+        self.advice = advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +101,7 @@ class Reference:
     def function(self) -> Any:
         """The function, or the module if there is no name."""
         module = import_module(self.module)
-        found: Any = getattr(module, self.name) if self.name else module
-        return found
+        return getattr(module, self.name) if self.name else module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +124,18 @@ class Read:
     def still_holds(self, root: nn.Module) -> bool:
         """Return whether the same value would be read now."""
         if self.is_global:
-            found = vars(sys.modules[self.path]).get(self.name, vars(builtins).get(self.name))
+            value = vars(sys.modules[self.path]).get(self.name, vars(builtins).get(self.name))
         else:
             owner = root.get_submodule(self.path) if self.path else root
             if self.value is nn.Module:
                 return owner._modules.get(self.name) is not None
-            found = getattr(owner, self.name, MISSING)
+            value = getattr(owner, self.name, MISSING)
             if self.value is Tensor:
-                return isinstance(found, Tensor)
-        return found is self.value or (
+                return isinstance(value, Tensor)
+        return value is self.value or (
             isinstance(self.value, int | float | str | tuple)
-            and type(found) is type(self.value)
-            and found == self.value
+            and type(value) is type(self.value)
+            and value == self.value
         )
 
 
@@ -111,7 +150,7 @@ class Traced:
     """A forward pass of one module: its graph, what it has read, and the names of the methods that ran.
 
     `containers` are those whose children it has gone through, with their names; `inlined` are the paths of modules like
-    nn.Sequential whose children are called in the graph. `asked` is whether it has asked if its arguments are tensors.
+    nn.Sequential whose children are called in the graph. `asks` is whether it has asked if its arguments are tensors.
     """
 
     graph: fx.Graph
@@ -119,7 +158,7 @@ class Traced:
     containers: tuple[tuple[str, tuple[str, ...]], ...]
     inlined: tuple[str, ...]
     methods: tuple[str, ...]
-    asked: bool
+    asks: bool
 
 
 def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
@@ -134,40 +173,32 @@ def trace(module: nn.Module, *, tensors: bool = True) -> Traced:
     watch = _Watch(module, tracer, tensors=tensors)
     try:
         inputs = [tracer.create_proxy("placeholder", name, (), {}) for name in watch.inputs()]
+        watch.adopt(watch.kind.forward)
         with TRACING, random_numbers_kept(), torch.no_grad(), watch.watching():
             outputs = watch.kind.forward(module, *inputs)
         tracer.create_node("output", "output", (tracer.create_arg(outputs),), {})
-    except NotTraceable:
-        raise
     except Exception as error:  # noqa: BLE001  a forward pass may raise any exception for proxies
-        if isinstance(error, fx.proxy.TraceError):
-            raise NotTraceable("branches on a tensor's values or shape") from None
-        raise NotTraceable(str(error).partition("\n")[0] or type(error).__name__) from None
+        raise NotTraceable(watch.reason(error)) from None
     return Traced(
         graph=tracer.graph,
         reads=tuple(dict.fromkeys(watch.reads)),
         containers=tuple(watch.containers.items()),
         inlined=tuple(watch.inlined),
         methods=tuple(watch.methods),
-        asked=watch.asked,
+        asks=watch.asks,
     )
-
-
-TRACING = threading.RLock()
-"""Held while functions of torch are replaced."""
 
 
 class _Proxy(fx.Proxy):
     """A proxy whose `a += b` is recorded as such, where torch.fx records a + b, and which has no text and no hash."""
 
-    def __repr__(self) -> str:
-        raise NotTraceable("writes a value as text")
+    def __repr__(self, *_: Any) -> str:
+        raise NotTraceable("writes a tensor as text")
 
-    def __format__(self, options: str) -> str:
-        raise NotTraceable("writes a value as text")
+    __format__ = __repr__
 
     def __hash__(self) -> int:
-        raise NotTraceable("looks up a value by its identity")
+        raise NotTraceable("looks up a tensor in a set or dict")
 
     def __getattr__(self, k: str) -> Any:
         if not k.startswith("__") and not hasattr(Tensor, k):
@@ -177,14 +208,13 @@ class _Proxy(fx.Proxy):
 
 def _in_place(name: str) -> Any:
     function = getattr(operator, name)
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+    return lambda self, operand: self.tracer.create_proxy("call_function", function, (self, operand), {})
 
 
 class _Attribute(_Proxy, fx.proxy.Attribute):
     """An attribute of a value, or a method to call."""
 
 
-IN_PLACE = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 for _name in IN_PLACE.split():
     setattr(_Proxy, f"__i{_name}__", _in_place(f"i{_name}"))
 
@@ -197,7 +227,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self.root, self.graph = root, fx.Graph(tracer_cls=_Tracer)
-        self.submodule_paths = {each: path for path, each in root.named_modules()}
+        self.submodule_paths = {module: path for path, module in root.named_modules()}
         self.proxies: dict[str, fx.Proxy] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -205,27 +235,8 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            raise NotTraceable("computes a constant tensor")
+            raise NotTraceable("makes a tensor that is not a parameter or buffer", "register it as a buffer")
         return super().create_arg(a)
-
-
-TORCH = Path(torch.__file__).parent
-RECORDING = {str(TORCH / "fx/proxy.py"), __file__}
-CONTAINERS = str(TORCH / "nn/modules/container.py")
-FUNCTIONS = {str(TORCH / name) for name in ("nn/functional.py", "functional.py", "_tensor.py", "_jit_internal.py")}
-"""Files of functions that compute from tensors and nothing else."""
-CONSTANT = {getattr(torch.jit, name).__code__ for name in ("is_scripting", "is_tracing")}
-"""Functions that return False wherever native layers are used."""
-HARMLESS = (abs, all, any, divmod, getattr, iter, len, max, min, next, repr, round, sorted, sum)
-UNKNOWN = {"issubclass", "hasattr", "callable", "type", "id", "hash", "vars", "dir", "locals", "globals"}
-"""Functions whose results for a proxy are not those for a tensor."""
-FORBIDDEN = (
-    *("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SLICE", "DELETE_ATTR"),
-    *("DELETE_SUBSCR", "DELETE_GLOBAL", "IMPORT_NAME", "SETUP_", "BEFORE_WITH", "LOAD_SPECIAL", "PUSH_EXC_INFO"),
-    *("YIELD_VALUE", "RETURN_GENERATOR", "GEN_START", "MATCH_", "GET_AWAITABLE", "LOAD_BUILD_CLASS"),
-)
-"""Beginnings of the names of instructions that may change something, or run other code."""
-WORDS = {"STORE_": "assigns attributes, items or globals", "DELETE_": "deletes", "IMPORT_": "imports"}
 
 
 class _Watch:
@@ -239,25 +250,25 @@ class _Watch:
         self.inlined: list[str] = []
         self.methods: list[str] = []
         self.called: set[str] = set()
-        self.asked = False
+        self.asks = False
         self.originals: dict[Any, Any] = {}
         self.arguments = list(signature(self.kind.forward).parameters.values())[1:]
-        self.defaults = {each.name for each in self.arguments if each.default is not Parameter.empty}
-        self.own: set[CodeType] = set()
-        self.known: dict[CodeType, FunctionType] = {}
+        self.defaults = {argument.name for argument in self.arguments if argument.default is not Parameter.empty}
+        self.followed: set[CodeType] = set()
+        self.functions: dict[CodeType, FunctionType] = {}
         self.pending: FrameType | None = None
+        self.inspected: tuple[CodeType, int] | None = None  # code that does not run now, and an offset in it
         for base in reversed(self.kind.__mro__):
             if issubclass(base, nn.Module) and base is not nn.Module:
-                found = (each.fget if isinstance(each, property) else each for each in vars(base).values())
-                self.known |= {each.__code__: each for each in found if isinstance(each, FunctionType)}
-        self._adopt(self.kind.forward)
+                methods = (item.__func__ if isinstance(item, staticmethod) else item for item in vars(base).values())
+                self.functions |= {method.__code__: method for method in methods if isinstance(method, FunctionType)}
 
     def inputs(self) -> list[str]:
         """Return the names of the arguments of forward without defaults."""
-        required = [each for each in self.arguments if each.default is Parameter.empty]
-        if any(each.kind is not Parameter.POSITIONAL_OR_KEYWORD for each in required):
-            raise NotTraceable("its forward takes any arguments")
-        return [each.name for each in required]
+        required = [argument for argument in self.arguments if argument.default is Parameter.empty]
+        if any(argument.kind is not Parameter.POSITIONAL_OR_KEYWORD for argument in required):
+            raise NotTraceable("forward takes any arguments", "name them")
+        return [argument.name for argument in required]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -265,11 +276,11 @@ class _Watch:
         call, parameter, thread = nn.Module.__call__, nn.Module.__getattr__, threading.get_ident()
         tracer, is_instance = self.tracer, builtins.isinstance
 
-        def called(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        def called(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
             if threading.get_ident() != thread:
-                return call(module, *inputs, **named)
+                return call(module, *inputs, **keywords)
             path = tracer.path_of_module(module)
-            if is_sequential(module) and is_silent(module) and len(inputs) == 1 and not named:
+            if is_sequential(module) and is_silent(module) and len(inputs) == 1 and not keywords:
                 self.inlined.append(path)
                 self.containers[path] = tuple(module._modules)
                 if any(type(child).__call__ is not called for child in module.children()):
@@ -278,7 +289,7 @@ class _Watch:
                     inputs = (child(*inputs),)  # type: ignore[misc]
                 return inputs[0]
             self.called.add(path)
-            return tracer.create_proxy("call_module", path, inputs, named)
+            return tracer.create_proxy("call_module", path, inputs, keywords)
 
         def value_of(module: nn.Module, name: str) -> Any:
             value = parameter(module, name)
@@ -286,30 +297,30 @@ class _Watch:
             return tracer.getattr(name, value, tracer.proxies) if recorded else value
 
         def read(module: nn.Module, name: str) -> Any:
-            if threading.get_ident() == thread and sys._getframe(1).f_code in self.own:
+            if threading.get_ident() == thread and sys._getframe(1).f_code in self.followed:
                 self._read(module, name)
             return object.__getattribute__(module, name)
 
-        def asked(value: Any, kind: Any) -> bool:
-            if not is_instance(value, fx.Proxy) or sys._getframe(1).f_code not in self.own:
+        def asks(value: Any, kind: Any) -> bool:
+            if not is_instance(value, fx.Proxy) or sys._getframe(1).f_code not in self.followed:
                 return is_instance(value, kind)
             if value.node.op != "placeholder" or kind is not Tensor:
                 raise NotTraceable("asks for the class of a value")
-            self.asked = True
+            self.asks = True
             return self.tensors
 
-        def concatenated(tensors: Any, *inputs: Any, **named: Any) -> Any:
+        def concatenated(tensors: Any, *inputs: Any, **keywords: Any) -> Any:
             if is_instance(tensors, fx.Proxy):  # of a list, which torch 2.8's cat does not take
-                return tracer.create_proxy("call_function", cat, (tensors, *inputs), named)
-            return cat(tensors, *inputs, **named)
+                return tracer.create_proxy("call_function", cat, (tensors, *inputs), keywords)
+            return cat(tensors, *inputs, **keywords)
 
         cat = torch.cat
-        self.originals = {asked: is_instance, concatenated: cat}
+        self.originals = {asks: is_instance, concatenated: cat}
         profiler = sys.getprofile()
         with ExitStack() as stack:
             for name, function in (("__call__", called), ("__getattr__", value_of), ("__getattribute__", read)):
                 stack.enter_context(_replaced(nn.Module, name, function))
-            stack.enter_context(_replaced(builtins, "isinstance", asked))
+            stack.enter_context(_replaced(builtins, "isinstance", asks))
             stack.enter_context(_replaced(torch, "cat", concatenated))
             stack.callback(sys.setprofile, profiler)
             sys.setprofile(self._event)
@@ -317,109 +328,126 @@ class _Watch:
 
     def _read(self, module: nn.Module, name: str) -> None:
         """Keep a value that decides what is computed; tensors, and what modules compute, are in the graph."""
-        places = [vars(module), *(vars(module)[each] for each in ("_parameters", "_buffers", "_modules"))]
-        found = [place[name] for place in places if name in place]
-        value = found[0] if found else getattr(type(module), name, MISSING)
-        if isinstance(value, FunctionType) and not found:
+        attributes = ChainMap(vars(module), *(vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")))
+        of_class = name not in attributes
+        value = getattr(type(module), name, MISSING) if of_class else attributes[name]
+        if isinstance(value, FunctionType) and of_class:
             if module is not self.module and value.__code__.co_filename != CONTAINERS:
                 raise NotTraceable(f"calls {plain_of(module).__name__}.{name}")
             return
         path = "" if module is self.module else self.tracer.path_of_module(module)
-        if isinstance(value, Tensor) and found:
+        where = ".".join(filter(None, ("self", path, name)))
+        if isinstance(value, Tensor) and not of_class:
             value = Tensor
         elif isinstance(value, nn.Module):
             value = nn.Module
-        elif name != "training" and path and any(f"{path}.".startswith(f"{each}.") for each in self.called):
-            raise NotTraceable(f"reads {path}.{name}, which the call before may change")
+        elif name != "training" and path and any(f"{path}.".startswith(f"{call}.") for call in self.called):
+            raise NotTraceable(f"reads {where}, which the call before may change", "read it before the call")
+        elif isinstance(value, property):
+            raise NotTraceable(f"reads {where}, a property", "store its value in __init__")
+        elif ismethod(value):
+            raise NotTraceable(f"calls {where}, a class method", "make it a plain method")
         elif not _is_constant(value) and not _is_function(value):
-            raise NotTraceable(f"reads {name}, a {type(value).__name__}")
+            raise NotTraceable(f"reads {where}, a {type(value).__name__}", "read numbers, text, functions or layers")
         self.reads.append(Read(path=path, name=name, value=value, is_global=False))
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         caller = frame.f_back if event == "call" else frame
         if event == "call" and frame.f_code.co_filename in RECORDING and self.pending is caller:
             self.pending = None  # torch's function has handed the proxy over
-        if caller is None or caller.f_code not in self.own:
+        if caller is None or caller.f_code not in self.followed:
             return
         if event == "call":
             self._python(frame, caller)
         elif event == "c_call":
             self._builtin(frame, argument)
         elif event in ("c_return", "c_exception") and self.pending is frame:
-            raise NotTraceable(f"calls {argument.__name__} without a tensor of its arguments")
+            raise NotTraceable(f"calls {argument.__name__} without a tensor")
 
     def _python(self, frame: FrameType, caller: FrameType) -> None:
         code = frame.f_code
-        if code in self.own or code.co_filename in RECORDING or code in CONSTANT:
+        if code in self.followed or code.co_filename in RECORDING or code in CONSTANT:
             return
         if code.co_filename == CONTAINERS:
             container = frame.f_locals.get("self")
-            path = next((path for path, each in self.module.named_modules() if each is container), None)
+            path = next((path for path, module in self.module.named_modules() if module is container), None)
             if path is None or not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 raise NotTraceable(f"calls {code.co_name} of a container")
             self.containers[path] = tuple(container._modules)
             return
         if code.co_filename in FUNCTIONS and any(map(_has_proxy, frame.f_locals.values())):
             return
-        if code not in self.known:
+        if code not in self.functions:
             raise NotTraceable(f"calls {code.co_name}")
-        self._adopt(self.known[code])
+        self.adopt(self.functions[code])
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
-        if any(function is each for each in HARMLESS) or function in vars(math).values():
+        if any(function is harmless for harmless in HARMLESS) or function in vars(math).values():
             return
         if function not in _overridable():
             raise NotTraceable(f"calls {function.__name__}")
         self.pending = frame
 
-    def _adopt(self, function: Any) -> None:
+    def reason(self, error: Exception) -> str:
+        """Return where the trace has ended (FILE:LINE), why, and what the network's author can do."""
+        lines = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if frame.f_code in self.followed]
+        if self.inspected is not None:
+            code, offset = self.inspected
+            lines = [(code, line) for start, line in dis.findlinestarts(code) if line and start <= offset]
+        at = f"{Path(lines[-1][0].co_filename).name}:{lines[-1][1]} " if lines else ""
+        why = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, fx.proxy.TraceError) or "_Proxy" in why:
+            why = "branches or loops by a tensor's values or shape"
+        return f"{at}{why}: {getattr(error, 'advice', MOVE)}"
+
+    def adopt(self, function: Any) -> None:
         """Take a function as part of the forward pass after proving what it does not do."""
         if not isinstance(function, FunctionType):
             raise NotTraceable(f"{getattr(function, '__name__', function)} is no Python function")
         name, code = function.__name__, function.__code__
+        self.inspected = code, 0
         if getattr(self.kind, name, None) is function:
             if not is_as_written(self.kind, name):
-                raise NotTraceable(f"replaced method {name}")
+                raise NotTraceable(f"replaces the method {name}")
             self.methods.append(name)
         elif any(vars(base).get(name) is function for base in self.kind.__mro__):
             self.methods.append(name)  # overridden, called by super()
             if not is_in_source(function, function.__module__):
-                raise NotTraceable(f"replaced method {name}")
+                raise NotTraceable(f"replaces the method {name}")
         elif not is_in_source(function, function.__module__):
-            raise NotTraceable(f"{name} is not as written")
-        if set(code.co_freevars) - {"__class__"}:
-            raise NotTraceable(f"{name} uses variables of another function")
+            raise NotTraceable(f"replaces the function {name}")
+        if outer := sorted(set(code.co_freevars) - {"__class__"}):
+            raise NotTraceable(f"uses {outer[0]}, of the function around {name}", "pass it as an argument")
         home = sys.modules.get(function.__module__)
         if home is None or function.__globals__ is not vars(home):
-            raise NotTraceable(f"{name} has globals of its own")
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for each in defaults:
-            if not (_is_constant(each) or _is_function(each) or isinstance(each, torch.dtype)):
-                raise NotTraceable(f"{name} has a {type(each).__name__} as default")
+            raise NotTraceable("has globals of its own")
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not (_is_constant(value) or _is_function(value) or isinstance(value, torch.dtype)):
+                raise NotTraceable(f"has a {type(value).__name__} as default of {name}", "use a number, text or None")
         for part in _codes(code):
             self._inspect(function, part)
-        self.own |= set(_codes(code))
+        self.followed |= set(_codes(code))
+        self.inspected = None
 
     def _inspect(self, function: FunctionType, code: CodeType) -> None:
-        instructions = [each for each in dis.get_instructions(code) if each.opname not in SKIPPED]
-        for number, each in enumerate(instructions):
-            if each.opname.startswith(FORBIDDEN):
-                what = next((words for start, words in WORDS.items() if each.opname.startswith(start)), "")
-                raise NotTraceable(f"{code.co_name} {what or 'has ' + each.opname.lower()}")
-            with_none = each.opname != "IS_OP" or _is_none(instructions[number - 1])
-            if each.opname in COMPARES_BY_IDENTITY and not (
-                with_none and self._is_known(function, code, instructions[:number])
-            ):
-                raise NotTraceable(f"{code.co_name} compares a value by `is`")
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval.startswith("__"):
-                raise NotTraceable(f"reads {each.argval}")
-            if each.opname == "LOAD_GLOBAL":
-                self._global(function, each.argval, instructions[number + 1 :])
+        instructions = [step for step in dis.get_instructions(code) if step.opname not in SKIPPED]
+        for number, step in enumerate(instructions):
+            name = step.opname
+            self.inspected = code, step.offset
+            if what := next((what for start, what in FORBIDDEN.items() if name.startswith(start)), ""):
+                raise NotTraceable(what.format(step.argval))
+            before, by_value = instructions[:number], name == "IS_OP" and not _is_none(instructions[number - 1])
+            if name.endswith(COMPARES_BY_IDENTITY) and (by_value or not self._is_known(function, code, before)):
+                raise NotTraceable("compares by `is`", "compare numbers by `==`, layers by their index")
+            if name in ("LOAD_ATTR", "LOAD_METHOD") and step.argval.startswith("__"):
+                raise NotTraceable(f"reads {step.argval}")
+            if name == "LOAD_GLOBAL":
+                self._global(function, step.argval, instructions[number + 1 :])
 
     def _is_known(self, function: FunctionType, code: CodeType, before: list[dis.Instruction]) -> bool:
         """Return whether the value before a comparison is an attribute of the module, which is then among its reads, or
         an argument with its default value."""
-        values = [each for each in before if not _is_none(each)]
+        values = [step for step in before if not _is_none(step)]
         attribute = False
         while values and values[-1].opname == "LOAD_ATTR":
             values.pop()
@@ -430,7 +458,7 @@ class _Watch:
         if attribute:
             is_method = any(vars(base).get(function.__name__) is function for base in self.kind.__mro__)
             return is_method and code is function.__code__ and bool(name == code.co_varnames[0])
-        stores = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST")]
+        stores = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("STORE_FAST")]
         return code is self.kind.forward.__code__ and name in self.defaults and name not in stores
 
     def _global(self, function: FunctionType, name: str, following: list[dis.Instruction]) -> None:
@@ -439,13 +467,12 @@ class _Watch:
         path = function.__module__
         if isinstance(value, ModuleType):
             self.reads.append(Read(path=path, name=name, value=value, is_global=True))
-        for each in following:
-            after = each
+        for after in following:
             if not isinstance(value, ModuleType):
                 break
-            if each.opname not in ("LOAD_ATTR", "LOAD_METHOD") or value.__name__.partition(".")[0] not in MODULES:
+            if after.opname not in ("LOAD_ATTR", "LOAD_METHOD") or value.__name__.partition(".")[0] not in MODULES:
                 raise NotTraceable(f"uses the module {value.__name__}")
-            path, owner, name = value.__name__, vars(value), each.argval
+            path, owner, name = value.__name__, vars(value), after.argval
             value = owner.get(name, MISSING)
         if isinstance(value, FunctionType):
             value = self.originals.get(value, value)
@@ -460,7 +487,7 @@ class _Watch:
         elif isinstance(value, type) and not _is_of(value, "torch", "builtins") and not _is_argument(after):
             raise NotTraceable(f"reads the global {name}, a class")
         if isinstance(value, FunctionType):
-            self.known.setdefault(value.__code__, value)
+            self.functions.setdefault(value.__code__, value)
         elif not (_is_constant(value) or isinstance(value, BuiltinFunctionType | type | torch.dtype)):
             raise NotTraceable(f"reads the global {name}, a {type(value).__name__}")
         self.reads.append(Read(path=path, name=name, value=value, is_global=True))
@@ -490,16 +517,6 @@ def is_sequential(module: nn.Module) -> bool:
     if not issubclass(kind, nn.Sequential) or not calls_are_plain(nn.Sequential):
         return False
     return all(getattr(kind, name) is getattr(nn.Sequential, name) for name in ("forward", "__iter__", "__call__"))
-
-
-MISSING = object()
-MODULES = ("torch", "math", "operator")
-"""Python modules whose functions may be named; what they do is known at the call."""
-SKIPPED = {"CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "COPY_FREE_VARS", "MAKE_CELL", "TO_BOOL"}
-COMPARES_BY_IDENTITY = {"IS_OP", "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE"}
-COMPARES_BY_IDENTITY |= {
-    f"POP_JUMP_{way}_IF_{what}" for way in ("FORWARD", "BACKWARD") for what in ("NONE", "NOT_NONE")
-}
 
 
 def _is_none(instruction: dis.Instruction) -> bool:
@@ -541,4 +558,4 @@ def _has_proxy(value: Any) -> bool:
 @cache
 def _overridable() -> frozenset[Callable[..., Any]]:
     """Return torch's functions that hand over to a proxy what they are called with."""
-    return frozenset(each for found in get_overridable_functions().values() for each in found if callable(each))
+    return frozenset(value for names in get_overridable_functions().values() for value in names if callable(value))

@@ -19,8 +19,9 @@ from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
 from cputrain.studies.svg import figure
-from cputrain.training.entry import build_state
-from cputrain.training.session import endless_batches, start_session
+from cputrain.training.batches import endless_batches
+from cputrain.training.building import build_state
+from cputrain.training.session import start_session
 from cputrain.training.step import StepSettings, train_step
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
 """Training and evaluation in one rank.
 
-entry.py runs one rank of `cputrain train` and, for a user's script, `cputrain.train`; evaluation.py runs `cputrain
-eval`. Both first open a session (session.py): threads, data, process group and engine. loop.py then repeats training
-steps (step.py) of network and loss (state.py), notifies watchers.py and log.py after each, evaluates, and saves
-checkpoints, which saving.py also restores. signals.py stops all ranks after the same step. The learning-rate schedule
-is in cputrain/recipe/derivation.py.
+trainer.py is a training from top to bottom, of `cputrain train` and, by user_code.py, of `cputrain.train`.
+evaluation.py runs `cputrain eval`. Both first start a session (session.py): threads, data, process group and engine
+(engine.py). A training then builds network, loss and optimizer (building.py, state.py), repeats steps (step.py) on this
+rank's batches (batches.py), calls watchers/ after each, evaluates, and saves checkpoints (saving.py), whose content
+snapshot.py copies and restores. run_folder.py has what it writes and prints before and after, signals.py how all ranks
+stop after the same step. The learning-rate schedule is in cputrain/recipe/derivation.py.
 """
 
 from cputrain import names_of

@@ -1,25 +1,36 @@
-"""Engines: native kernels, memory format, precision and compilation of a network on the CPU."""
+"""Engines: native kernels, memory format, precision and compilation of a network on the CPU; which one a training uses,
+and which of its layers Winograd's algorithm."""
 
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
-from cputrain.kernels.apply import LoadedKernels, apply_plan, convolutions_channels_last, load_for
-from cputrain.kernels.convolution import has_amx
+from cputrain.affinity.planner.records import ENGINE, Records, read_records
+from cputrain.affinity.planner.request import tuning_name
+from cputrain.affinity.topology.sysfs import read_machine
+from cputrain.comm.group import all_gather
+from cputrain.kernels.apply import LoadedKernels, agreed, apply_plan, convolutions_channels_last, load_for
+from cputrain.kernels.convolution import has_amx, winograd_shapes
+from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
-from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, KernelPlan, Target, plan_kernels
+from cputrain.kernels.measure import measured as measured_gains
+from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, WINOGRAD, Gain, KernelPlan, Target, plan_kernels
+from cputrain.launch.local import request_of
+from cputrain.recipe.schema import Recipe
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)
@@ -85,12 +96,44 @@ def _check_compile(env: Mapping[str, str]) -> None:
         ) from None
 
 
-def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
+def agree_on_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
     """Return the engine for all ranks, given each rank's engine name and reason: eager if any rank needs eager."""
     for rank, (name, why) in enumerate(engines):
         if name != own.name and name == "eager":
             return Engine(name="eager", why=f"rank {rank}: {why}")
     return own
+
+
+def with_measured_engine(engine: Engine, recipe: Recipe, env: Mapping[str, str]) -> Engine:
+    """Return the engine that was measured as fastest on rank 0's host, if engine=auto and every rank can use it, else
+    `engine`. All ranks must call this."""
+    if recipe.engine != "auto":
+        return engine
+    # Records are of the whole host, while this rank is bound to a part of it.
+    records = read_records(read_machine(Path("/")), env) if dist.get_rank() == 0 else Records()
+    measured = all_gather(measured_engine(recipe, records))[0]
+    if measured is None:
+        return engine
+    name, why = measured
+    chosen, problem = engine, ""
+    if name != engine.name:
+        try:
+            chosen = choose_engine(name, recipe.precision, env)
+        except (InputError, RunError) as error:
+            problem = str(error)
+    problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
+    return replace(engine, why=problems[0]) if problems else replace(chosen, why=why)
+
+
+def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
+    """Return the fastest measured engine for the recipe's network, precision and batch, and the reason; None if there
+    is no measurement."""
+    name = tuning_name(request_of(recipe))
+    for record in records.of(ENGINE):
+        engine, why = record.values.get("engine"), record.values.get("why")
+        if name is not None and record.name == name and engine in ENGINES and isinstance(why, str):
+            return engine, f"{why} ({record.command}, {record.date})"
+    return None
 
 
 def prepare_model(model: nn.Module, engine: Engine, precision: str, plan: KernelPlan | None = None) -> nn.Module:
@@ -126,6 +169,47 @@ def with_winograd(engine: Engine, requested: str, precision: str, env: Mapping[s
     return replace(engine, kernels=load_for(target_for(precision), env, winograd=True))
 
 
+def plan_network(
+    agreed_engine: Engine,
+    network: nn.Module,
+    example: Callable[[int], tuple[Any, Any]],
+    images: int,
+    recipe: Recipe,
+    env: Mapping[str, str],
+    stored: tuple[str, ...] | None = None,
+) -> tuple[Engine, KernelPlan | None, dict[str, float | None] | None]:
+    """Plan the kernels of a network for `images` a pass, in which convolutions use Winograd's algorithm if they are
+    faster with it, or those of a checkpoint (`stored`) do. `example` returns inputs and targets of n samples.
+
+    Returns the engine with all kernels that the plan uses, the plan, None if the engine is not native, and the speedups
+    of the layers by Winograd's algorithm, None if it cannot be used. All ranks must call this.
+    """
+    engine = with_winograd(agreed_engine, recipe.model.winograd, recipe.precision, env)
+    if engine.kernels is None:
+        return engine, None, None
+    target, missing = target_for(recipe.precision), engine.kernels.missing
+    has_kernels = engine is not agreed_engine and WINOGRAD not in missing
+    problem = missing.get(WINOGRAD, "") if engine is not agreed_engine else ""
+    of_ranks = all_gather((problem, has_kernels))
+    problems = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]
+    gains: dict[str, Gain] = {}
+    used = all(has for _, has in of_ranks)
+    if used and stored is not None:
+        gains = dict.fromkeys(stored, (None, "as in the checkpoint"))
+    elif used and engine.kernels.convolutions is not None:
+        try:
+            with random_numbers_kept():  # which a user's data may draw
+                shapes = winograd_shapes(network, example(1)[0])
+        except InputError as error:
+            shapes, problems = {}, [str(error)]
+        gain = measured_gains(set(shapes.values()), images, target, engine.kernels.convolutions, env)
+        gains = {name: gain(shape) for name, shape in shapes.items()}
+    if problems and dist.get_rank() == 0:
+        logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
+    plan = agreed(plan_kernels(network, target, gains, missing), missing)
+    return engine, plan, plan.speedups(WINOGRAD) if used else None
+
+
 def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:
     """Apply the engine's optimization of model and optimizer, once before the first step."""
     return ipex.optimize(model, optimizer) if engine.name == "ipex" else (model, optimizer)
@@ -150,7 +234,7 @@ def has_bf16() -> bool:
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def network_input(images: Tensor, precision: str) -> Tensor:
+def to_weight_dtype(images: Tensor, precision: str) -> Tensor:
     """Convert normalized images to the dtype of the weights."""
     return images.to(DTYPES[precision])
 

@@ -28,19 +28,23 @@ from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
 from cputrain.rows import Column, Rows
-from cputrain.training.engine import autocast, evaluation_network, prepare_model
-from cputrain.training.log import EvaluationProgress
-from cputrain.training.saving import load_eval_model
-from cputrain.training.session import (
-    Session,
-    evaluation_batch,
-    evaluation_batches,
-    evaluation_shares,
-    plan_network,
-    start_session,
-)
+from cputrain.training.batches import evaluation_batch, evaluation_batches, evaluation_shares
+from cputrain.training.corrupt_images import CorruptImageCheck
+from cputrain.training.engine import autocast, evaluation_network, plan_network, prepare_model
+from cputrain.training.progress import EvaluationProgress
+from cputrain.training.session import Session, start_session
+from cputrain.training.snapshot import load_eval_model
 from cputrain.training.step import Accuracy, count_correct
-from cputrain.training.watchers import DamageCheck
+
+MAX_PAIRS = 1000  # most frequent pairs of confused classes in the JSON output
+COLUMNS = (  # table for several checkpoints
+    Column("checkpoint", "checkpoint", str),
+    Column("step", "step", ","),
+    Column("top-1 %", "accuracy.top1", ".2f"),
+    Column("top-5 %", "accuracy.top5", ".2f"),
+    Column("loss", "accuracy.loss", ".4f"),
+    Column("s", "seconds", ".1f"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,8 +64,8 @@ class PredictionLog:
 
     def gathered(self) -> Predicted:
         """Gather the predictions of all ranks, ordered by image index. Every rank must call this."""
-        own = np.concatenate(self.parts) if self.parts else np.empty((0, len(Predicted.__dataclass_fields__)))
-        rows = np.concatenate(all_gather(own))
+        rows = np.concatenate(self.parts) if self.parts else np.empty((0, len(Predicted.__dataclass_fields__)))
+        rows = np.concatenate(all_gather(rows))
         image, label, predicted, loss, of_label, highest = rows[rows[:, 0].argsort()].T
         return Predicted(
             image=image.astype(np.int64),
@@ -134,9 +138,9 @@ class EvalResult:
     predicted: Predicted | None
 
 
-def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: DatasetSummary) -> None:
+def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, data: DatasetSummary) -> None:
     """Raise InputError if a path is not a checkpoint, or is one of another network than the recipe's."""
-    network = build_model(recipe.model, len(found.classes), recipe.data.crop, found.features)
+    network = build_model(recipe.model, len(data.classes), recipe.data.crop, data.features)
     for path in paths:
         load_eval_model(path, network)
 
@@ -155,9 +159,10 @@ def eval_rank(
         recipe = recipe.model_copy(update={"engine": "auto"})
     session = start_session(context, recipe, splits=("val",))
     context.startup.done()
-    network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     stored = read_manifest(checkpoints[0]).training.winograd
-    engine, plan, _ = plan_network(session, network, recipe.batch.local, stored)
+    example, env = session.task.example, context.env
+    engine, plan, _ = plan_network(session.engine, network, example, recipe.batch.local, recipe, env, stored)
     prepare_model(network, engine, recipe.precision, plan)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
@@ -166,7 +171,7 @@ def eval_rank(
             print(path, flush=True)
         results.append(_evaluate(path, network, session, **progress))
         if session.is_main_rank and not as_json:
-            print(result_text(results[-1], recipe.data.kind, session.data.dataset.classes), flush=True)
+            print(result_text(results[-1], recipe.data.kind, session.dataset.classes), flush=True)
     if session.is_main_rank and page is not None:
         written = _write_page(page, results[-1], session)
         print(written, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -187,8 +192,9 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
     log = PredictionLog()
     with closing(progress):
         accuracy = evaluate(network, session, on_batch=progress.step, predictions=log)
-    damage = DamageCheck(splits=session.data.dataset.splits, share=session.recipe.data.max_damaged, wait=lambda: None)
-    damage.evaluation("val", accuracy)
+    share = session.recipe.data.max_damaged
+    check = CorruptImageCheck(splits=session.dataset.splits, share=share, wait=lambda: None)
+    check.evaluation("val", accuracy)
     predicted = log.gathered() if accuracy.top1 is not None else None
     damaged = tuple(sorted(name for names in all_gather(accuracy.damaged) for name in names))
     seconds = time.perf_counter() - started
@@ -197,72 +203,61 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
     )
 
 
-def _write_page(page: Path, one: EvalResult, session: Session) -> Path:
+def _write_page(page: Path, result: EvalResult, session: Session) -> Path:
     """Write the HTML page of an evaluation. Raises InputError if the labels are not classes."""
-    recipe, data = session.recipe, session.data
-    if one.predicted is None:
+    recipe, images = session.recipe, session.dataset.val
+    if result.predicted is None:
         raise InputError(f"--report {page} needs classes, which {recipe.data.kind} do not have: remove --report")
-    images = data.dataset.val
-    decode = images.decode if isinstance(images, SyntheticImages) else data.decode
+    decode = images.decode if isinstance(images, SyntheticImages) else session.decode
 
     def thumbnail(number: int) -> np.ndarray:
         pixels = np.full((1, recipe.data.crop, recipe.data.crop, 3), GRAY, dtype=np.uint8)
         decode([images.read(number)], center_crop(recipe.data.short_side, recipe.data.crop), pixels)
         return np.asarray(pixels[0])
 
-    accuracy = one.accuracy
+    accuracy = result.accuracy
     return write_eval_page(
         page,
-        title=f"{recipe.name}, step {one.step:,}",
+        title=f"{recipe.name}, step {result.step:,}",
         rows=[
             ("top-1", f"{accuracy.top1:.2f} %"),
             ("top-5", f"{accuracy.top5:.2f} %"),
             ("loss", f"{accuracy.loss:.4f}"),
             ("images", f"{accuracy.images:,}"),
-            ("damaged images", f"{len(one.damaged):,}"),
+            ("damaged images", f"{len(result.damaged):,}"),
         ],
-        predicted=one.predicted,
-        classes=data.dataset.classes,
+        predicted=result.predicted,
+        classes=session.dataset.classes,
         name_of=images.name,
         thumbnail=thumbnail,
     )
 
 
-MOST_PAIRS = 1000  # most frequent pairs of confused classes in the JSON output
-COLUMNS = (  # table for several checkpoints
-    Column("checkpoint", "checkpoint", str),
-    Column("step", "step", ","),
-    Column("top-1 %", "accuracy.top1", ".2f"),
-    Column("top-5 %", "accuracy.top5", ".2f"),
-    Column("loss", "accuracy.loss", ".4f"),
-    Column("s", "seconds", ".1f"),
-)
-
-
-def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> str:
+def result_text(result: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> str:
     """Format the result of one checkpoint; `kind` is the recipe's data.kind."""
-    accuracy = one.accuracy
+    accuracy = result.accuracy
     percents = {"top-1": accuracy.top1, "top-5": accuracy.top5}
     figures = [f"{name} {value:.2f} %" for name, value in percents.items() if value is not None]
     lines = [
-        "  ".join([f"step {one.step:,}", *figures, f"loss {accuracy.loss:.4f}"]),
-        f"{accuracy.images:,} {kind}, each once, {one.seconds:.1f} s ({accuracy.images / one.seconds:.1f} a second)",
+        "  ".join([f"step {result.step:,}", *figures, f"loss {accuracy.loss:.4f}"]),
+        f"{accuracy.images:,} {kind}, each once, {result.seconds:.1f} s "
+        f"({accuracy.images / result.seconds:.1f} a second)",
     ]
-    if one.predicted is not None and len(one.predicted.label):
-        lines.append(confusion_text(one.predicted, classes))
-    if one.damaged:
-        lines.insert(0, f"warning: {plural(len(one.damaged), 'damaged image')} skipped: {causes(one.damaged)}")
+    if result.predicted is not None and len(result.predicted.label):
+        lines.append(confusion_text(result.predicted, classes))
+    if result.damaged:
+        lines.insert(0, f"warning: {plural(len(result.damaged), 'damaged image')} skipped: {causes(result.damaged)}")
     return "\n".join(lines)
 
 
 def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, object]:
     """Return the JSON output. Accuracies are in percent; `batch` is the images of one worker's forward pass."""
-    classes = session.data.dataset.classes
+    classes = session.dataset.classes
 
     def of_classes(predicted: Predicted | None) -> dict[str, object]:
         if predicted is None:
             return {}
-        confused = confused_classes(predicted, classes)[:MOST_PAIRS]
+        confused = confused_classes(predicted, classes)[:MAX_PAIRS]
         accuracies = class_accuracies(predicted, classes)
         return {"classes": list(map(asdict, accuracies)), "confused": list(map(asdict, confused))}
 
@@ -271,16 +266,16 @@ def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, ob
         "batch": evaluation_batch(session.recipe),
         "results": [
             {
-                "checkpoint": str(one.checkpoint),
-                "step": one.step,
-                "top1": one.accuracy.top1,
-                "top5": one.accuracy.top5,
-                "loss": one.accuracy.loss if math.isfinite(one.accuracy.loss) else None,
-                "images": one.accuracy.images,
-                "damaged": list(one.damaged),
-                "seconds": one.seconds,
-                **of_classes(one.predicted),
+                "checkpoint": str(result.checkpoint),
+                "step": result.step,
+                "top1": result.accuracy.top1,
+                "top5": result.accuracy.top5,
+                "loss": result.accuracy.loss if math.isfinite(result.accuracy.loss) else None,
+                "images": result.accuracy.images,
+                "damaged": list(result.damaged),
+                "seconds": result.seconds,
+                **of_classes(result.predicted),
             }
-            for one in results
+            for result in results
         ],
     }

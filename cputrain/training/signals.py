@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import status_of_signal
-from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, end_by, stop_signals
 
 if TYPE_CHECKING:
     from cputrain.comm.store import SignedKeys
 
 
 BLOCKED = (PREEMPTION_SIGNAL, signal.SIGTERM)
+KEY = "after_steps"
+REQUEST = "stop_requested"  # set by a rank other than 0, if the signal reached only its host
+NEVER = 0
+READ_INTERVAL_S, MAX_STEPS = 0.1, 100  # between reads of the store, which take longer than a small step
+REPEAT_S = 10.0  # schedulers, launchers and scripts may each forward the same signal within this time
 
 
 @contextmanager
@@ -57,13 +62,6 @@ def _end(number: int, _frame: FrameType | None) -> None:
     print(f"cputrain: {signal.Signals(number).name} before the training began: nothing was started", file=sys.stderr)
     sys.stderr.flush()
     os._exit(status_of_signal(number))
-
-
-KEY = "after_steps"
-REQUEST = "stop_requested"  # set by a rank other than 0, if the signal reached only its host
-NEVER = 0
-READ_INTERVAL_S, MOST_STEPS = 0.1, 100  # between reads of the store, which take longer than a small step
-REPEAT_S = 10.0  # schedulers, launchers and scripts may each forward the same signal within this time
 
 
 class Preemption:
@@ -103,9 +101,9 @@ class Preemption:
         """Signal by which this rank must end after it has saved; 0 if none."""
         return self._stop_signal if self._prepared else 0
 
-    def set_pace(self, step_s: float) -> None:
+    def set_step_time(self, step_s: float) -> None:
         """Set how often agree() reads the store; `step_s`, the seconds of a step, must be equal on all ranks."""
-        self._every = min(max(int(READ_INTERVAL_S / step_s), 1), MOST_STEPS) if step_s > 0 else 1
+        self._every = min(max(int(READ_INTERVAL_S / step_s), 1), MAX_STEPS) if step_s > 0 else 1
 
     def agree(self, step: int, *, save_due: bool = False, ends_epoch: bool = False) -> None:
         """Agree on a step after which all ranks stop or save. Rank 0 announces it one read of the store ahead; other
@@ -150,6 +148,12 @@ def ignore_preemption() -> None:
     stay ignored.
     """
     signal.signal(PREEMPTION_SIGNAL, signal.SIG_IGN)
+
+
+def end_as_signaled(number: int) -> None:
+    """End this process by the signal that stopped its training, if there was one: see `Preemption.ends_by`."""
+    if number:
+        end_by(number)
 
 
 @contextmanager

@@ -29,6 +29,17 @@ from cputrain.training.engine import autocast
 
 LOSS_PREFIX = "loss/"  # of the names of a loss's own parameters and buffers; no name in a network has a slash
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# DDP's option to broadcast rank 0's buffers before every forward pass was renamed in torch 2.13; 2.8 to 2.13 are
+# supported.
+SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
+
+Losses = Callable[[Any, Any, float], Tensor]
+Buffers = dict[tuple[str, str], Tensor]  # by module and name
+T = TypeVar("T", bound=Tensor)
 
 
 class Hidden:
@@ -38,9 +49,6 @@ class Hidden:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-Losses = Callable[[Any, Any, float], Tensor]
 
 
 class Learner(nn.Module):
@@ -82,18 +90,15 @@ class Learner(nn.Module):
         return {name: weight for name, weight in self.weights().items() if weight.requires_grad}
 
 
-T = TypeVar("T", bound=Tensor)
-
-
 def _once(parts: Iterable[tuple[str, Iterable[tuple[str, T]]]]) -> dict[str, T]:
-    found: dict[str, T] = {}
-    seen = set()
+    by_name: dict[str, T] = {}
+    ids = set()
     for prefix, named in parts:
         for name, value in named:
-            if id(value) not in seen:
-                seen.add(id(value))
-                found[f"{prefix}{plain_name(name)}"] = value
-    return found
+            if id(value) not in ids:
+                ids.add(id(value))
+                by_name[f"{prefix}{plain_name(name)}"] = value
+    return by_name
 
 
 def loss_module_of(loss: Any, network: nn.Module) -> nn.Module | None:
@@ -105,8 +110,8 @@ def loss_module_of(loss: Any, network: nn.Module) -> nn.Module | None:
     if not isinstance(owner, nn.Module):
         return None
     of_network = {id(value) for value in chain(network.parameters(), network.buffers())}
-    own = chain(owner.parameters(), owner.buffers())
-    return owner if any(id(value) not in of_network for value in own) else None
+    tensors = chain(owner.parameters(), owner.buffers())
+    return owner if any(id(value) not in of_network for value in tensors) else None
 
 
 def make_dense(module: nn.Module) -> list[str]:
@@ -122,22 +127,13 @@ def make_dense(module: nn.Module) -> list[str]:
     return [plain_name(name).removeprefix("network.") for name in layers]
 
 
-# DDP's option to broadcast rank 0's buffers before every forward pass was renamed in torch 2.13; 2.8 to 2.13 are
-# supported.
-SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainState:
     """Network and loss, their DDP wrapper, optimizer, and the exponential moving average (EMA) of the network's
     parameters by name, or None.
 
     `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
-    that use Winograd's algorithm with their speedups, as returned by choose_winograd. `checked`: the first forward pass
+    that use Winograd's algorithm with their speedups, as returned by plan_network. `checked`: the first forward pass
     has shown which parameters the loss reaches; `unused` names those without a gradient on some rank, `suspects` are
     other tensors that require gradients, and `shares_buffers` is whether there are buffers of which all ranks take rank
     0's.
@@ -181,6 +177,11 @@ class TrainState:
             weights[name].copy_(average)
             average.copy_(kept)
 
+    def average_batchnorm(self) -> None:
+        """Set every rank's running statistics to the mean over all ranks, so that all evaluate the same network."""
+        for statistic, mean in mean_statistics(self.learner):
+            statistic.copy_(mean)
+
     @torch.no_grad()
     def update_ema(self, decay: float | None) -> None:
         """Update the averages, if there are any: w_ema = decay w_ema + (1 - decay) w."""
@@ -209,11 +210,11 @@ class TrainState:
         foreign = describe_foreign([leaf for leaf in others if isinstance(leaf, nn.Parameter)])
         problem = foreign or describe_sparse(losses)
         self.suspects = tuple(others)  # the forward pass may have made them
-        found = all_gather((problem, missing, bool(own_buffers(self.learner))))
-        if problems := [each for each, _, _ in found if each]:
+        of_ranks = all_gather((problem, missing, bool(own_buffers(self.learner))))
+        if problems := [text for text, _, _ in of_ranks if text]:
             raise InputError(problems[0])
-        self.checked, self.shares_buffers = True, any(has_buffers for _, _, has_buffers in found)
-        if not any(names for _, names, _ in found) or self._finds_unused:
+        self.checked, self.shares_buffers = True, any(has_buffers for _, _, has_buffers in of_ranks)
+        if not any(names for _, names, _ in of_ranks) or self._finds_unused:
             return outputs, losses
         stack.close()
         self._search_unused(inputs, targets, smoothing, before)
@@ -293,9 +294,6 @@ class Volatile:
         restore_buffers(self.module, self.buffers)
 
 
-Buffers = dict[tuple[str, str], Tensor]  # by module and name
-
-
 def copies_of_buffers(module: nn.Module) -> Buffers:
     """Return copies of all buffers that are initialized."""
     return {
@@ -333,8 +331,8 @@ def graph_of(losses: Tensor) -> Iterator[Any]:
 
 def leaves(losses: Tensor) -> dict[int, Tensor]:
     """Return the leaves of the autograd graph of `losses`, by id."""
-    found = (getattr(node, "variable", None) for node in graph_of(losses))
-    return {id(leaf): leaf for leaf in found if isinstance(leaf, Tensor)}
+    variables = (getattr(node, "variable", None) for node in graph_of(losses))
+    return {id(leaf): leaf for leaf in variables if isinstance(leaf, Tensor)}
 
 
 def describe_sparse(losses: Tensor) -> str:
@@ -460,15 +458,9 @@ def _take_from_first(tensors: Sequence[Tensor]) -> None:
     flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
     dist.broadcast(flat, src=0)
     for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-        found = part.clone().view(tensor.dtype).view(tensor.shape)
-        if not torch.equal(found, tensor):  # a constant may be an expanded view, which cannot be written
-            tensor.copy_(found)
-
-
-def average_batchnorm(model: nn.Module) -> None:
-    """Set every rank's running statistics to the mean over all ranks, so that all evaluate the same network."""
-    for own, mean in mean_statistics(model):
-        own.copy_(mean)
+        first = part.clone().view(tensor.dtype).view(tensor.shape)
+        if not torch.equal(first, tensor):  # a constant may be an expanded view, which cannot be written
+            tensor.copy_(first)
 
 
 def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -86,7 +86,7 @@ def events() -> str:
 def written() -> dict[str, tuple[str, ...]]:
     """Return the fields of each event in the order in which they are written."""
     found = {name: dict.fromkeys(fields) for name, fields in MORE_FIELDS.items()}
-    for path in sorted((ROOT / "cputrain/training").glob("*.py")):
+    for path in sorted((ROOT / "cputrain/training").rglob("*.py")):
         for call in _calls(ast.parse(path.read_text(encoding="utf-8"))):
             name = ast.literal_eval(call.args[0])
             fields = [keyword.arg for keyword in call.keywords if keyword.arg]

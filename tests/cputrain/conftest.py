@@ -39,8 +39,8 @@ def group() -> Iterator[None]:
 @pytest.fixture
 def saved(group: None, tmp_path: Path) -> Path:
     """The only checkpoint of a training, with the rounding errors of bf16 gradients."""
-    from tests.support.checkpoint_files import Position, network, state_of, train, written
+    from tests.support.checkpoint_files import TrainProgress, network, state_of, train, written
 
     state = state_of(network(), bf16=True)
     train(state)
-    return written(tmp_path / "checkpoints", state, Position(step=7, best_score=50.0))
+    return written(tmp_path / "checkpoints", state, TrainProgress(step=7, best_score=50.0))

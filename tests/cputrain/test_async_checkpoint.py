@@ -33,7 +33,7 @@ from cputrain.comm.hooks import compress_bf16
 from cputrain.models.weights import read_weights
 from cputrain.mpi.supervise.run import free_port
 from cputrain.optim import Lamb, param_groups
-from tests.support.checkpoint_files import Position, state_of, written
+from tests.support.checkpoint_files import TrainProgress, state_of, written
 from tests.support.checkpoint_files import network as network_of_trainer
 from tests.support.commands import needs_two_cores
 from tests.support.forked import ended, forked, forking_python, printed
@@ -455,7 +455,7 @@ def test_foreign_and_hostile_checkpoints_are_refused_in_a_line(tmp_path: Path) -
 
 @pytest.mark.usefixtures("group")
 def test_checkpoints_of_the_trainer_and_of_a_loop_are_told_apart(tmp_path: Path) -> None:
-    written(tmp_path / "run", state_of(network_of_trainer()), Position(step=1))
+    written(tmp_path / "run", state_of(network_of_trainer()), TrainProgress(step=1))
     with pytest.raises(InputError, match=r"was saved by cputrain train, which resumes it; its weights are in .*model"):
         AsyncCheckpoint(tmp_path / "run").restore(network_of_trainer())
     saved(tmp_path / "loop", 1)

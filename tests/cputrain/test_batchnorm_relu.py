@@ -21,7 +21,7 @@ from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import choose_engine, same_engine
+from cputrain.training.engine import agree_on_engine, choose_engine
 from tests.support.by_hand import ranks_of_code
 from tests.support.ccl_jobs import ran
 from tests.support.kernels import fuse_batchnorms
@@ -378,8 +378,8 @@ def test_auto_falls_back_to_torch_with_the_reason(tmp_path) -> None:
     native = choose_engine("auto", "float32", os.environ)
     assert native.name == "native" and choose_engine("auto", "float64", os.environ).name == "eager"
     assert choose_engine("eager", "float32", os.environ).why == "engine=eager"
-    assert same_engine([("native", "here"), ("native", "there")], native) is native
-    fallen = same_engine([("native", "here"), ("eager", "no compiler")], native)
+    assert agree_on_engine([("native", "here"), ("native", "there")], native) is native
+    fallen = agree_on_engine([("native", "here"), ("eager", "no compiler")], native)
     assert (fallen.name, fallen.why, fallen.kernels) == ("eager", "rank 1: no compiler", None)
 
 

@@ -22,7 +22,8 @@ from cputrain.checkpoint.folder import (
 )
 from cputrain.checkpoint.writer import CheckpointWriter
 from cputrain.comm.store import SignedKeys
-from cputrain.training.saving import Position, load, take_snapshot, try_out
+from cputrain.training.saving import try_out
+from cputrain.training.snapshot import TrainProgress, load, take_snapshot
 from tests.support.checkpoint_files import network, state_of, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("group")]
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     state = state_of(network())
     for step in (1, 2, 3, 4):
-        path = written(tmp_path, state, Position(step=step))
+        path = written(tmp_path, state, TrainProgress(step=step))
         if step == 1:
             set_best(path)
     assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
@@ -40,7 +41,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", name_of(4)]
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
     assert load(tmp_path.with_name("moved") / "best", 0, 1).position.step == 4
-    written(tmp_path, state, Position(step=4, best_score=1.0))
+    written(tmp_path, state, TrainProgress(step=4, best_score=1.0))
     assert load(tmp_path / name_of(4), 0, 1).position.best_score == 1.0, "one of the same step is replaced"
 
 
@@ -51,7 +52,7 @@ def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "symlink_to", refuse)
     state = state_of(network())
     for step in (1, 2):
-        set_best(written(tmp_path, state, Position(step=step)))
+        set_best(written(tmp_path, state, TrainProgress(step=step)))
         assert load(tmp_path / "best", 0, 1).position.step == step and not (tmp_path / "best").is_symlink()
 
 
@@ -86,7 +87,7 @@ def test_a_full_disk_is_named_where_the_training_waits(saved: Path, monkeypatch:
     (saved.parent / "partial").mkdir()
     (saved.parent / "partial/rank-00000.safetensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: .*rank-00000.safetensors"):
-        written(saved.parent, state, Position(step=9))
+        written(saved.parent, state, TrainProgress(step=9))
     assert [path.name for path in list_checkpoints(saved.parent)] == [saved.name]
     assert not (saved.parent / "partial").exists()
 
@@ -145,7 +146,7 @@ def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path) -> None:
     SignedKeys(store, "token").set("saved/1/1", "1 10 10")
     store.set("saved/1/1", "1 10 10")
     with pytest.raises(RunError, match=r"rank 1 has not written its part of a checkpoint after 0\.2 s"):
-        written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2, limit_s=0.2)
+        written(tmp_path, state_of(network()), TrainProgress(step=1), store=store, world_size=2, limit_s=0.2)
     assert list_checkpoints(tmp_path) == []
 
 
@@ -176,13 +177,13 @@ def test_a_checkpoint_that_was_moved_and_linked_is_replaced_and_removed_like_oth
         if (path := places / name_of(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
             shutil.move(path, far)
             path.symlink_to(far)
-        written(places, state, Position(step=step))
+        written(places, state, TrainProgress(step=step))
     assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (2, 3)]
     assert not any(path.is_symlink() for path in places.iterdir())
     shutil.move(places / name_of(2), tmp_path / "far-2")
     (places / name_of(2)).symlink_to(tmp_path / "far-2")
     for step in (4, 5):
-        written(places, state, Position(step=step))
+        written(places, state, TrainProgress(step=step))
     assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (4, 5)]
     assert all(load(tmp_path / f"far-{step}", 0, 1).position.step == step for step in (1, 2, 3))
 
@@ -206,7 +207,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_training(
 
     monkeypatch.setattr(os, "rmdir", refuse)
     for step in (1, 2, 3):
-        written(tmp_path, state_of(network()), Position(step=step))
+        written(tmp_path, state_of(network()), TrainProgress(step=step))
     remove_partial(tmp_path)
     assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)]
     monkeypatch.undo()

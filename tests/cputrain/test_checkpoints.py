@@ -22,10 +22,10 @@ from cputrain.models.weights import read_weights
 from cputrain.optim import OPTIMIZERS
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.saving import Position, check_learner, load, load_eval_model, load_newest, restore
+from cputrain.training.snapshot import TrainProgress, check_learner, load, load_eval_model, load_newest, restore
 from cputrain.training.state import Learner
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
-from cputrain.training.watchers import NonFiniteHandler
+from cputrain.training.watchers.non_finite import NonFiniteHandler
 from tests.support.checkpoint_files import network, state_of, train, written
 from tests.support.checkpoints import content
 
@@ -37,7 +37,7 @@ def test_everything_is_restored_bit_for_bit(optimizer: str, tmp_path: Path) -> N
     made = state_of(network(), optimizer, bf16=True, ema=True)
     train(made)
     made.all_reduce.residuals = {weight: torch.randn(weight.numel()) for weight in made.network.parameters()}
-    position = Position(
+    position = TrainProgress(
         step=7,
         best_score=50.0,
         epoch=EpochMetrics(1.25, 3.0, 12.0, ["a.jpg"]),
@@ -138,7 +138,7 @@ def test_what_is_no_file_is_not_read_for_ever(saved: Path) -> None:
 def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     state = state_of(network())
     for step in (1, 2, 3):
-        written(tmp_path, state, Position(step=step), keep=3)
+        written(tmp_path, state, TrainProgress(step=step), keep=3)
     for step, file in ((3, MANIFEST), (2, "model.safetensors")):
         (tmp_path / name_of(step) / file).write_bytes(b"junk")
     found = load_newest(tmp_path, 0)
@@ -157,9 +157,9 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
 
 def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_path: Path) -> None:
     recipe, lines = load_recipe("demo-digits", (f"output={tmp_path}", "on_nan=rollback")), []
-    state, position = state_of(network()), Position(step=4)
+    state, position = state_of(network()), TrainProgress(step=4)
     for step in (1, 2):
-        written(tmp_path / "checkpoints", state, Position(step=step))
+        written(tmp_path / "checkpoints", state, TrainProgress(step=step))
     (tmp_path / "checkpoints/step-0000002/model.safetensors").write_bytes(b"junk")
     handler = NonFiniteHandler(
         recipe=recipe,
@@ -238,7 +238,7 @@ class Tied(nn.Module):
 def test_the_moving_average_of_tied_weights_is_saved_under_both_names(tmp_path: Path) -> None:
     made = state_of(Tied(), ema=True)
     made.averages["first.weight"].fill_(5.0)
-    path = written(tmp_path, made, Position(step=1))
+    path = written(tmp_path, made, TrainProgress(step=1))
     files = content(path)["files"]
     assert torch.equal(files[EMA]["last.weight"], torch.full((4, 4), 5.0))
     evaluated = Tied()
@@ -276,7 +276,7 @@ def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> 
     value = torch.tensor([0, 1, 1]).to(dtype)
     check_learner(learner_of(Buffered(value)))
     fresh = state_of(Buffered(torch.zeros_like(value)))
-    restore(load(written(tmp_path, state_of(Buffered(value)), Position(step=1)), 0, 1), fresh, "momentum")
+    restore(load(written(tmp_path, state_of(Buffered(value)), TrainProgress(step=1)), 0, 1), fresh, "momentum")
     assert torch.equal(fresh.network.kept, value) and fresh.network.kept.dtype == dtype
 
 
@@ -291,7 +291,7 @@ def test_a_network_that_checkpoints_cannot_hold_is_refused_before_it_trains() ->
 
 def test_a_buffer_that_is_no_part_of_the_state_may_have_another_size(tmp_path: Path) -> None:
     """A cache that grows. Its values are not spread over another size."""
-    path = written(tmp_path, state_of(Buffered(torch.tensor([7.0]), persistent=False)), Position(step=1))
+    path = written(tmp_path, state_of(Buffered(torch.tensor([7.0]), persistent=False)), TrainProgress(step=1))
     for size in (1, 3):
         fresh = state_of(Buffered(torch.zeros(size), persistent=False))
         restore(load(path, 0, 1), fresh, "momentum")

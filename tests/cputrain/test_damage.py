@@ -14,10 +14,9 @@ from cputrain.data.formats.open import open_dataset
 from cputrain.data.pixels import center_crop, decode_by_pillow
 from cputrain.data.prepare import ImageError, inspect
 from cputrain.runs.events import read_events
-from cputrain.training import session, watchers
-from cputrain.training.session import SAMPLE_IMAGES, check_sample
+from cputrain.training import corrupt_images
+from cputrain.training.corrupt_images import SAMPLE_IMAGES, CorruptImageCheck, check_sample
 from cputrain.training.step import Accuracy, EpochMetrics
-from cputrain.training.watchers import DamageCheck
 from tests.support.commands import cputrain, optional
 from tests.support.forked import in_fork
 from tests.support.images import jpeg, write_files, write_images
@@ -115,7 +114,7 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
     for number, path in zip(tried, good, strict=True):
         names[number] = path
     spoil(good[-damaged:])
-    monkeypatch.setattr(session, "all_gather", lambda value: [value])
+    monkeypatch.setattr(corrupt_images, "all_gather", lambda value: [value])
     split = {"train": ImageFiles(names, [0] * images)}
     if not refused:
         check_sample(split, decode_by_pillow, 16, share, ALONE)
@@ -126,10 +125,10 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
 
 
 def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "all_gather", lambda value: [value])
+    monkeypatch.setattr(corrupt_images, "all_gather", lambda value: [value])
     waited: list[bool] = []
     splits = {name: ImageFiles(["x"] * 300, [0] * 300) for name in ("train", "val")}
-    check = DamageCheck(splits=splits, share=0.01, wait=lambda: waited.append(True))
+    check = CorruptImageCheck(splits=splits, share=0.01, wait=lambda: waited.append(True))
     own = EpochMetrics(damaged=["a.jpg: x", "b.jpg: x"])
     check.epoch(own, damaged=2, readable=0, ended=False)
     check.epoch(own, damaged=3, readable=1, ended=True)
@@ -171,7 +170,7 @@ def test_a_table_of_paths_that_are_not_there_is_refused(
     folder = write_files(tmp_path / "table", {"7.jpg": jpeg(7), "../7.jpg": jpeg(7)})
     rows = pyarrow.table({"image": [path.format(i) for i in range(24)], "label": [i % 3 for i in range(24)]})
     parquet.write_table(rows, folder / "train.parquet")
-    monkeypatch.setattr(session, "all_gather", lambda value: [value])
+    monkeypatch.setattr(corrupt_images, "all_gather", lambda value: [value])
     splits = open_dataset(str(folder)).splits
     with pytest.raises(InputError, match=f"1[89] damaged images among 19 of 19: {cause}"):
         check_sample(splits, decode_by_pillow, 16, 0.01, ALONE)

@@ -26,8 +26,8 @@ from cputrain.launch.local import request_of
 from cputrain.measurements import new_record, rate_record, save_bf16_gain
 from cputrain.recipe.loading import load_recipe
 from cputrain.training import engine
+from cputrain.training.engine import measured_engine
 from cputrain.training.ipex import check_pair
-from cputrain.training.session import measured_engine
 from tests.support.commands import here, refused
 
 ROOT = Path(__file__).parents[2]

@@ -21,18 +21,17 @@ from cputrain.kernels.apply import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.convolution import (
     ConvolutionShape,
-    covered_shapes,
     load_convolutions,
-    use_direct_gradients,
-    use_products,
+    native_weight_gradients,
+    pointwise_as_matmul,
     use_winograd,
+    winograd_shapes,
 )
-from cputrain.kernels.rewriting import left_to_torch
 from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import ModelSection
 from tests.support.forked import ROOT, ended, forked
-from tests.support.kernels import fuse_batchnorms
+from tests.support.kernels import assert_same, fuse_batchnorms, left_to_torch
 
 pytestmark = pytest.mark.slow
 
@@ -88,13 +87,6 @@ def run(network: nn.Module) -> dict[str, Tensor]:
         found["evaluated"] = network.eval()(images())
     network.train()
     return found
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], off: float = 1e-4) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        scale = max(1.0, float(value.abs().max()))
-        assert torch.allclose(got[name], value, rtol=off, atol=off * scale), name
 
 
 class Doubled(nn.BatchNorm2d):
@@ -394,7 +386,7 @@ def test_methods_assigned_to_a_class_are_called(monkeypatch: pytest.MonkeyPatch)
 def all_native(network: nn.Module) -> nn.Module:
     native(network)
     use_winograd(network, load_convolutions(os.environ))
-    use_products(network)
+    pointwise_as_matmul(network)
     return network
 
 
@@ -487,9 +479,9 @@ def convolutions(kind: str) -> nn.Module:
     if kind == "winograd":
         use_winograd(network, load_convolutions(os.environ))
     elif kind == "direct":
-        use_direct_gradients(network, load_convolutions(os.environ))
+        native_weight_gradients(network, load_convolutions(os.environ))
     elif kind == "products":
-        use_products(network)
+        pointwise_as_matmul(network)
     return network
 
 
@@ -586,6 +578,15 @@ def test_torch_fx_records_a_native_network_as_torch_s() -> None:
     assert_same(features[1], features[0])
 
 
+def test_in_evaluation_batch_norm_alone_is_torch_s() -> None:
+    """Which is faster there, and equal to the bit."""
+    network, plain, x = native(built()).eval(), built().eval(), images(channels=16)
+    with torch.no_grad():
+        for name in ("1", "3.0.bn2"):
+            assert torch.equal(network.get_submodule(name)(x), plain.get_submodule(name)(x))
+    assert network.get_submodule("1")(x).grad_fn.name() == "_FusedBatchNormBackward"
+
+
 def test_layers_become_native_once() -> None:
     network = all_native(built())
     kinds = [type(module) for module in network.modules()]
@@ -619,7 +620,7 @@ def test_restored_networks_have_their_own_classes() -> None:
     attributes = [set(vars(module)) for module in network.modules()]
     native(network)
     use_winograd(network, load_convolutions(os.environ))
-    use_products(network)
+    pointwise_as_matmul(network)
     assert isinstance(network[3][0], resnet.BasicBlock) and type(network[3][0]).__name__ == "BasicBlock"
     assert [type(module) for module in network.modules()] != before
     restore(network)
@@ -703,7 +704,7 @@ def test_images_that_the_kernels_cannot_read_are_torch_s(given: Callable[[Tensor
             if layers == "winograd":
                 use_winograd(made, load_convolutions(os.environ))
             elif layers == "products":
-                use_products(made)
+                pointwise_as_matmul(made)
         try:
             found = made(given(images(channels=16)))
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -772,7 +773,7 @@ def test_a_network_that_is_tried_with_one_example_stays_as_it_is() -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     shape = ConvolutionShape(inputs=16, outputs=16, height=8, width=8, padding=1)
-    assert covered_shapes(network, images(1, 16)) == {"body.0": shape}
+    assert winograd_shapes(network, images(1, 16)) == {"body.0": shape}
     assert (torch.rand(()), np.random.rand(), random.random()) == expected
     assert network.calls == 0 and network.seen == [] and not hasattr(network, "grid")
     assert [module.training for module in network.modules()] == modes and network.modes == [True]
@@ -782,11 +783,11 @@ def test_a_network_that_is_tried_with_one_example_stays_as_it_is() -> None:
 def test_a_network_that_cannot_be_tried_is_refused_with_the_reason() -> None:
     network = Watched()
     with pytest.raises(InputError, match="a copy of the network fails with one example: "):
-        covered_shapes(network, images(1, 3))
+        winograd_shapes(network, images(1, 3))
     seen: list[nn.Module] = []
     network.body.register_forward_hook(lambda module, *_: seen.append(module))
     with pytest.raises(InputError, match="hooks of the network would be called"):
-        covered_shapes(network, images(1, 16))
+        winograd_shapes(network, images(1, 16))
     assert not seen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from cputrain.kernels.batchnorm import load
-from cputrain.kernels.convolution import has_amx, load_convolutions, use_products, use_winograd
+from cputrain.kernels.convolution import has_amx, load_convolutions, pointwise_as_matmul, use_winograd
 from cputrain.kernels.folding import CacheBlocked, FoldedConv2d, FoldedWinogradConv2d, fold_batchnorms
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
@@ -162,7 +162,7 @@ def test_in_bf16_a_folded_network_is_as_near_to_float32_as_the_network_itself() 
     native = choose_engine("native", "bf16", os.environ)
     network = trained("resnet50", 64)
     if has_amx():
-        use_products(network)
+        pointwise_as_matmul(network)
     folded = evaluation_network(network, native, "bf16")
     if not has_bf16():  # oneDNN refuses bfloat16 there
         assert folded is network
@@ -219,6 +219,17 @@ def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is(caplog: pytest.Lo
     with caplog.at_level("INFO"):
         assert fold_batchnorms(network, torch.float32) is network
     assert "Odd cannot be traced: " in caplog.text
+
+
+@torch.inference_mode()
+def test_a_network_with_nan_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    """As oneDNN's ReLU would make it 0."""
+    network = trained("resnet18", 32)
+    network.get_submodule("layer1.0.bn1").weight[3] = float("nan")
+    with caplog.at_level("INFO"):
+        folded = fold_batchnorms(network, torch.float32)
+    assert "evaluation without folding: layer1.0.bn1.weight is not finite" in caplog.text
+    assert folded(torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)).isnan().all()
 
 
 class Counted(nn.Module):

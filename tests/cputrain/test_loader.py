@@ -23,7 +23,7 @@ from cputrain.data.pixels import Augmentation, Transform, choose_decoder
 from cputrain.data.prepare import Options, prepare
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
-from cputrain.training.session import SessionData, evaluation_batches, training_batches
+from cputrain.training.batches import evaluation_batches, training_batches
 from tests.support.ccl_jobs import started
 from tests.support.forked import ended, forked, in_fork
 from tests.support.images import write_images
@@ -75,20 +75,21 @@ def session_like(path: Path, rank: int, world_size: int, block_mib: float) -> An
     dataset = open_dataset(str(path))
     sizes = derive(recipe, ppn=world_size, nodes=1, images=len(dataset.train))
     this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, convention="env")
-    data = SessionData(
+    return SimpleNamespace(
+        recipe=recipe,
+        sizes=sizes,
+        rank=this,
+        local_batches=(BATCH,) * world_size,
         dataset=dataset,
         decode=choose_decoder("auto", os.environ)[0],
-        decoder="",
         normalize=choose_normalize(recipe.data.mean, recipe.data.std, "auto", os.environ),
         block_length=images_per_block(dataset.train, block_mib, sizes.steps_per_epoch),
+        context=SimpleNamespace(loader_pus=(), loader_threads=1),
     )
-    threads = SimpleNamespace(loader_pus=(), loader_threads=1)
-    local = (BATCH,) * world_size
-    return SimpleNamespace(recipe=recipe, sizes=sizes, rank=this, local_batches=local, data=data, context=threads)
 
 
 def trainer_batches(session: Any) -> dict[str, list]:
-    normalize, steps = session.data.normalize, session.sizes.steps_per_epoch
+    normalize, steps = session.normalize, session.sizes.steps_per_epoch
     return {
         "train": [
             [(normalize(b.images), b.labels) for b in training_batches(session, e, e * steps, (e + 1) * steps)]
@@ -238,8 +239,7 @@ def test_arguments_that_do_not_fit_are_refused(images: Path, options: dict[str, 
 
 
 def test_the_public_names_stay() -> None:
-    assert {"Augmentation", "ImageLoader", "Transform"} <= set(cputrain.data.__all__)
-    assert all(hasattr(cputrain.data, name) for name in cputrain.data.__all__)
+    assert cputrain.data.ImageLoader is cputrain.ImageLoader and cputrain.data.Transform is cputrain.Transform
     with pytest.raises(AttributeError, match="no attribute 'Loader'"):
         _ = cputrain.data.Loader
     code = "import sys, cputrain.data, cputrain.data.from_recipe; sys.exit('torch' in sys.modules)"

@@ -21,7 +21,7 @@ from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
 from cputrain.recipe.workload import workload_of
 from cputrain.training.engine import autocast, choose_engine, prepare_model
-from cputrain.training.step import in_top
+from cputrain.training.step import topk_hits
 
 pytestmark = pytest.mark.slow
 
@@ -92,13 +92,13 @@ def test_momentum_follows_a_plain_reference(decay_all: bool) -> None:
         assert torch.allclose(w, p, rtol=1e-4, atol=1e-6)
 
 
-def test_in_top_counts_like_sorting() -> None:
+def test_topk_hits_count_like_sorting() -> None:
     logits = torch.randn(50, 7)
     labels = torch.randint(0, 7, (50,))
     order = logits.argsort(dim=1, descending=True)
     for k in (1, 5, 9):
         expected = [float(label in row[:k]) for row, label in zip(order.tolist(), labels.tolist(), strict=True)]
-        assert in_top(logits, labels, k).tolist() == expected
+        assert topk_hits(logits, labels, k).tolist() == expected
 
 
 IMAGES = 11  # divides no layer's size

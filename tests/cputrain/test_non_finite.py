@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from cputrain.runs.events import read_events
-from cputrain.training.saving import Position
+from cputrain.training.snapshot import TrainProgress
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
-from cputrain.training.watchers import DivergenceCheck
+from cputrain.training.watchers.divergence import DivergenceCheck
 from tests.support.checkpoints import content
 from tests.support.commands import needs_two_cores
 from tests.support.forked import in_fork
@@ -76,7 +76,7 @@ def test_only_a_positive_first_loss_tells_that_one_diverges() -> None:
     of_step = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
     for losses, warned in (((-1.0, -4.0, 20.0), 0), ((0.0, 1.0), 0), ((1.0, 9.0, 11.0, 12.0), 1)):
         lines: list[str] = []
-        check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), position=Position())
+        check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), position=TrainProgress())
         for step, loss in enumerate(losses):
             check.after_step(step, settings, StepResult(loss=loss, finite=True, non_finite="", **of_step), 1.0)
         assert len(lines) == warned, losses

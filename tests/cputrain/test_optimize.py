@@ -19,6 +19,7 @@ import cputrain
 from cputrain.affinity.errors import InputError
 from cputrain.kernels.apply import fuse_optimizer, plan_of
 from cputrain.kernels.plan import KernelPlan
+from cputrain.kernels.tracing import trace
 from cputrain.models.vision import import_torchvision
 from cputrain.mpi.supervise.run import free_port
 from tests.support.forked import ended, forked, forking_python
@@ -105,6 +106,9 @@ class Untraceable(ResNet):
         return super().forward(x) if out.mean() > 1e9 else self.linear(self.layer1(out).mean((2, 3)))
 
 
+COUNTS = Untraceable.forward.__code__.co_firstlineno + 1
+
+
 def with_subclass() -> nn.Module:
     network = ResNet()
     network.bn1 = Doubled(64)
@@ -156,7 +160,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "shared block": (Shared, "fused forward"),
     "frozen stages": (frozen, "fused forward, 3 layers"),
     "U-Net": (UNet, "batch-norm, 6 layers"),
-    "not traceable": (Untraceable, "torch's: fused forward, 1 layer (forward assigns attributes, items or globals)"),
+    "not traceable": (
+        Untraceable,
+        f"torch's: fused forward, 1 layer (test_optimize.py:{COUNTS} assigns the attribute calls: ",
+    ),
     "SyncBatchNorm": (sync, "torch's: batch-norm, 8 layers (no kernel for SyncBatchNorm)"),
     "detection backbone": (backbone, "batch-norm, 20 layers"),
     "timm's ResNet": (of_timm("resnet18"), "batch-norm, 20 layers"),
@@ -349,6 +356,30 @@ def test_a_hook_that_is_set_later_is_called_and_named(capsys: pytest.CaptureFixt
     assert "torch's now: BasicBlock (hooks of bn1): layer2.0" in capsys.readouterr().out
 
 
+class UsesNormTwice(ResNet):
+    def forward(self, x):
+        out = self.bn1(self.conv1(x))
+        return self.linear(self.layer2(self.layer1(functional.relu(out) + out)).mean((2, 3)))
+
+
+def test_batch_norm_whose_outputs_are_used_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    cputrain.explain(cputrain.optimize(UsesNormTwice()))
+    why = "its outputs are used 2 times, and must be kept"
+    assert f"torch's: ReLU or addition after batch-norm, 1 layer ({why}):\n    bn1" in capsys.readouterr().out
+
+
+def test_forward_passes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[nn.Module] = []
+    monkeypatch.setattr("cputrain.kernels.rewriting.trace", lambda module: (traced.append(module), trace(module))[1])
+    network = cputrain.optimize(ResNet())
+    cputrain.explain(network)
+    assert len(traced) == len(set(traced)) > 0
+    plan = plan_of(network)
+    assert plan is not None and plan.forwards == {}, "the network does not keep its traces"
+    other = cputrain.optimize(ResNet(), choose=plan)  # without traces of its own
+    assert [type(module) for module in other.modules()] == [type(module) for module in network.modules()]
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda found: torch.optim.SGD(found, lr=0.1),
     "momentum": lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -439,12 +470,12 @@ def test_an_average_of_weights_is_that_of_the_optimized_network() -> None:
 RANKS = """
 import sys, torch, torch.distributed as dist, cputrain
 from torch.nn.parallel import DistributedDataParallel
-from cputrain.kernels import apply, plan_of
+from cputrain.kernels import apply
 from tests.cputrain.test_optimize import ResNet, images, off, built, step
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-plan = apply.agreed(plan_of(cputrain.optimize(ResNet())), {"batch-norm": "broken"} if rank else {})
+plan = apply.agreed(apply.plan_of(cputrain.optimize(ResNet())), {"batch-norm": "broken"} if rank else {})
 lines = [f"{plan.layers('batch-norm')} {plan.kept[-1].why}"]
 results = []
 for optimizes in (False, True):

@@ -16,7 +16,7 @@ from cputrain import train
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.cli import main
-from cputrain.training.entry import _own_recipe, note_on_ppn
+from cputrain.training.user_code import _user_recipe, note_on_ppn
 from tests.support.commands import cputrain
 from tests.support.forked import ended, forked, in_fork
 from tests.support.trainings import PPN, raw_events
@@ -138,12 +138,12 @@ def test_a_training_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path) -
 def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> None:
     for key in ("model.name=lenet", "data.crop=32", "label_smoothing=0.1", "loss=mse", "data.path=x"):
         with pytest.raises(InputError, match=f"setting {key.partition('=')[0]} has no effect with your own network"):
-            _own_recipe(None, [key])
+            _user_recipe(None, [key])
     with pytest.raises(InputError, match=r"^setting resume is no recipe key: .* argument resume=True$"):
-        _own_recipe(None, {"resume": True})
+        _user_recipe(None, {"resume": True})
     with pytest.raises(InputError, match="unknown key"):
-        _own_recipe(None, {"optim.nam": "lars"})
-    recipe = _own_recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
+        _user_recipe(None, {"optim.nam": "lars"})
+    recipe = _user_recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
     assert (recipe.optim.name, recipe.optim.momentum, recipe.epochs) == ("lars", 0.5, 3)
     assert recipe.data.path == "own" and recipe.data.kind == "samples" and recipe.label_smoothing == 0
 
@@ -153,7 +153,7 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
 )
 def test_a_plan_s_ppn_that_a_started_script_cannot_follow_is_told(ppn: int | str, ranks: int, told: bool) -> None:
     rank = Rank(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, convention="alone")
-    note = note_on_ppn(_own_recipe(None, {"plan.ppn": ppn}).plan.ppn, rank)
+    note = note_on_ppn(_user_recipe(None, {"plan.ppn": ppn}).plan.ppn, rank)
     assert note.startswith("plan.ppn=2 has no effect, because this script was started with ") == told
     assert note.endswith(": start it with cputrain launch --ppn 2") == told and bool(note) == told
 
@@ -162,7 +162,7 @@ def own_task(loss: Any, batch: Any) -> Any:
     from cputrain.data.formats.dataset import Dataset, UserSamples
     from cputrain.data.loader import own_batch
     from cputrain.recipe.schema import Recipe
-    from cputrain.training.step import UserTask
+    from cputrain.training.task import UserTask
 
     samples = UserSamples(batch, torch.utils.data.default_collate, "train")
     own = UserTask(

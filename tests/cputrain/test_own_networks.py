@@ -21,12 +21,13 @@ from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch
 from cputrain.optim import build_optimizer
 from cputrain.recipe.schema import CommSection, OptimSection, Recipe
+from cputrain.training.building import prepare_user_network
 from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.entry import prepare_own_network
-from cputrain.training.saving import Position, load, restore
+from cputrain.training.snapshot import TrainProgress, load, restore
 from cputrain.training.state import Learner, TrainState, make_train_state
-from cputrain.training.step import StepSettings, UserTask, train_step
-from cputrain.training.watchers import replica_tensors
+from cputrain.training.step import StepSettings, train_step
+from cputrain.training.task import UserTask
+from cputrain.training.watchers.replicas import replica_tensors
 from tests.cputrain.test_own_code import OF_RANKS, ROOT
 from tests.support.checkpoint_files import written
 from tests.support.forked import ended, forked, in_fork
@@ -62,7 +63,7 @@ def training(network: nn.Module, inputs: Tensor, loss: Any = None, **keys: Any) 
     dataset = Dataset(classes=(), train=rows, val=rows)
     own = UserTask(network=network, loss=loss or nn.CrossEntropyLoss(), dataset=dataset, classifies=False)
     task = own.task(recipe)
-    notes = prepare_own_network(task.build(), task, recipe.precision)
+    notes = prepare_user_network(task.build(), task, recipe.precision)
     prepare_model(network, choose_engine("eager", recipe.precision, {}), recipe.precision)
     optimizer = build_optimizer(network, recipe.optim, task.loss_module)
     learner = Learner(network, task.losses, recipe.precision, task.loss_module)
@@ -126,7 +127,7 @@ def test_a_loss_is_saved_and_restored_with_its_optimizer_state(tmp_path: Path) -
     momentum = OptimSection(name="momentum", weight_decay=0.0)
     made = training(nn.Linear(3, CLASSES), rows(3), Counting(), optim=momentum, ema_decay=0.5)
     made.step(2)
-    path = written(tmp_path, made.state, Position(step=2))
+    path = written(tmp_path, made.state, TrainProgress(step=2))
     assert sorted(file.name for file in path.glob("*.safetensors")) == [
         "ema.safetensors",
         "loss.safetensors",
@@ -300,7 +301,7 @@ def test_layers_of_every_kind_train_average_and_resume_bit_for_bit(name: str, tm
     made = training(build(), inputs, ema_decay=0.75)
     assert ("dense" in "".join(made.notes)) == name.startswith("sparse")
     made.step(2)
-    path = written(tmp_path, made.state, Position(step=2))
+    path = written(tmp_path, made.state, TrainProgress(step=2))
     assert not [key for key in load(path, 0, 1).files["model.safetensors"] if "_orig_mod" in key]
     again = training(build(), inputs, ema_decay=0.75)
     restore(load(path, 0, 1), again.state, "momentum")

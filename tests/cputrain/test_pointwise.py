@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.kernels.convolution import PointwiseConv2d, has_amx, use_products
+from cputrain.kernels.convolution import PointwiseConv2d, has_amx, pointwise_as_matmul
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
 
@@ -22,7 +22,7 @@ def images_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def products_of(layer: nn.Module) -> nn.Module:
     """A copy that computes as products."""
     found = copy.deepcopy(layer)
-    use_products(found)
+    pointwise_as_matmul(found)
     return found
 
 

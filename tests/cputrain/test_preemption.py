@@ -166,7 +166,7 @@ def test_quick_steps_look_into_the_store_now_and_then_and_still_agree(handlers: 
         stops = []
         for step in range(1, 60):
             for rank in (other, main):
-                rank.set_pace(0.0125)  # eight steps in a tenth of a second
+                rank.set_step_time(0.0125)  # eight steps in a tenth of a second
                 rank.agree(step, save_due=step >= signaled + 1)
                 if step % 13 == 0:
                     rank.agree(step, ends_epoch=True)

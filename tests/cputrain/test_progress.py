@@ -8,8 +8,10 @@ import pytest
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import SilentEvents, TimeSpent
-from cputrain.training.log import Progress, TrainingLog, summary_lines
+from cputrain.training.progress import Progress
+from cputrain.training.run_folder import summary_lines
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainResult
+from cputrain.training.watchers.log import TrainingLog
 from tests.support.forked import in_fork
 
 RESULT = StepResult(
@@ -54,7 +56,7 @@ def test_without_a_terminal_the_bar_is_a_line_at_times(
         "epoch 1/15",
         "warning: the disk is almost full",
     ]
-    monkeypatch.setattr("cputrain.training.log.PLAIN_S", 0.0)
+    monkeypatch.setattr("cputrain.training.progress.PLAIN_S", 0.0)
     train(quiet=False, redrawn=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("epoch 1/15 step 2/540 |")] and not err

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cputrain.checksums import bit_sum, in_memory_order
-from cputrain.training.watchers import describe_difference, odd_ranks, replica_tensors
+from cputrain.training.watchers.replicas import describe_difference, odd_ranks, replica_tensors
 from tests.support import trainings
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import needs_two_cores
@@ -104,7 +104,7 @@ def test_the_message_names_rank_host_and_steps() -> None:
 ROUNDING = """
 import json, torch, torch.distributed as dist
 from cputrain.affinity.errors import RunError
-from cputrain.training.watchers import ReplicaCheck, bit_sum, replica_tensors
+from cputrain.training.watchers.replicas import ReplicaCheck, bit_sum, replica_tensors
 
 dist.init_process_group("gloo")
 rank, warned = dist.get_rank(), []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cputrain.kernels.convolution import covers
+from cputrain.kernels.convolution import supports_winograd
 from cputrain.manifest import read_manifest
 from cputrain.models.networks import build_model
 from cputrain.recipe.loading import load_recipe, recipe_names
@@ -133,7 +133,7 @@ def test_layers_by_winograd_are_those_of_the_first_start(place: Path) -> None:
     check_consistency(place / "imagefolder/whole", place / "imagefolder/parts")
     layers = read_manifest(newest(place / "imagefolder/parts")).training.winograd
     network = build_model(ModelSection(name="resnet18"), 3, 64)
-    assert layers and set(layers) <= {name for name, layer in network.named_modules() if covers(layer)}
+    assert layers and set(layers) <= {name for name, layer in network.named_modules() if supports_winograd(layer)}
     environment = json.loads((place / "imagefolder/whole/environment.json").read_text(encoding="utf-8"))
     assert environment["winograd"] == list(layers)
     assert f"convolutions by Winograd's algorithm: {len(layers)} layers" in result.stderr + result.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, second_use
+from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, residual_alias
 from cputrain.kernels.norms import GhostBatchNorm2d
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
@@ -36,9 +36,9 @@ def test_gradients_of_two_uses_are_added_up_to_the_bit(
 ) -> None:
     images = images_of((4, 64, 8, 8), 6)
     gradients = []
-    uses = Mock(side_effect=second_use)
+    uses = Mock(side_effect=residual_alias)
     for use in (uses, lambda outputs: outputs):
-        monkeypatch.setattr("cputrain.kernels.fusion.second_use", use)
+        monkeypatch.setattr("cputrain.kernels.fusion.residual_alias", use)
         blocks = two_blocks()
         for layer in blocks.modules():
             if ghost_batch and type(layer) is FusedBatchNorm2d:
@@ -50,8 +50,8 @@ def test_gradients_of_two_uses_are_added_up_to_the_bit(
         outputs.backward(images_of(tuple(outputs.shape), 7).to(outputs.dtype))
         gradients.append([given.grad, *(parameter.grad for parameter in blocks.parameters())])
     (outputs,) = (call.args[0] for call in uses.call_args_list)
-    assert second_use(outputs) is not outputs
-    assert second_use(outputs).data_ptr() == outputs.data_ptr()
+    assert residual_alias(outputs) is not outputs
+    assert residual_alias(outputs).data_ptr() == outputs.data_ptr()
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
@@ -68,10 +68,10 @@ def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
     given: list[bool] = []
 
     def used(outputs: torch.Tensor) -> torch.Tensor:
-        given.append(second_use(outputs) is not outputs)
-        return second_use(outputs)
+        given.append(residual_alias(outputs) is not outputs)
+        return residual_alias(outputs)
 
-    monkeypatch.setattr("cputrain.kernels.fusion.second_use", used)
+    monkeypatch.setattr("cputrain.kernels.fusion.residual_alias", used)
     if name.startswith("timm:") and find_spec("timm") is None:
         pytest.skip("needs timm: pip install 'cputrain[timm]'")
     network = build_model(ModelSection(name=name), 10, 32).to(memory_format=torch.channels_last)
@@ -100,14 +100,14 @@ def test_changed_outputs_are_used_as_they_are_and_nothing_keeps_them() -> None:
     layer = fused(nn.BatchNorm2d(4))
     images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
     outputs = layer(images, residual)
-    assert second_use(outputs) is not outputs
+    assert residual_alias(outputs) is not outputs
     outputs.mul_(2)
-    assert second_use(outputs) is outputs
+    assert residual_alias(outputs) is outputs
     with torch.no_grad():
         outputs = layer(images, residual)
-    assert second_use(outputs) is outputs
+    assert residual_alias(outputs) is outputs
     outputs = layer(images, residual)
-    (outputs + second_use(outputs)).sum().backward()
+    (outputs + residual_alias(outputs)).sum().backward()
     kept = weakref.ref(outputs)
     del outputs
     assert kept() is None
@@ -122,7 +122,7 @@ def test_whoever_watches_the_gradient_of_outputs_sees_the_sum_of_both(kind: str)
         outputs.register_hook(seen.append)
     else:
         outputs.retain_grad()
-    (outputs + 2 * second_use(outputs)).sum().backward()
+    (outputs + 2 * residual_alias(outputs)).sum().backward()
     (gradient,) = seen or [outputs.grad]
     assert torch.equal(gradient, torch.full_like(outputs, 3))
 
@@ -132,13 +132,13 @@ def test_the_recorder_of_layers_changes_no_use() -> None:
     with recorder.attached(blocks):
         outputs = blocks(images_of((2, 64, 8, 8), 3).requires_grad_())
         outputs.sum().backward()
-    assert second_use(outputs) is not outputs
+    assert residual_alias(outputs) is not outputs
     layers = {name for name, kind in recorder.kinds.items() if kind != "ReLU"}  # which batch-norm has computed
     assert {name for name, _ in recorder.gradients} == {name for name, *_ in recorder.forwards} == layers
 
 
 def test_one_use_alone_has_its_gradient() -> None:
-    for used in (lambda outputs: outputs, second_use):
+    for used in (lambda outputs: outputs, residual_alias):
         layer = fused(nn.BatchNorm2d(4))
         images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
         used(layer(images, residual)).sum().backward()

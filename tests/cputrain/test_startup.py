@@ -9,7 +9,7 @@ from cputrain.affinity.ranks.rank import Rank
 from cputrain.launch.rank_process import Startup, startup_of
 from cputrain.mpi.supervise.ranks import Stream
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
-from cputrain.training.log import startup_lines
+from cputrain.training.environment import startup_lines
 
 RANK = Rank(rank=0, world_size=2, local_rank=0, local_world_size=2, convention="env")
 

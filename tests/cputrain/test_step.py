@@ -13,7 +13,8 @@ from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Reci
 from cputrain.schedule import lr_at
 from cputrain.training.engine import autocast, bf16_speedups, choose_engine, prepare_model
 from cputrain.training.state import Learner, TrainState, make_train_state
-from cputrain.training.step import EpochMetrics, StepResult, StepSettings, Task, recipe_task, train_step
+from cputrain.training.step import EpochMetrics, StepResult, StepSettings, train_step
+from cputrain.training.task import Task, recipe_task
 
 pytestmark = pytest.mark.usefixtures("group")
 EAGER = choose_engine("eager", "float32", {})

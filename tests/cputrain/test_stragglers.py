@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from cputrain.affinity.kernel.binding import threads_of
-from cputrain.training import watchers
+from cputrain.training.core_usage import CoreUsage, pus_left
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
-from cputrain.training.watchers import (
+from cputrain.training.watchers import stragglers
+from cputrain.training.watchers.stragglers import (
     EVERY_STEPS,
-    CoreUsage,
     StepStats,
     StragglerWatch,
     find_stragglers,
-    pus_left,
     to_report,
 )
 from tests.support.commands import needs_two_cores
@@ -74,7 +73,7 @@ def test_a_rank_that_has_left_its_cpus_is_named_even_if_it_slows_only_others() -
 
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[StepStats] = [TYPICAL]
-    monkeypatch.setattr(watchers, "every_rank", lambda own: torch.tensor([own, *others], dtype=torch.float64))
+    monkeypatch.setattr(stragglers, "every_rank", lambda own: torch.tensor([own, *others], dtype=torch.float64))
     named: list[tuple[int, int]] = []
 
     def warn(step: int, what: str, *, rank: int, **_more: object) -> None:

@@ -19,7 +19,6 @@ from cputrain.kernels.apply import restore
 from cputrain.kernels.batchnorm import load
 from cputrain.kernels.folding import FoldedConv2d, fold_batchnorms
 from cputrain.kernels.norms import batchnorms
-from cputrain.kernels.rewriting import left_to_torch
 from cputrain.models.networks import build_model, inputs_note
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import build_optimizer
@@ -28,7 +27,7 @@ from cputrain.runs.events import read_events
 from cputrain.training.engine import has_onednn
 from tests.support.forked import in_fork
 from tests.support.images import write_images
-from tests.support.kernels import fuse_batchnorms
+from tests.support.kernels import fuse_batchnorms, left_to_torch
 
 pytestmark = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
 

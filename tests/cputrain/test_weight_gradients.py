@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cputrain.kernels.batchnorm import checked, load
-from cputrain.kernels.convolution import DirectConv2d, covers, has_amx, load_convolutions, use_direct_gradients
+from cputrain.kernels.batchnorm import load, verify_kernels
+from cputrain.kernels.convolution import (
+    NativeWgradConv2d,
+    has_amx,
+    load_convolutions,
+    native_weight_gradients,
+    supports_winograd,
+)
 from cputrain.kernels.folding import fold_batchnorms
 from cputrain.kernels.plan import Target
 from cputrain.models.networks import build_model
@@ -23,10 +29,10 @@ from tests.support.kernels import fuse_batchnorms
 ROUNDING = 2**-8  # of a value to bfloat16
 
 
-def direct(layer: nn.Conv2d) -> DirectConv2d:
+def direct(layer: nn.Conv2d) -> NativeWgradConv2d:
     made = copy.deepcopy(layer)
-    use_direct_gradients(made, load_convolutions(os.environ))
-    assert isinstance(made, DirectConv2d)
+    native_weight_gradients(made, load_convolutions(os.environ))
+    assert isinstance(made, NativeWgradConv2d)
     return made
 
 
@@ -134,11 +140,11 @@ def test_other_layers_and_images_stay_with_torch() -> None:
         nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"),
         nn.Conv2d(64, 64, 3).double(),
     ):
-        use_direct_gradients(layer, kernels)
+        native_weight_gradients(layer, kernels)
         assert type(layer) is nn.Conv2d
     layer = layer_of(64, 16, 3)
     made, x = direct(layer), images_of(2, 64, 5, 5)
-    assert covers(made)  # Winograd's algorithm may replace it
+    assert supports_winograd(made)  # Winograd's algorithm may replace it
     assert torch.equal(made(x), layer(x))  # float32
     with torch.autocast("cpu", torch.bfloat16):
         assert made(torch.zeros(64, 5, 5)).shape == (16, 3, 3)
@@ -157,10 +163,10 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 def test_such_layers_are_folded_for_evaluation() -> None:
     torch.manual_seed(0)
     network = build_model(ModelSection(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
-    fuse_batchnorms(network, checked(load(os.environ)))
+    fuse_batchnorms(network, verify_kernels(load(os.environ)))
     expected = fold_batchnorms(network, torch.float32)
-    use_direct_gradients(network, load_convolutions(os.environ))
-    assert sum(isinstance(one, DirectConv2d) for one in network.modules()) == 19
+    native_weight_gradients(network, load_convolutions(os.environ))
+    assert sum(isinstance(one, NativeWgradConv2d) for one in network.modules()) == 19
     x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
     with torch.no_grad():
         assert torch.equal(fold_batchnorms(network, torch.float32)(x), expected(x))
@@ -171,7 +177,7 @@ def test_the_native_engine_uses_them_where_the_cpu_multiplies_bfloat16(precision
     engine = choose_engine("native", precision, os.environ)
     network = prepare_model(build_model(ModelSection(name="resnet18"), 10, 64), engine, precision)
     used = precision == "bf16" and load_convolutions(os.environ).multiplies_bf16 and not has_amx()
-    assert any(isinstance(one, DirectConv2d) for one in network.modules()) == used
+    assert any(isinstance(one, NativeWgradConv2d) for one in network.modules()) == used
 
 
 @pytest.mark.slow

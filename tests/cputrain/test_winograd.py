@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from cputrain.kernels.convolution import (
     ConvolutionShape,
     WinogradConv2d,
-    covered_shapes,
-    covers,
     load_convolutions,
     speedup,
+    supports_winograd,
     use_winograd,
+    winograd_shapes,
 )
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
@@ -130,7 +130,7 @@ def test_other_layers_and_images_stay_with_torch() -> None:
         nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect"),
         nn.Conv2d(16, 16, 3, padding=1).double(),
     ):
-        assert not covers(layer)
+        assert not supports_winograd(layer)
     made = winograd(square(16, 16))
     assert made(torch.zeros(16, 5, 5)).shape == (16, 5, 5)
     assert made(torch.zeros(0, 16, 5, 5)).shape == (0, 16, 5, 5)
@@ -141,7 +141,7 @@ def test_other_layers_and_images_stay_with_torch() -> None:
 def test_the_shapes_of_a_network_are_those_of_its_layers() -> None:
     network = build_model(ModelSection(name="resnet50"), 10, 224)
     before = copy.deepcopy(network.state_dict())
-    found = covered_shapes(network.train(), torch.zeros(1, 3, 224, 224))
+    found = winograd_shapes(network.train(), torch.zeros(1, 3, 224, 224))
     assert len(found) == 13 and network.training and network.layer1.training
     assert found["layer3.2.conv2"] == ConvolutionShape(inputs=256, outputs=256, height=14, width=14, padding=1)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

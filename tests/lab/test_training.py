@@ -38,7 +38,7 @@ with open(f"/mnt/rank-{os.environ['RANK']}.json", "w") as file:
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compile what the guests import."""
-    boot.compile_modules("cputrain.cli.train", "cputrain.cli.launch", "cputrain.training.entry", "torch.distributed")
+    boot.compile_modules("cputrain.cli.train", "cputrain.cli.launch", "cputrain.training.trainer", "torch.distributed")
 
 
 def test_two_workers_train_lenet_on_snc2(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from cputrain.comm.store import SignedKeys
 from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import OptimSection
-from cputrain.training.saving import Position, take_snapshot
+from cputrain.training.snapshot import TrainProgress, take_snapshot
 from cputrain.training.state import Learner, TrainState
-from cputrain.training.step import sample_losses
+from cputrain.training.task import sample_losses
 
 
 def network(outputs: int = 2) -> nn.Module:
@@ -49,7 +49,7 @@ def train(state: TrainState, steps: int = 3) -> None:
 def written(
     folder: Path,
     state: TrainState,
-    position: Position,
+    position: TrainProgress,
     optimizer: str = "momentum",
     keep: int = 2,
     store: dist.Store | None = None,

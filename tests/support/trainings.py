@@ -62,7 +62,7 @@ def trained(
 def main(trainings: list[dict[str, Any]]) -> None:
     if "FAULT_RANK" in os.environ:
         runpy.run_path(str(FAULTS))
-    from cputrain.training.entry import train_rank
+    from cputrain.training.trainer import train_rank
 
     rank = rank_from_env(os.environ)
     assert rank is not None
@@ -82,7 +82,7 @@ def main(trainings: list[dict[str, Any]]) -> None:
 def send_signal(step: int) -> None:
     """Send this process the preemption signal when a step is logged; 0: never."""
     from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
-    from cputrain.training.log import TrainingLog
+    from cputrain.training.watchers.log import TrainingLog
 
     def log_step(self: TrainingLog, done: int, *arguments: Any) -> None:
         PLAIN_STEP[0](self, done, *arguments)
@@ -102,7 +102,7 @@ def poison(step: int) -> None:
     from torch import nn
 
     from cputrain.models.networks import build_model
-    from cputrain.training import step as steps
+    from cputrain.training import task
 
     class Poison(nn.Module):
         passes = 0
@@ -117,7 +117,7 @@ def poison(step: int) -> None:
         model.relu = nn.Sequential(model.relu, Poison())
         return model
 
-    steps.build_model = poisoned if step else build_model
+    task.build_model = poisoned if step else build_model
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ from cputrain.recipe.derivation import step_lr
 from cputrain.recipe.loading import load_recipe
 from cputrain.studies.bench.figures import seconds_of
 from cputrain.studies.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
-from cputrain.training.entry import build_state
-from cputrain.training.session import Session, endless_batches, start_session, with_measured_engine
+from cputrain.training.batches import endless_batches
+from cputrain.training.building import build_state
+from cputrain.training.session import Session, start_session
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepResult, StepSettings, train_step
 
@@ -229,7 +230,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     """Train a few steps as one rank of the recipe file asked["recipe"], and measure what asked["spec"] requests."""
     recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
 
-    session = with_measured_engine(start_session(context, recipe))
+    session = start_session(context, recipe, measured=True)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
     state, _ = build_state(session, None, observed)
     recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), endless_batches(session)

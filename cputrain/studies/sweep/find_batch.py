@@ -112,7 +112,7 @@ def peak_file(folder: Path, rank: int | str) -> Path:
 def train_steps(asked: dict[str, Any], context: RankContext) -> None:
     """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
     0: no limit). The peak memory is written to a file."""
-    from cputrain.training.entry import train_rank  # imports torch, which must follow the check of the binding
+    from cputrain.training.trainer import train_rank  # imports torch, which must follow the check of the binding
 
     recipe, limit = load_recipe(asked["recipe"]), asked["bytes"]
     if limit:

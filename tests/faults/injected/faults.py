@@ -37,7 +37,7 @@ def other_version(name):
 
 
 CHANGES = {
-    "FAULT_FLIP": ("cputrain.training.watchers", flip),
+    "FAULT_FLIP": ("cputrain.training.watchers.replicas", flip),
     "FAULT_VERSION": ("cputrain", other_version("FAULT_VERSION")),
     "FAULT_TORCH": ("torch", other_version("FAULT_TORCH")),
 }
