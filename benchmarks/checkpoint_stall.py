@@ -133,7 +133,7 @@ def made_trial(folder: Path, store: Store, batch: int) -> Trial:
     )
     images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
     return Trial(
-        state=make_train_state(recipe, Learner(network, partial(sample_losses, "cross_entropy")), optimizer),
+        state=make_train_state(Learner(network, partial(sample_losses, "cross_entropy")), optimizer, recipe.comm),
         writer=writer,
         images=images,
         labels=torch.randint(CLASSES, (batch,)),

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 
 REDUCED = 24 << 20  # bytes
 K = TypeVar("K")
@@ -138,7 +138,7 @@ def alone(rounds: int, network: str, crop: int, batches: list[int]) -> dict[int,
 
 
 def built(network: str, crop: int) -> torch.nn.Module:
-    return build_model(ModelSection(name=network), 1000, crop).to(memory_format=torch.channels_last)
+    return build_model(ModelSettings(name=network), 1000, crop).to(memory_format=torch.channels_last)
 
 
 def train(model: torch.nn.Module, batch: int, crop: int) -> None:

@@ -19,7 +19,7 @@ from torch.fx.experimental.optimization import fuse
 from cputrain.kernels.convolution import load_convolutions, supports_winograd, use_winograd
 from cputrain.kernels.norms import batchnorms
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
 EAGER = choose_engine("eager", "float32", {})
@@ -76,7 +76,7 @@ def main() -> None:
 def network_of(name: str, side: int, engine: Engine, precision: str) -> nn.Module:
     """Return a network with non-trivial batch-norm statistics, as after a training."""
     torch.manual_seed(1)
-    network = prepare_model(build_model(ModelSection(name=name), CLASSES, side), engine, precision)
+    network = prepare_model(build_model(ModelSettings(name=name), CLASSES, side), engine, precision)
     for layer in batchnorms(network):
         layer.momentum = 1.0
     with torch.no_grad():

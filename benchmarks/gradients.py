@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cputrain.kernels.convolution import load_convolutions, use_winograd
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 
 CLASSES = 1000
 Gradients = dict[str, Tensor]
@@ -42,7 +42,7 @@ def main() -> None:
 def errors(model: str, count: int, size: int, seed: int) -> dict[str, list[float]]:
     """Return the error of each parameter's gradient, by algorithm and precision."""
     torch.manual_seed(seed)
-    network = build_model(ModelSection(name=model), CLASSES, size)
+    network = build_model(ModelSettings(name=model), CLASSES, size)
     images = torch.randn(count, 3, size, size).to(memory_format=torch.channels_last)
     labels = torch.randint(CLASSES, (count,))
     exact = gradients(copy.deepcopy(network).double(), images.double(), labels, torch.float64)

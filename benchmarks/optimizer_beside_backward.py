@@ -113,11 +113,11 @@ def ddp_of(side: int, *, beside: bool) -> tuple[Any, Callable[[list[Any], list[A
     from torch.nn.parallel import DistributedDataParallel
 
     from cputrain.models.networks import build_model
-    from cputrain.recipe.schema import ModelSection
+    from cputrain.models.settings import ModelSettings
     from cputrain.training.engine import choose_engine, prepare_model
 
     engine = choose_engine("native", "float32", os.environ)
-    network = prepare_model(build_model(ModelSection(name="resnet50"), 1000, side), engine, "float32")
+    network = prepare_model(build_model(ModelSettings(name="resnet50"), 1000, side), engine, "float32")
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB)
     velocities = {p: torch.zeros_like(p) for p in network.parameters()}
 

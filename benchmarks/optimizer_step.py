@@ -14,9 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from cputrain.models.networks import build_model
+from cputrain.models.settings import ModelSettings
 from cputrain.models.vision import import_torchvision
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.optim_settings import OptimSettings
 from cputrain.studies.bench.figures import interleaved, seconds_of
 from cputrain.training.engine import choose_engine, prepare_model
 
@@ -31,14 +32,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     contenders: dict[str, Make] = {
-        "torch SGD, fused": lambda model: build_optimizer(model, OptimSection()),
+        "torch SGD, fused": lambda model: build_optimizer(model, OptimSettings()),
         "torch SGD, foreach": lambda model: torch.optim.SGD(
             model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True
         ),
-        "ours, caffe": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="caffe")),
-        "ours, timm": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="timm")),
-        "ours, nus": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="nus")),
-        "ours, caffe, Nesterov": lambda model: build_optimizer(model, OptimSection(name="lars", nesterov=True)),
+        "ours, caffe": lambda model: build_optimizer(model, OptimSettings(name="lars", lars_variant="caffe")),
+        "ours, timm": lambda model: build_optimizer(model, OptimSettings(name="lars", lars_variant="timm")),
+        "ours, nus": lambda model: build_optimizer(model, OptimSettings(name="lars", lars_variant="nus")),
+        "ours, caffe, Nesterov": lambda model: build_optimizer(model, OptimSettings(name="lars", nesterov=True)),
         **by_timm(),
     }
     runs = {name: partial(seconds_of, step_of(make)) for name, make in contenders.items()}
@@ -52,7 +53,7 @@ def main() -> None:
 
 def step_of(make: Make) -> Callable[[], Any]:
     torch.manual_seed(0)
-    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000, 224), EAGER, "float32")
+    model = prepare_model(build_model(ModelSettings(name="resnet50"), 1000, 224), EAGER, "float32")
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)

@@ -19,8 +19,7 @@ from cputrain.affinity.terminal import markdown_table
 from cputrain.predict.assumptions import CONSTANTS, link_of
 from cputrain.predict.step_time import DEFAULT_BUCKETS, Setup, seconds_at
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
-from cputrain.studies.simulate.predict import Reference, core_flops_of, speed_at
-from cputrain.studies.simulate.setup import layers_of
+from cputrain.studies.simulate.predict import Reference, core_flops_of, layers_of, speed_at
 from tests.support.fake_hosts import FakeHosts
 
 REPEATS = 5  # per all-reduce

@@ -38,15 +38,16 @@ def run_steps(options: argparse.Namespace) -> None:
 
     from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
     from cputrain.models.networks import build_model
+    from cputrain.models.settings import ModelSettings
     from cputrain.optim import build_optimizer, set_lr_and_decay
-    from cputrain.recipe.schema import ModelSection, OptimSection
+    from cputrain.optim_settings import OptimSettings
     from cputrain.training.engine import autocast, choose_engine, optimize_training, prepare_model, to_weight_dtype
 
     torch.set_num_threads(1)
     precision = "bf16" if options.bf16 else "float32"
     engine = choose_engine(options.engine, precision, os.environ)
-    network = prepare_model(build_model(ModelSection(name="resnet50"), 1000, options.side), engine, precision)
-    network, optimizer = optimize_training(network, build_optimizer(network, OptimSection()), engine)
+    network = prepare_model(build_model(ModelSettings(name="resnet50"), 1000, options.side), engine, precision)
+    network, optimizer = optimize_training(network, build_optimizer(network, OptimSettings()), engine)
     set_lr_and_decay(optimizer, 0.1, 5e-5)
     normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", os.environ)
     pixels = torch.randint(0, 256, (options.batch, options.side, options.side, 3), dtype=torch.uint8)

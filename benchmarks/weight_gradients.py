@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cputrain.kernels.convolution import load_convolutions, native_weight_gradients
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.studies.bench.figures import interleaved, seconds_of
 
 SIDE = 224
@@ -53,7 +53,7 @@ def main() -> None:
 @torch.no_grad()
 def shapes() -> Counter[Shape]:
     """Return the shapes of ResNet-50's convolutions that the kernels support, with the number of layers of each."""
-    network, found = build_model(ModelSection(name="resnet50"), 1000, SIDE).eval(), Counter[Shape]()
+    network, found = build_model(ModelSettings(name="resnet50"), 1000, SIDE).eval(), Counter[Shape]()
 
     def record(layer: nn.Conv2d, inputs: tuple[Tensor], _output: Tensor) -> None:
         shape = layer.in_channels, layer.out_channels, layer.kernel_size[0], layer.stride[0], inputs[0].shape[2]

@@ -22,10 +22,11 @@ from cputrain.affinity.filesystem import errors_name
 from cputrain.affinity.wording import plural
 from cputrain.checkpoint.files import MANIFEST, MODEL, SUFFIX, read_tensors, write_tensors
 from cputrain.data.formats.dataset import ImageFiles, Images
-from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.from_settings import open_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
+from cputrain.data.settings import DataSettings
 from cputrain.kernels.plan import WINOGRAD, Gain, plan_kernels
 from cputrain.manifest import NetworkRecord, first_error, read_manifest
 from cputrain.models.networks import build_model
@@ -364,7 +365,7 @@ def _difference(path: Path, format_name: str, checkpoint: Path, inputs: Tensor, 
 
 def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
     """Read the pixels of up to COMPARED readable images, (n, crop, crop, 3) uint8."""
-    images: Images = ImageFiles(named, [0] * len(named)) if named else _validation_images(classifier.recipe)
+    images: Images = ImageFiles(named, [0] * len(named)) if named else _validation_images(classifier.recipe.data)
     side, found = classifier.record.crop, []
     for number in np.linspace(0, len(images) - 1, min(len(images), 4 * COMPARED)).astype(int).tolist():
         pixels = np.empty((1, side, side, 3), dtype=np.uint8)
@@ -383,10 +384,10 @@ def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
     return torch.from_numpy(np.concatenate([found[number] for number in chosen]))
 
 
-def _validation_images(recipe: Recipe) -> Images:
-    if recipe.data.generated:
+def _validation_images(data: DataSettings) -> Images:
+    if data.generated:
         raise InputError("the checkpoint was trained on generated data: give images to compare logits with --images")
     try:
-        return open_recipe_data(recipe).val
+        return open_data(data).val
     except InputError as error:
         raise InputError(f"{error}; or give images to compare logits with --images FOLDER") from None

@@ -1,5 +1,5 @@
-"""Optimizers LARS (You et al. 2017), LAMB (You et al. 2020) and dual-averaging AdaGrad (Duchi et al. 2011); the
-optimizer of a recipe, one of these or torch's; and each layer's norms and trust ratio.
+"""Optimizers LARS (You et al. 2017), LAMB (You et al. 2020) and dual-averaging AdaGrad (Duchi et al. 2011); an
+optimizer by its name, one of these or torch's; and each layer's norms and trust ratio.
 
 Lars, Lamb, AdagradDA and param_groups work with any model: `from cputrain.optim import Lars`. Lars and Lamb are for
 large batches.
@@ -9,14 +9,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-if TYPE_CHECKING:
-    from cputrain.recipe.schema import OptimSection  # the optimizers themselves need no recipe
+from cputrain.optim_settings import OptimSettings
 
 __all__ = [
     "OPTIMIZERS",
@@ -497,7 +496,7 @@ def param_groups(
     ]
 
 
-def build_optimizer(model: nn.Module, optim: "OptimSection", loss: nn.Module | None = None) -> Optimizer:
+def build_optimizer(model: nn.Module, optim: OptimSettings, loss: nn.Module | None = None) -> Optimizer:
     """Build the optimizer of all parameters that require gradients, those of a loss included, with lr=0: the rate is
     set before each step."""
     modules = (model,) if loss is None else (model, loss)
@@ -521,7 +520,7 @@ def set_lr_and_decay(optimizer: Optimizer, lr: float, weight_decay: float) -> No
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def _lars(groups: ParamGroups, optim: "OptimSection") -> Optimizer:
+def _lars(groups: ParamGroups, optim: OptimSettings) -> Optimizer:
     return Lars(
         groups,
         lr=0.0,
@@ -535,16 +534,16 @@ def _lars(groups: ParamGroups, optim: "OptimSection") -> Optimizer:
     )
 
 
-def _eps(optim: "OptimSection") -> dict[str, Any]:
+def _eps(optim: OptimSettings) -> dict[str, Any]:
     return {} if optim.epsilon == "auto" else {"eps": optim.epsilon}
 
 
-def _adam(groups: ParamGroups, optim: "OptimSection") -> dict[str, Any]:
+def _adam(groups: ParamGroups, optim: OptimSettings) -> dict[str, Any]:
     return {"params": groups, "lr": 0.0, "betas": (optim.beta1, optim.beta2), **_eps(optim)}
 
 
 # torch's optimizers use the fused implementation if there is one for CPUs, as it passes over the weights only once.
-OPTIMIZERS: dict[str, Callable[[ParamGroups, "OptimSection"], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[ParamGroups, OptimSettings], Optimizer]] = {
     "sgd": lambda groups, _: SGD(groups, lr=0.0, fused=True),
     "momentum": lambda groups, o: SGD(groups, lr=0.0, momentum=o.momentum, nesterov=o.nesterov, fused=True),
     "lars": _lars,

@@ -26,6 +26,8 @@ class Schedule:
         warm-up)^power; poly_from_start: the same, but of all steps; cosine: half a cosine; steps: peak_lr x
         milestone_factor for each milestone passed; constant: peak_lr.
     milestones: steps, for decay="steps".
+    restarts: (step, lr, power) of each restart, in the order of the steps: from that step on, the rate decays from this
+        lr to 0 at total_steps, as a polynomial of this power.
     Raises ValueError if a number does not fit.
     """
 
@@ -38,6 +40,7 @@ class Schedule:
     power: float = 2.0
     milestones: tuple[int, ...] = ()
     milestone_factor: float = 0.1
+    restarts: tuple[tuple[int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.decay not in get_args(Decay):
@@ -48,10 +51,15 @@ class Schedule:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value} is not a number of 0 or more")
+        if any(step >= self.total_steps or not (isfinite(lr) and lr >= 0) for step, lr, _ in self.restarts):
+            raise ValueError(f"restarts={self.restarts} have a step after the last one, or an lr below 0")
 
 
 def lr_at(step: int, schedule: Schedule) -> float:
     """Return the learning rate of a step, counted from 0."""
+    for first, lr, power in reversed(schedule.restarts):
+        if step >= first:
+            return float(lr * (max(schedule.total_steps - step, 0) / (schedule.total_steps - first)) ** power)
     warmup, total, peak, end = schedule.warmup_steps, schedule.total_steps, schedule.peak_lr, schedule.end_lr
     if step < warmup:
         return schedule.start_lr + (peak - schedule.start_lr) * step / warmup

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from cputrain.models.settings import TIMM, TORCHVISION
 from cputrain.models.tracing import SIDE, TracedRow, sums_of, table_of, traced
 from cputrain.models.vision import import_torchvision
 from cputrain.predict.layers import NETWORKS, LayerSize, layers_at, network_file, read_network
-from cputrain.recipe.schema import OWN_NETWORKS, TIMM, TORCHVISION
+from cputrain.recipe.schema import OWN_NETWORKS
 
 KEPT_TOLERANCE = 0.02  # as the files scale with the image's area
 

@@ -28,11 +28,11 @@ from cputrain.cli.output import (
     shows_bars,
 )
 from cputrain.cli.words import FullSummaryGroup, complete_recipe
-from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
 from cputrain.studies.bench.figures import Report
 from cputrain.studies.tune import AXES, KEYS, Candidates
+from cputrain.training.local import PlannedTraining, plan_steps
 
 QUICK_REPEATS, REPEATS = 2, 7
 DEFAULT_RECIPE = "imagefolder"
@@ -276,7 +276,7 @@ def tune_command(
     if unknown := [axis for axis in varied if axis not in AXES]:
         raise InputError(f"--axes {unknown[0]!r} is not one of {', '.join(AXES)}: give a comma-separated list")
     env = os.environ
-    planned = plan_training(tune.tuned_recipe(recipe, settings), env)
+    planned = plan_steps(recipe, settings, env, needs_data=False)
     choices = tune.available_choices(planned, varied, env)
     plans = tune.plans(planned, choices, varied, env)
     if dry_run:

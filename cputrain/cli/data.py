@@ -21,7 +21,7 @@ from cputrain.cli.words import FullSummaryGroup
 from cputrain.data.formats.dataset import Dataset, causes
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.source import MANIFEST, SPLITS, read_manifest
-from cputrain.data.from_recipe import training_transform
+from cputrain.data.from_settings import training_transform
 from cputrain.data.order import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import choose_decoder
 from cputrain.data.prepare import (
@@ -36,7 +36,7 @@ from cputrain.data.prepare import (
     transformed,
 )
 from cputrain.data.sources import KINDS, TORCHVISION, open_source, write_digits
-from cputrain.runs.folder import load_training
+from cputrain.recipe.resume import load_training
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
@@ -188,7 +188,8 @@ def show(
     else:
         training = load_training(recipe, settings)
         decode, _ = choose_decoder(training.data.decoder, env)
-        transform = training_transform(training, epoch - 1)
+        now = training.at_epoch(epoch - 1)
+        transform = training_transform(training.data, now.crop, now.train_crop)
         squares = transformed(images, decode, transform, seed=training.seed, epoch=epoch - 1)
         sheet = contact_sheet(images, dataset.classes, squares, count=count, side=transform.image_size)
     sheet.save(out, FORMATS[output.suffix.lower()])

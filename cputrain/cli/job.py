@@ -3,7 +3,7 @@
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from cputrain.cli.words import (
     complete_setting,
     refuse_options_as_keys,
 )
+from cputrain.data.settings import DataSettings
+from cputrain.files import recipe_names
 from cputrain.jobs.kubernetes import (
     KINDS,
     MOST_CPUS,
@@ -43,25 +45,27 @@ from cputrain.jobs.script import (
     Container,
     Resources,
     SizedWork,
+    Training,
     command_work,
     in_job,
     job_script,
-    missing_data,
+    link_words,
     parse_array,
     planning_words,
     preparation_work,
-    recipe_work,
+    tasks_and_cpus,
 )
 from cputrain.jobs.script import submit as submit_job
 from cputrain.launch.command import is_python
-from cputrain.launch.local import check_local_batch, request_of
-from cputrain.launch.options import PlanningOptions, request_of_options
+from cputrain.launch.local import check_local_batch
+from cputrain.launch.options import THIS_MACHINE, PlanningOptions, request_of_options
 from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
 from cputrain.other_launchers import binder_in
 from cputrain.predict.next_best import compare_plan
-from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe, recipe_names
-from cputrain.recipe.schema import Recipe
+from cputrain.recipe.derivation import derive
+from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe
+from cputrain.recipe.request import request_of
 
 ONLY = {
     "partition": ("slurm", "PBS has queues: give --queue"),
@@ -360,8 +364,68 @@ def _work(
         raise InputError("a job runs one thing: name a RECIPE, or give --prepare KIND SRC OUT, or -- CMD...")
     env = os.environ
     if not cmd:
-        return recipe_work(options, words, array, stage, env)
+        return _recipe_work(options, words, array, stage, env)
     return replace(command_work(options, cmd, env), note=binder_in(cmd))
+
+
+def _recipe_work(
+    options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
+) -> SizedWork:
+    """Return the training of the recipe words[0] with the settings words[1:]. Raises InputError if the recipe knows its
+    number of images and these do not suffice for a step of the workers."""
+    check_local_batch(options.given["local_batch"])
+    recipe = load_recipe(words[0], words[1:])
+    if recipe.plan.share or recipe.plan.oversubscribe:
+        raise InputError(
+            "plan.share and plan.oversubscribe are for hosts shared with other programs: remove them for a job"
+        )
+    listed = None if array is None else parse_array(array)
+    if stage is not None and (recipe.data.path is None or recipe.data.generated):
+        raise InputError(
+            "--stage copies the recipe's data.path, which is not a folder: set it to a folder, or remove --stage"
+        )
+    ppn, cpus = tasks_and_cpus(options, request_of(recipe), env)
+    images = recipe.data.train_images or recipe.data.images_per_epoch
+    if images and ppn is not None and listed is None:
+        derive(recipe, ppn=ppn, nodes=len(options.hosts), images=images)  # fail now, not after a wait in the queue
+    fixed_ppn = ppn if options.machine != THIS_MACHINE else options.given["ppn"]
+    work = Training(
+        recipe=dump_recipe(recipe.model_copy(update={"output": ""})),
+        settings=options.recipe_settings,
+        output=str(recipe.folder),
+        plan_options=(
+            *("--nodes", str(len(options.hosts)), "--fabric", options.fabric),
+            *(("--ppn", str(fixed_ppn)) if fixed_ppn is not None else ()),
+            *link_words(options),
+        ),
+        data=None if recipe.data.generated else recipe.data.path,
+        stage=stage,
+        array=listed,
+        paths=tuple(path for path in (recipe.data.stage_dir, recipe.model.weights) if path is not None),
+    )
+    return SizedWork(
+        work=work,
+        name=recipe.name,
+        ppn=ppn,
+        cpus=cpus,
+        note=_missing_data(recipe.name, recipe.data, "" if listed is None else listed[0]),
+    )
+
+
+def _missing_data(name: str, data: DataSettings, listed: str = "") -> str:
+    """Return a note if the recipe of this name has no data, or has it in a folder that is not here, with what to do; ""
+    if neither, or if the job array lists this key."""
+    path = data.path
+    if listed == "data.path" or data.generated:
+        return ""
+    if path is None:
+        return f"recipe {name} has no data.path: add data.path=DIR, a folder that the job's hosts have"
+    if Path(path).exists():
+        return ""
+    prepare = data.prepare and f"prepare it with `{data.prepare.format(path=path)}`, or "
+    return (
+        f"data.path={path} does not exist here: {prepare or ''}set data.path=DIR to a folder that the job's hosts have"
+    )
 
 
 def _is_program(word: str) -> bool:
@@ -460,7 +524,11 @@ def kubernetes_command(
     from its last checkpoint when its pods restart.
     """
     cmd: tuple[str, ...] = click.get_current_context().meta.get(COMMAND, ())
-    _check_kubernetes(options, recipe, cmd)
+    if (recipe is None) == (not cmd):
+        raise InputError("a job runs one thing: name a RECIPE, or give -- CMD...")
+    _check_kubernetes(options)
+    if recipe is not None:
+        check_local_batch(options.given["local_batch"])
     _check_launcher(options, kind)
     training = None if recipe is None else load_recipe(recipe, (*settings, *options.recipe_settings))
     job = PodJob(
@@ -470,8 +538,10 @@ def kubernetes_command(
         kind=kind,
         pods=len(options.hosts),
         cpus=cpus,
-        ppn=_workers(options, training, cpus),
-        launch=planning_words(options, training),
+        ppn=_workers(options, Request() if training is None else request_of(training), cpus),
+        launch=planning_words(options, training.plan.model_dump(), training.batch.local)
+        if training
+        else planning_words(options, {}),
         command=("cputrain", "train", f"{RECIPE_FOLDER}/{RECIPE_FILE}", f"output={training.folder}")
         if training
         else in_job(cmd),
@@ -485,15 +555,19 @@ def kubernetes_command(
     )
     click.echo(yaml.dump_all(manifests(job), Dumper=ManifestDumper, sort_keys=False, width=120), nl=False)
     # A path in a volume cannot be looked for here.
-    note = binder_in(cmd) if training is None else missing_data(training) if training.data.path is None else ""
+    note = (
+        binder_in(cmd)
+        if training is None
+        else _missing_data(training.name, training.data)
+        if training.data.path is None
+        else ""
+    )
     if note:
         click.echo(f"note: {note}", err=True)
 
 
-def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -> None:
+def _check_kubernetes(options: PlanningOptions) -> None:
     """Raise InputError for options and combinations that a job in pods does not support."""
-    if (recipe is None) == (not cmd):
-        raise InputError("a job runs one thing: name a RECIPE, or give -- CMD...")
     if options.real_hosts or options.machine != "this" or options.given["share"] or options.given["oversubscribe"]:
         raise InputError(
             "Kubernetes chooses the hosts, and --cpus sets the CPUs of a pod: remove --hosts, --hostfile, "
@@ -505,8 +579,6 @@ def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[s
         )
     if options.bind == "launcher":
         raise InputError("--bind launcher does not apply to pods, in which each rank binds itself: remove it")
-    if recipe is not None:
-        check_local_batch(options.given["local_batch"])
     if len(options.hosts) > MOST_PODS:
         raise InputError(f"--nodes {len(options.hosts)} is more than {MOST_PODS:,} pods: correct it")
 
@@ -521,9 +593,8 @@ def _check_launcher(options: PlanningOptions, kind: str) -> None:
         raise InputError(f"--launcher {options.launcher} cannot start an MPIJob: give {join_or(tuple(MPI))}")
 
 
-def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> int:
+def _workers(options: PlanningOptions, base: Request, cpus: int) -> int:
     """Return the workers per pod, as requested or as planned for a machine of `cpus` cores; equal in all pods."""
-    base = Request() if training is None else request_of(training)
     request = request_of_options(options, base)
     if request.ppn is not None and request.ppn > cpus:
         raise InputError(f"--ppn {request.ppn} needs {request.ppn} CPUs, but a pod has --cpus {cpus}: lower --ppn")

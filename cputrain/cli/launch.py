@@ -35,6 +35,8 @@ from cputrain.launch.command import (
 )
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
+from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.supervise.processes import JobFailedError
 
 # Options about all hosts and ranks; one rank of another launcher's job cannot apply them.
 OF_A_WHOLE_JOB = (
@@ -156,8 +158,21 @@ def launch_command(
         print_file(f"{launch_text(job, launch.launcher, launch.folder, live=redraws(sys.stdout, env))}\n")
         return 0
     return run_launch(
-        launch, job, cluster, named=output is not None, restarts=restarts, preflight=preflight, report=report
+        launch,
+        job,
+        cluster,
+        named=output is not None,
+        restarts=restarts,
+        preflight=preflight,
+        report=report,
+        advise=_with_memory_advice,
     )
+
+
+def _with_memory_advice(error: JobFailedError, job: Job, arguments: tuple[str, ...]) -> JobFailedError:
+    from cputrain.training.local import with_memory_advice  # imports the recipes: only if a training has failed
+
+    return with_memory_advice(error, job, arguments)
 
 
 def _binder(command: tuple[str, ...]) -> str:

@@ -127,12 +127,13 @@ def plan_command(
     cluster = plan_hosts(options, base, env)
     for note in allocation_notes(options, found, cluster):
         click.echo(f"note: {note}", err=True)
-    here = training if options.machine == THIS_MACHINE else None
     command: tuple[str, ...] = ("CMD...",)
     if recipe:
         from cputrain.launch.command import training_command  # its supervision code is not needed for a plan alone
+        from cputrain.recipe.loading import input_settings  # imports pydantic: only with a recipe
 
-        command = training_command(recipe, settings, here)
+        here = training if options.machine == THIS_MACHINE else None
+        command = training_command(recipe, settings, None if here is None else input_settings(here))
     job = planned_job(options, cluster, command)
     derived = None
     if training is not None and len(cluster.groups) == 1:  # the recipe's sizes assume equal hosts
@@ -140,7 +141,12 @@ def plan_command(
 
         derived = derivation(training, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve)  # in each format
     if write is not None:
-        click.echo(write_plan_files(job, options, write, training, env, partial(click.echo, err=True)))
+        text = None
+        if training is not None:
+            from cputrain.recipe.loading import dump_recipe
+
+            text = dump_recipe(training.with_absolute_paths())
+        click.echo(write_plan_files(job, options, write, text, env, partial(click.echo, err=True)))
     elif output_format == "command":
         start, hint = start_command(job, options, env)
         print_file(f"{start}\n")
@@ -167,8 +173,9 @@ def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alo
 
 
 def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":
-    from cputrain.launch.local import check_local_batch, request_of  # pydantic: only if there is a recipe
-    from cputrain.recipe.loading import load_recipe
+    from cputrain.launch.local import check_local_batch
+    from cputrain.recipe.loading import load_recipe  # pydantic: only if there is a recipe
+    from cputrain.recipe.request import request_of
 
     check_local_batch(options.given["local_batch"])
     training = load_recipe(recipe, settings)
@@ -179,28 +186,40 @@ def _show(
     cluster: Cluster,
     job: Job,
     options: PlanningOptions,
-    recipe: "Recipe | None",
+    training: "Recipe | None",
     derived: str | None,
     env: Mapping[str, str],
     *,
     explained: bool,
 ) -> None:
-    started = start_command(job, options, env) if recipe is not None or len(job.hosts) > 1 else None
+    started = start_command(job, options, env) if training is not None or len(job.hosts) > 1 else None
     lines = [cluster_text(cluster, colored=shows_color(sys.stdout, env), explained=explained)]
     settings = network_settings(options)
     if settings:
         rows = [(f"  {name}={value}", why) for name, value, why in settings]
         lines.append(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
-    if recipe is not None and derived is not None:
+    if training is not None and derived is not None:
         from cputrain.cli.recipes import precision_lines
-        from cputrain.studies.simulate.output import predicted
 
-        lines += [f"\n{derived}", *predicted(recipe, cluster.groups[0].plan, options, env)]
-        lines += precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ()
+        plan = cluster.groups[0].plan
+        lines += [f"\n{derived}", *_predicted(training, plan, network_of(options).name, env)]
+        lines += precision_lines(training.precision, plan) if options.machine == "this" else ()
     if started is not None:
         command, hint = started
         lines += ["\ncommand", f"  {command}", *([f"  {hint}"] if hint else [])]
     click.echo("\n".join(lines))
+
+
+def _predicted(training: "Recipe", plan: Plan, fabric: str, env: Mapping[str, str]) -> list[str]:
+    """Return the lines of a prediction, of a job of several hosts whose links are known."""
+    from cputrain.predict.assumptions import LINKED
+    from cputrain.studies.simulate.output import predicted
+    from cputrain.studies.simulate.predict import scenario_of_plan
+
+    if plan.request.nodes == 1 or fabric not in LINKED:
+        return []
+    scenario, notes = scenario_of_plan(training, plan, fabric, env)
+    return notes if scenario is None else [*notes, *predicted(scenario, plan.request.nodes)]
 
 
 TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")

@@ -16,12 +16,14 @@ from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import first_sentence
 from cputrain.cli.output import curve, format_option, print_json, sampled
 from cputrain.cli.words import catalog_group, command_or_list, complete_key, complete_recipe
-from cputrain.data.from_recipe import survey_recipe
+from cputrain.data.from_settings import survey_data
+from cputrain.files import recipe_names
 from cputrain.measurements import BF16_GAIN, bf16_line
-from cputrain.recipe.derivation import derive, explain, rate_warning, step_lr
+from cputrain.recipe.derivation import derive, explain, schedule_of
 from cputrain.recipe.keys import KeyReference, SectionReference, other_names, reference
-from cputrain.recipe.loading import ShippedRecipe, recipe_names, shipped_recipe, shipped_recipes
+from cputrain.recipe.loading import ShippedRecipe, shipped_recipe, shipped_recipes
 from cputrain.recipe.schema import Recipe
+from cputrain.schedule import lr_at
 
 HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
 
@@ -156,10 +158,10 @@ def manual_text(sections: Sequence[SectionReference], width: int) -> str:
     return "\n\n".join(parts)
 
 
-def precision_lines(recipe: Recipe, plan: Plan) -> list[str]:
+def precision_lines(precision: str, plan: Plan) -> list[str]:
     """Return a line with bf16's measured gain, or a hint that bf16 may be worth measuring; [] if neither applies."""
     flags = [flag for flag in plan.machine.isa if "bf16" in flag]
-    if recipe.precision != "float32" or not flags:
+    if precision != "float32" or not flags:
         return []
     rate = plan.measured.rate(BF16)
     if rate is None:
@@ -178,7 +180,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
     if recipe.data.images_per_epoch and not recipe.data.generated:
         images = recipe.data.images_per_epoch
     elif recipe.data.generated or (recipe.data.path and Path(recipe.data.path).exists()):
-        images = survey_recipe(recipe).train
+        images = survey_data(recipe.data).train
     elif recipe.data.train_images:
         images = recipe.data.train_images
     else:
@@ -187,10 +189,11 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
         return f"recipe {recipe.name} {missing}: the number of steps depends on the number of images"
     sizes = derive(recipe, ppn=ppn, nodes=nodes, images=images)
     text = f"recipe {recipe.name}\n" + aligned(explain(recipe, sizes, ppn=ppn, nodes=nodes))
-    if warning := rate_warning(recipe, global_batch=sizes.global_batch):
+    if warning := sizes.rate_warning:
         text += f"\nwarning: {warning}"
     if with_curve:
-        rates = sampled(lambda step: step_lr(step, recipe, sizes), sizes.total_steps)
+        schedule = schedule_of(recipe, sizes)
+        rates = sampled(lambda step: lr_at(step, schedule), sizes.total_steps)
         text += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return text
 

@@ -12,18 +12,15 @@ import click
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
 from cputrain.affinity.planner.plan import WorkerPlan
-from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
 from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoint.files import is_checkpoint
 from cputrain.cli.output import amount_option, format_option, number_option, path_option
 from cputrain.files import RECIPE, REPORT
-from cputrain.launch.local import for_evaluation, request_of
-from cputrain.predict.next_best import compare_plan
-from cputrain.recipe.schema import PlanSection
 from cputrain.runs.events import FILE
-from cputrain.runs.folder import checkpoints_of, load_training, run_of
+from cputrain.runs.folder import checkpoints_of, run_of
+from cputrain.training.local import plan_inference
 
 if TYPE_CHECKING:
     from cputrain.inference import Prediction
@@ -188,8 +185,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     """
     worker = bound_worker(env)
     if worker is None:
-        recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
-        plan = plan_this_machine(request_of(recipe), env, compare=compare_plan)
+        plan = plan_inference(checkpoint, env)
         again = (*isolated_command("cputrain"), *sys.argv[1:])
         exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
     assert worker is not None

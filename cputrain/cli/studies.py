@@ -26,12 +26,11 @@ from cputrain.cli.output import (
     print_json,
 )
 from cputrain.cli.words import FullSummaryGroup, complete_machine, complete_recipe, complete_setting
-from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.predict.assumptions import LINKED, link_of, published_runs, runs_on
 from cputrain.predict.collectives import ALGORITHMS
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import SweepSection
+from cputrain.recipe.schema import Recipe, SweepSection
 from cputrain.studies.reproduce import (
     DOCUMENTS,
     LARGE_BATCH_PICTURE,
@@ -74,6 +73,7 @@ from cputrain.studies.sweep.trainings import (
     train_all,
     variants,
 )
+from cputrain.training.local import PlannedTraining, plan_training
 
 
 @click.command("sweep")
@@ -143,7 +143,14 @@ def sweep_command(
     if find:
         if grids or runs or workers or limit or dry_run:
             raise InputError("--find-batch can only be combined with --memory and --output: remove the other options")
-        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory, env, output_format)
+        memory_bytes = None if memory is None else round(memory * GIB)
+        folder = output or Path(f"runs/{base.name}-find-batch")
+        return _find_batch(
+            BatchSearch(
+                name=recipe, settings=settings, start=base.batch.local, folder=folder, limit=memory_bytes, env=env
+            ),
+            output_format,
+        )
     if memory is not None:
         raise InputError("--memory needs --find-batch: add it, or set a memory limit through the job's scheduler")
     limit_s = None if limit is None else parse_clock(limit)
@@ -153,7 +160,13 @@ def sweep_command(
     with only_results_on_stdout(output_format):
         if workers:
             chosen = tuple(map(_sharing_cores, chosen))
-        planned = [(variant, _plan(recipe, settings, variant, folder, env)) for variant in chosen]
+        planned = [
+            (
+                variant,
+                _plan(load_recipe(recipe, (*settings, *variant.arguments, f"output={folder / variant.folder}")), env),
+            )
+            for variant in chosen
+        ]
         _show(planned)
         results = [] if dry_run else train_all(planned, env, limit_s)
         if not dry_run:
@@ -210,11 +223,8 @@ def _sharing_cores(variant: Variant) -> Variant:
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 
-def _plan(
-    recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path, env: Mapping[str, str]
-) -> PlannedTraining | InvalidTraining:
+def _plan(training: Recipe, env: Mapping[str, str]) -> PlannedTraining | InvalidTraining:
     """Plan a variant's training; all are planned before the first one starts."""
-    training = load_recipe(recipe, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
     try:
         return plan_training(training.model_copy(update={"sweep": SweepSection()}), env)
     except DoesNotFitError as error:
@@ -237,18 +247,10 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
         raise InputError(f"none of {len(planned)} trainings can start here: {invalid[0].why}")
 
 
-def _find_batch(
-    recipe: str,
-    settings: tuple[str, ...],
-    folder: Path,
-    memory_gib: float | None,
-    env: Mapping[str, str],
-    output_format: str,
-) -> int:
+def _find_batch(search: BatchSearch, output_format: str) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError if none trains."""
-    limit = None if memory_gib is None else round(memory_gib * GIB)
     with only_results_on_stdout(output_format):
-        found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=env))
+        found = find_batch(search)
         click.echo("\n" + found.table.without(ENDED_BY).text() + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"
@@ -256,11 +258,11 @@ def _find_batch(
         raise RunError(f"no local batch trains, not even {cause}")
     if output_format == "json":
         trials = [asdict(trial) for trial in found.trials]
-        print_json({"folder": str(folder), "largest": best.local_batch, "trials": trials})
+        print_json({"folder": str(search.folder), "largest": best.local_batch, "trials": trials})
         return 0
     click.echo(
         f"largest that trains: batch.local={best.local_batch} (global batch {best.global_batch:,}) in {best.memory}\n"
-        f"next larger: {cause}\n{folder / BATCH_MARKDOWN}, {folder / BATCH_CSV}"
+        f"next larger: {cause}\n{search.folder / BATCH_MARKDOWN}, {search.folder / BATCH_CSV}"
     )
     return 0
 
@@ -407,11 +409,11 @@ def simulate_command(
     """
     from cputrain.affinity.planner.records import read_measured, read_records
     from cputrain.affinity.topology.catalog import find_machine
-    from cputrain.launch.local import request_of
+    from cputrain.recipe.request import request_of
 
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
-    trace_unknown(training)
+    trace_unknown(training.model.name, training.data.crop)
     found = find_machine(machine)
     env = os.environ
     records, rates = read_records(found, env), read_measured(found, request_of(training), env)
@@ -424,7 +426,9 @@ def simulate_command(
         recipe=training,
         machine=found,
         link=link,
-        reference=reference_of(found, training, rate, find(records, training), rates)
+        reference=reference_of(
+            found, training, rate, find(records, training.precision, training.model.name, training.data.crop), rates
+        )
         if start is None
         else parse_start_rate(start, found, training, link, rates),
         algorithm=algorithm,

@@ -30,34 +30,23 @@ from cputrain.cli.output import (
 )
 from cputrain.cli.recipes import aligned
 from cputrain.cli.words import complete_recipe
-from cputrain.data.from_recipe import survey_recipe
+from cputrain.data.from_settings import survey_data
+from cputrain.data.settings import SYNTHETIC
 from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts
-from cputrain.launch.local import (
-    PlannedTraining,
-    for_evaluation,
-    plan_recipe,
-    plan_training,
-    run_in_scratch,
-    train_here,
-)
+from cputrain.launch.local import run_in_scratch
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.supervise.processes import JobFailedError
-from cputrain.recipe.derivation import explain, rate_warning
+from cputrain.recipe.derivation import explain
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import SYNTHETIC, Recipe
+from cputrain.recipe.request import for_evaluation, request_of
+from cputrain.recipe.resume import check_folder, load_training, with_same_global_batch
+from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import check_log_formats
-from cputrain.runs.folder import (
-    check_folder,
-    checkpoints_of,
-    continues_run,
-    finished,
-    load_training,
-    run_of,
-    with_same_global_batch,
-)
+from cputrain.runs.folder import checkpoints_of, continues_run, finished, run_of
 from cputrain.training.ipex import check_ipex
+from cputrain.training.local import PlannedTraining, plan_recipe, plan_training, train_here
 from cputrain.variables import is_restarted, lock_name_in, restart_variables
 
 EXAMPLES = (
@@ -120,7 +109,7 @@ def train_command(
         if resumption:
             print_line(resumption)
         if dry_run:
-            if warning := rate_warning(training, global_batch=planned.sizes.global_batch):
+            if warning := planned.sizes.rate_warning:
                 click.echo(f"warning: {warning}")
             click.echo("\n" + plan_to_text(planned.plan, wording=as_recipe_key))
             return 0
@@ -138,7 +127,9 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
     if not options.prepared and continues_run(training.folder, env, overwrite=options.overwrite):
         options = replace(options, resume=True, overwrite=False)
         training = with_same_global_batch(training, rank.world_size)
-    context = bind_rank(training, rank, env, check=check, shown=not options.quiet)
+    context = bind_rank(
+        request_of(training), rank, env, share=training.plan.share, check=check, shown=not options.quiet
+    )
     context.startup.phase("importing PyTorch")
     from cputrain.training.trainer import train_rank  # torch: after the binding is read back
 
@@ -210,12 +201,19 @@ def eval_command(
     env = os.environ
     rank = rank_from_env(env)
     if rank is not None:
-        context = bind_rank(training, rank, env, check=not no_verify, shown=not as_json)
+        context = bind_rank(
+            request_of(training), rank, env, share=training.plan.share, check=not no_verify, shown=not as_json
+        )
         context.startup.phase("importing PyTorch")
         from cputrain.training.evaluation import eval_rank  # torch: after the binding is read back
+        from cputrain.training.session import start_session
 
         shows = {"as_json": as_json, "bar": bar or shows_bars()}
-        run_rank(rank, lambda: eval_rank(context, training, checkpoints, **shows, page=page), as_recipe_key)
+
+        def evaluate() -> None:
+            eval_rank(start_session(context, training, splits=("val",)), checkpoints, **shows, page=page)
+
+        run_rank(rank, evaluate, as_recipe_key)
         return 0
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--format=json": as_json, "--no-verify": no_verify, "--bar": shows_bars()}
@@ -225,7 +223,9 @@ def eval_command(
     plan = plan_recipe(training, env)
     from cputrain.training.evaluation import check_checkpoints  # torch, after the checks without it
 
-    check_checkpoints(checkpoints, training, survey_recipe(training))
+    check_checkpoints(
+        checkpoints, training.model, training.data.crop, survey_data(training.data, classes=training.model.classes)
+    )
     return run_in_scratch(plan, ("eval", *arguments), env, verify=not no_verify)
 
 
@@ -267,15 +267,23 @@ def find_lr_command(
     env = os.environ
     rank = rank_from_env(env)
     if rank is not None:
-        context = bind_rank(training, rank, env, check=not no_verify, shown=output_format != "json")
+        context = bind_rank(
+            request_of(training),
+            rank,
+            env,
+            share=training.plan.share,
+            check=not no_verify,
+            shown=output_format != "json",
+        )
         context.startup.phase("importing PyTorch")
         from cputrain.studies.rate_finder import find_rate  # torch: after the binding is read back
+        from cputrain.training.session import start_session
 
         ends = {"low": low, "high": high}
         as_json = output_format == "json"
         run_rank(
             rank,
-            lambda: find_rate(context, training, steps, **ends, picture=picture, as_json=as_json),
+            lambda: find_rate(start_session(context, training), steps, **ends, picture=picture, as_json=as_json),
             as_recipe_key,
         )
         return 0

@@ -24,6 +24,7 @@ from cputrain.affinity.errors import InputError, Wording, as_option, as_recipe_k
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.terminal import ExitStatus
 from cputrain.affinity.wording import join_or
+from cputrain.files import recipe_names
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # others set values by options
 
@@ -213,8 +214,6 @@ Items = list[CompletionItem[str]]
 
 def complete_recipe(context: click.Context, param: click.Parameter, begun: str) -> Items:
     """Complete shipped recipes, else files."""
-    from cputrain.recipe.loading import recipe_names  # pydantic, only needed here
-
     return _named(recipe_names(), begun)
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_void_p
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +29,7 @@ from PIL import Image, ImageEnhance
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.data.order import image_rng
+from cputrain.data.settings import Augmentation
 from cputrain.files import placeholder_text
 from cputrain.native_build import NativeExtension, ensure_compiled, library_path, loading
 
@@ -343,31 +344,6 @@ def bytes_of_pixels(image: Image.Image) -> Image.Image:
 DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
 COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 FILL = (124, 116, 104)  # ImageNet's mean color, for pixels outside the image
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Augmentation:
-    """Ranges of the random changes to a training image; 0 turns a change off.
-
-    `rotate`: by up to this fraction of a full turn, in both directions. `zoom`: scale by a factor of 1 +- zoom.
-    `shift`: by up to this fraction of the side in x and y. `brightness`, `contrast`, `saturation`: multiply by a factor
-    of 1 +- the value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1).
-    `randaugment`: number of RandAugment operations of strength `randaugment_magnitude` (0 to 30), applied last.
-    """
-
-    rotate: float = 0.0
-    zoom: float = 0.0
-    shift: float = 0.0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    lighting: float = 0.0
-    randaugment: int = 0
-    randaugment_magnitude: int = 9
-
-    def __bool__(self) -> bool:
-        """Return whether any change is on."""
-        return any(astuple(replace(self, randaugment_magnitude=0)))
 
 
 def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) -> None:

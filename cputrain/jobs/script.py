@@ -15,7 +15,6 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, Request
 from cputrain.affinity.ranks.rank import ENV, PBS, PREFIXES, SLURM
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.launch.local import check_local_batch, request_of
 from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
@@ -23,9 +22,6 @@ from cputrain.launch.options import (
     request_of_options,
 )
 from cputrain.mpi.supervise.signals import SAVE_S
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.loading import dump_recipe, load_recipe
-from cputrain.recipe.schema import Recipe
 
 # These lines cannot be quoted for a shell, so the permitted characters are listed explicitly.
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
@@ -347,62 +343,6 @@ class SizedWork:
     note: str = ""
 
 
-def recipe_work(
-    options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
-) -> SizedWork:
-    """Return the training of the recipe words[0] with the settings words[1:]. Raises InputError if the recipe knows its
-    number of images and these do not suffice for a step of the workers."""
-    check_local_batch(options.given["local_batch"])
-    recipe = load_recipe(words[0], words[1:])
-    if recipe.plan.share or recipe.plan.oversubscribe:
-        raise InputError(
-            "plan.share and plan.oversubscribe are for hosts shared with other programs: remove them for a job"
-        )
-    listed = None if array is None else parse_array(array)
-    if stage is not None and (recipe.data.path is None or recipe.data.generated):
-        raise InputError(
-            "--stage copies the recipe's data.path, which is not a folder: set it to a folder, or remove --stage"
-        )
-    ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
-    images = recipe.data.train_images or recipe.data.images_per_epoch
-    if images and ppn is not None and listed is None:
-        derive(recipe, ppn=ppn, nodes=len(options.hosts), images=images)  # fail now, not after a wait in the queue
-    fixed_ppn = ppn if options.machine != THIS_MACHINE else options.given["ppn"]
-    work = Training(
-        recipe=dump_recipe(recipe.model_copy(update={"output": ""})),
-        settings=options.recipe_settings,
-        output=str(recipe.folder),
-        plan_options=(
-            *("--nodes", str(len(options.hosts)), "--fabric", options.fabric),
-            *(("--ppn", str(fixed_ppn)) if fixed_ppn is not None else ()),
-            *_link_words(options),
-        ),
-        data=None if recipe.data.generated else recipe.data.path,
-        stage=stage,
-        array=listed,
-        paths=tuple(path for path in (recipe.data.stage_dir, recipe.model.weights) if path is not None),
-    )
-    return SizedWork(
-        work=work, name=recipe.name, ppn=ppn, cpus=cpus, note=missing_data(recipe, "" if listed is None else listed[0])
-    )
-
-
-def missing_data(recipe: Recipe, listed: str = "") -> str:
-    """Return a note if the recipe has no data, or has it in a folder that is not here, with what to do; "" if neither,
-    or if the job array lists this key."""
-    path = recipe.data.path
-    if listed == "data.path" or recipe.data.generated:
-        return ""
-    if path is None:
-        return f"recipe {recipe.name} has no data.path: add data.path=DIR, a folder that the job's hosts have"
-    if Path(path).exists():
-        return ""
-    prepare = recipe.data.prepare and f"prepare it with `{recipe.data.prepare.format(path=path)}`, or "
-    return (
-        f"data.path={path} does not exist here: {prepare or ''}set data.path=DIR to a folder that the job's hosts have"
-    )
-
-
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
     """Return an image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
     given = [name for name, value in options.given.items() if value is not None]
@@ -429,7 +369,7 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
     """Return any command as work, planned as by `cputrain launch`."""
     argv = in_job(argv)
     base = Request(pin_threads=False)  # loader processes that a script starts must not share one PU
-    ppn, cpus = _tasks_and_cpus(options, base, env)
+    ppn, cpus = tasks_and_cpus(options, base, env)
     default = asdict(Request())
     requested = {**asdict(request_of_options(options, base)), "ppn": ppn}
     of_network = ("fabric", "link_gbit")  # as on the job's first host, which may have another network than this one
@@ -441,32 +381,36 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
     return SizedWork(work=Command(argv=argv, request=json.dumps(fields)), name=name, ppn=ppn, cpus=cpus)
 
 
-def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str, ...]:
-    """Return the options, completed by a recipe's plan section, as options of `cputrain launch` without --ppn."""
+def planning_words(
+    options: PlanningOptions, plan: Mapping[str, object], local_batch: int | None = None
+) -> tuple[str, ...]:
+    """Return the options, completed by the keys of a recipe's plan section, as options of `cputrain launch` without
+    --ppn; `local_batch` is the recipe's."""
     found = []
     for option in JOB_OPTIONS:
         value = options.given[option.name]
-        if value is None and recipe is not None:
-            value = getattr(recipe.plan, option.name)
+        if value is None:
+            value = plan.get(option.name)
         if option.kind != CPUS and value not in (None, option.default):
             found += [option.flag, str(value)]
     batch = options.given["local_batch"]
-    if recipe is not None and recipe.plan.balance == "batch":
-        batch = recipe.batch.local  # the batch that is divided in proportion to cores
+    if plan.get("balance") == "batch":
+        batch = local_batch  # the batch that is divided in proportion to cores
     if batch is not None:
         found += ["--local-batch", str(batch)]
-    found += _link_words(options)
+    found += link_words(options)
     if options.fabric != "auto":
         found += ["--fabric", options.fabric]
     return tuple(found)
 
 
-def _link_words(options: PlanningOptions) -> tuple[str, ...]:
+def link_words(options: PlanningOptions) -> tuple[str, ...]:
+    """Return --link-gbit, if it is given, as words."""
     gbit = options.given["link_gbit"]
     return () if gbit is None else ("--link-gbit", f"{gbit:g}")
 
 
-def _tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:
+def tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Return workers and CPUs per host of the named machine; without one only requested workers are known."""
     if options.machine == THIS_MACHINE:
         return request_of_options(options, base).ppn, None

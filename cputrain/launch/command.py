@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from uuid import uuid4
 
 from cputrain.affinity.errors import InputError, RunError, as_option
@@ -26,7 +26,7 @@ from cputrain.affinity.ranks.rank import Rank, port_of
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import first_named, plural
-from cputrain.files import LOGS, PLAN
+from cputrain.files import LOGS, PLAN, recipe_names
 from cputrain.launch.options import (
     PlanningOptions,
     check_binder,
@@ -55,9 +55,6 @@ from cputrain.mpi.supervise.run import free_port, run_local, run_remote
 from cputrain.native_build import COMPILING
 from cputrain.predict.next_best import compare_plan
 from cputrain.variables import restart_variables
-
-if TYPE_CHECKING:
-    from cputrain.recipe.schema import Recipe
 
 PYTHON = re.compile(r"python[0-9.]*")
 
@@ -132,8 +129,6 @@ def _no_program(name: str) -> str:
         return f"a file that cannot be executed: chmod +x {name}, or name its interpreter first"
     if is_python(name):
         return "not a program here: remove it, and cputrain's Python runs the .py script"
-    from cputrain.recipe.loading import recipe_names  # imports pydantic: only if the word may be a recipe
-
     if name in recipe_names():
         return f"a recipe, not a program: train it with cputrain train {name}"
     return "not a program on PATH: give a script or a program, as in cputrain launch -- python x.py"
@@ -220,15 +215,12 @@ def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
     return command[pairs.index(TRAINER) + 2 :] if TRAINER in pairs else None
 
 
-def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
-    """Return the command that trains a recipe, given by its file or name. `here` is the recipe itself if this machine
-    will train: then the command has absolute paths, and finds recipe and data from any directory."""
+def training_command(name: str, settings: tuple[str, ...], paths: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the command that trains a recipe, given by its file or name. `paths` are the settings of absolute paths if
+    this machine will train: then the command finds recipe and data from any directory."""
     command = (*isolated_command("cputrain"), "train")
-    if here is None:
+    if paths is None:
         return (*command, name, *settings)
-    from cputrain.recipe.loading import input_settings  # imports pydantic: only with a recipe
-
-    paths = input_settings(here)
     replaced = {setting.partition("=")[0] for setting in paths}
     kept = (setting for setting in settings if setting.partition("=")[0] not in replaced)
     return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
@@ -404,11 +396,14 @@ def run_launch(
     restarts: int,
     preflight: bool | None,
     report: Callable[[str], None],
+    advise: Callable[[JobFailedError, Job, tuple[str, ...]], JobFailedError],
 ) -> int:
     """Run the first, already planned job, and after failures a new one on the remaining hosts; return the exit status.
 
     Creates the launch's folder, whose name is the user's if `named`. `preflight` checks the hosts before the start;
-    if it is None, only if there are several. `report` shows a line to the user. Raises InputError, JobFailedError.
+    if it is None, only if there are several. `report` shows a line to the user; `advise(error, job, arguments)` adds to
+    the error of a `cputrain train` with these arguments that ran out of memory what to do.
+    Raises InputError, JobFailedError.
     """
     if launch.launcher is None:
         check_program(launch.command, launch.env)
@@ -431,9 +426,7 @@ def run_launch(
             arguments = training_arguments(job.command)
             if error.shortage is None or arguments is None or job.instances is not None:
                 raise with_missing_module(error) from None
-            from cputrain.launch.local import with_memory_advice  # imports the recipes: only if one has failed
-
-            raise with_memory_advice(error, job, arguments) from None
+            raise advise(error, job, arguments) from None
 
     return with_restarts(start, restarts)
 

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.filesystem import check_execution, check_writable, write_bytes
@@ -27,9 +26,6 @@ from cputrain.launch.options import (
 from cputrain.mpi.hosts.hostfile import Cluster, cluster_to_dict, fold, job_plan_json
 from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
 from cputrain.mpi.launchers.programs import InstalledLauncher, Job, bound_command, local_commands
-
-if TYPE_CHECKING:
-    from cputrain.recipe.schema import Recipe
 
 
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
@@ -54,11 +50,12 @@ def write_plan_files(
     job: Job,
     options: PlanningOptions,
     folder: Path,
-    recipe: "Recipe | None",
+    recipe_text: str | None,
     env: Mapping[str, str],
     report: Callable[[str], None],
 ) -> str:
-    """Write the plan's files into a new folder; return a line that says how to start them. `report` shows a note to the
+    """Write the plan's files into a new folder, with the text of a recipe if it is to be trained; return a line that
+    says how to start them. `report` shows a note to the
     user. Raises InputError if the folder is not empty, or no launcher starts the job."""
     check_writable(folder, "--write")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -66,17 +63,17 @@ def write_plan_files(
     if options.launcher == "local":
         raise InputError("--write writes files for a launcher: choose one with --launcher")
     launcher = planned_launcher(options, env)
-    if job.het_groups and launcher.launcher.component is not None and recipe is None:
+    if job.het_groups and launcher.launcher.component is not None and recipe_text is None:
         raise InputError(
             "--write cannot make a launch.sh for any command in a heterogeneous job: give a RECIPE, or use launch"
         )
     for note in filter(None, (converted_hostfile(options, launcher), assumptions(options, launcher))):
         report(note)
-    files = plan_files(job, launcher, recipe)
+    files = plan_files(job, launcher, recipe_text)
     for name, text in files.items():
         write_bytes(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
     (folder / "launch.sh").chmod(0o755)
-    arguments = "" if recipe else " CMD..."
+    arguments = "" if recipe_text else " CMD..."
     shell = ""
     try:
         check_execution(folder / "launch.sh")
@@ -85,7 +82,7 @@ def write_plan_files(
     return f"{folder}: {', '.join(sorted(files))}; start with {shell}{folder}/launch.sh{arguments}"
 
 
-def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> dict[str, str]:
+def plan_files(job: Job, launcher: InstalledLauncher, recipe_text: str | None) -> dict[str, str]:
     """Return texts by file name: plan.json, plan.svg, hostfile and rankfile if the launcher uses them, recipe, and
     launch.sh, which starts them.
 
@@ -93,17 +90,15 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
     """
     texts = {PLAN_FILE: job_plan_json(job.groups)}
     command: tuple[str, ...] = ()
-    if recipe is not None:
-        from cputrain.recipe.loading import dump_recipe, with_absolute_paths
-
-        texts["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
+    if recipe_text is not None:
+        texts["recipe.yaml"] = recipe_text
         command = (*isolated_command("cputrain"), "train", str(HERE / "recipe.yaml"))
     job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
     size = f"{plural(job.world_size, 'rank')} on {plural(len(job.hosts), 'host')}"
     about = f"{size}, as in {PLAN_FILE}; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
-    texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
+    texts["launch.sh"] = launch_script(made, about, open_end=recipe_text is None)
     for i, group in enumerate(job.groups):
         texts["plan.svg" if len(job.groups) == 1 else f"plan-{i}.svg"] = plan_to_svg(group.plan)
     return texts

@@ -16,27 +16,30 @@ from cputrain.affinity.errors import InputError, RunError, Wording, as_option
 from cputrain.affinity.kernel.binding import Observed, observe, verify
 from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
+from cputrain.affinity.planner.request import Request
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
 from cputrain.files import LOGS
-from cputrain.launch.local import local_job, request_of
+from cputrain.launch.local import local_job
 from cputrain.mpi.supervise.processes import JobFailedError, in_one_line
 from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
-from cputrain.recipe.schema import Recipe
 
 
-def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool, shown: bool = False) -> "RankContext":
+def bind_rank(
+    request: Request, rank: Rank, env: Mapping[str, str], *, share: bool, check: bool, shown: bool = False
+) -> "RankContext":
     """Make this process a bound rank; rank 0 reports the start if `shown`.
 
     Call this before any library can rebind a thread. A rank that no plan has bound (one that mpirun, srun or torchrun
-    started directly) plans this host and restarts itself, bound. Raises RunError if `check` finds a difference.
+    started directly) plans this host for the request and restarts itself, bound; it cannot `share` the host. Raises
+    RunError if `check` finds a difference.
     """
     worker = bound_worker(env)
     if worker is None:
-        _bind_and_restart(recipe, rank, env, check=check)
+        _bind_and_restart(request, rank, env, share=share, check=check)
     assert worker is not None
     return rank_context(rank, worker, env, check=check, shown=shown)
 
@@ -80,16 +83,16 @@ def run_rank(rank: Rank, work: Callable[[], object], wording: Wording = as_optio
         os._exit(status)
 
 
-def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> None:
+def _bind_and_restart(request: Request, rank: Rank, env: Mapping[str, str], *, share: bool, check: bool) -> None:
     """Plan this host for its ranks and exec the same command, bound."""
-    if recipe.plan.share:
+    if share:
         raise InputError(
             "plan.share=true, but this rank was started by a launcher and cannot tell its job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
     from cputrain.predict.next_best import compare_plan  # bound ranks need no model
 
-    plan, index = plan_for_rank(request_of(recipe), rank, (), env, compare=compare_plan)
+    plan, index = plan_for_rank(request, rank, (), env, compare=compare_plan)
     command = (*isolated_command("cputrain"), *sys.argv[1:])
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)
 

@@ -1,6 +1,6 @@
-"""Networks of recipes: our own and other libraries', batch-norm variants, frozen layers."""
+"""Build a network: our own and other libraries', batch-norm variants, frozen layers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, batchnorms
+from cputrain.models.settings import RESNETS, TIMM, ModelSettings
 from cputrain.models.vision import build_of_library, import_torchvision
-from cputrain.recipe.schema import RESNETS, TIMM, DataSection, ModelSection
 
 DROPOUT = 0.5
 
@@ -111,41 +111,42 @@ OWN_NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mni
 BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
-def build_model(section: ModelSection, classes: int, side: int, features: int | None = None) -> nn.Module:
-    """Build a recipe's network for `classes` outputs and images of side x side pixels.
+def build_model(settings: ModelSettings, classes: int, side: int, features: int | None = None) -> nn.Module:
+    """Build a network for `classes` outputs and images of side x side pixels.
 
     Input (N, 3, side, side) float32, output (N, classes) logits; with `features`, a linear layer from (N, features).
     Raises InputError if the library does not have the network, it does not accept this image size, or it is not a
     classifier.
     """
-    if section.classes is not None and section.classes < classes:
+    if settings.classes is not None and settings.classes < classes:
         raise InputError(
-            f"model.classes={section.classes}, but the data has {plural(classes, 'class')}: set it to {classes} or null"
+            f"model.classes={settings.classes}, but the data has {plural(classes, 'class')}: set it to {classes} or "
+            "null"
         )
-    outputs = section.classes or classes
+    outputs = settings.classes or classes
     if features is not None:
         model: nn.Module = Linear(outputs, side, features)
-    elif section.name in OWN_NETWORKS:
-        model = OWN_NETWORKS[section.name](outputs, side)
-    elif section.name == "alexnet-bn":
+    elif settings.name in OWN_NETWORKS:
+        model = OWN_NETWORKS[settings.name](outputs, side)
+    elif settings.name == "alexnet-bn":
         model = alexnet_bn(import_torchvision("models").alexnet, outputs)
     else:
-        library, _, network = section.name.rpartition(":")
-        with _size_accepted(section.name, side):
+        library, _, network = settings.name.rpartition(":")
+        with _size_accepted(settings.name, side):
             model = build_of_library(library or "torchvision", network, outputs, side)
-    if section.name in RESNETS:
-        _shape_blocks(model, section)
+    if settings.name in RESNETS:
+        _shape_blocks(model, settings)
     for layer in batchnorms(model):
-        layer.momentum = 1 - section.bn_decay
-    if section.bn_stats != "local" or section.bn_ghost_batch is not None:
+        layer.momentum = 1 - settings.bn_decay
+    if settings.bn_stats != "local" or settings.bn_ghost_batch is not None:
         for layer in batchnorms(model):
-            layer.__class__ = BATCHNORMS[section.bn_stats]
+            layer.__class__ = BATCHNORMS[settings.bn_stats]
             if isinstance(layer, GhostBatchNorm2d):
-                layer.ghost_batch = section.bn_ghost_batch or 0
-    if section.freeze_to is not None:
-        freeze(model, section.freeze_to)
+                layer.ghost_batch = settings.bn_ghost_batch or 0
+    if settings.freeze_to is not None:
+        freeze(model, settings.freeze_to)
     if features is None:
-        _check_forward(model, section.name, outputs, side)
+        _check_forward(model, settings.name, outputs, side)
     return model
 
 
@@ -174,25 +175,25 @@ def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None
 BRACKETS = str.maketrans("()", "[]", " ")
 
 
-def inputs_note(network: nn.Module, name: str, data: DataSection) -> str | None:
-    """Return a line with the settings of the images that timm trained a network with, None if `data` has the same."""
+def inputs_note(network: nn.Module, name: str, crop: int, mean: Sequence[float], std: Sequence[float]) -> str | None:
+    """Return a line with the settings of the images that timm trained a network with, None if they are the given crop,
+    mean and std."""
     trained: Any = getattr(network, "pretrained_cfg", None)
     if not name.startswith(TIMM) or not trained:
         return None
+    ours = {"crop": crop, "mean": mean, "std": std}
     theirs = {"crop": trained["input_size"][-1], "mean": tuple(trained["mean"]), "std": tuple(trained["std"])}
-    differing = [
-        f"data.{key}={str(value).translate(BRACKETS)}" for key, value in theirs.items() if getattr(data, key) != value
-    ]
+    differing = [f"data.{key}={str(value).translate(BRACKETS)}" for key, value in theirs.items() if ours[key] != value]
     return f"{name} was trained by timm with {' '.join(differing)}" if differing else None
 
 
-def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
+def _shape_blocks(model: nn.Module, settings: ModelSettings) -> None:
     """Set the strides and the initial gamma of the blocks of a torchvision ResNet."""
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         blocks = list(stage.children())  # type: ignore[union-attr]
         first = blocks[0]
-        if section.resnet_version == "v1":
+        if settings.resnet_version == "v1":
             first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
-        zeroed = {"none": [], "last_of_stage": blocks[-1:]}.get(section.zeroed_gamma, blocks)
+        zeroed = {"none": [], "last_of_stage": blocks[-1:]}.get(settings.zeroed_gamma, blocks)
         for block in zeroed:
             nn.init.zeros_((block.bn3 if hasattr(block, "bn3") else block.bn2).weight)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cputrain.affinity.errors import InputError
 from cputrain.models.networks import OWN_NETWORKS as BY_SIDE
 from cputrain.models.networks import build_model
+from cputrain.models.settings import TIMM, ModelSettings
 from cputrain.predict.layers import CLASSES, LayerSize, gflop_of, layers_at
-from cputrain.recipe.schema import TIMM, ModelSection
 
 SIDE = 224  # the default crop for tracing a new network
 IMAGES = 11  # does not divide the size of any layer
@@ -142,13 +142,13 @@ def _positions(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=2)
 def _built(name: str, side: int) -> nn.Module:
-    section = ModelSection.model_construct(name=name)  # without validation, as a new network is not known yet
+    settings = ModelSettings(name=name)
     try:
         with torch.device("meta"):
-            return build_model(section, CLASSES, side)
+            return build_model(settings, CLASSES, side)
     except NotImplementedError:  # RegNet's constructor reads values that it computed with tensors
         with _Weightless():
-            return build_model(section, CLASSES, side)
+            return build_model(settings, CLASSES, side)
 
 
 @lru_cache(maxsize=32)

@@ -21,8 +21,8 @@ from cputrain.affinity.wording import first_named, plural
 from cputrain.checkpoint.files import MODEL, SUFFIX, is_checkpoint, read_tensors
 from cputrain.files import check_downloaded
 from cputrain.manifest import EMA, read_file, read_manifest
+from cputrain.models.settings import TIMM, TORCHVISION
 from cputrain.models.vision import import_torchvision
-from cputrain.recipe.schema import TIMM, TORCHVISION
 
 # Keys under which training programs save their networks, in order of preference: averaged weights first, because these
 # programs evaluate them and timm's load_checkpoint prefers them.

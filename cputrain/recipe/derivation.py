@@ -2,34 +2,13 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.rules import most_per_pass, passes_of
 from cputrain.affinity.wording import plural
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
-from cputrain.schedule import Schedule, lr_at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochSettings:
-    """Settings of an epoch: side of the training images in pixels, how they are cropped, and the weight decay."""
-
-    crop: int
-    train_crop: Literal["random_resized", "random"]
-    weight_decay: float
-
-
-def settings_at(recipe: Recipe, epoch: int) -> EpochSettings:
-    """Return the settings of an epoch, counted from 0: each from the last phase so far that sets it, or the recipe."""
-    crop, train_crop, weight_decay = recipe.data.crop, recipe.data.train_crop, recipe.optim.weight_decay
-    for phase in recipe.phases:
-        if phase.from_epoch <= epoch:
-            crop = phase.crop or crop
-            train_crop = phase.train_crop or train_crop
-            weight_decay = weight_decay if phase.weight_decay is None else phase.weight_decay
-    return EpochSettings(crop=crop, train_crop=train_crop, weight_decay=weight_decay)
+from cputrain.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +65,7 @@ def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
     return PeakRate(rate=rate, why="set in the recipe" + (f" for a global batch of {reference:,}" if reference else ""))
 
 
-def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
+def rate_warning(recipe: Recipe, global_batch: int) -> str:
     """Return a warning if the learning rate was tuned for another global batch than the job's, else ""."""
     rate, reference = recipe.schedule.peak_rate, recipe.schedule.reference_batch
     if reference in (None, global_batch) or recipe.optim.scale_rate_by in ("batch", "workers"):
@@ -149,7 +128,8 @@ class TrainingSizes:
     """Images per step, steps per epoch, steps of the warm-up and of the whole training, and the peak learning rate.
 
     An epoch counts `images_per_epoch` images, of which its steps use `used_images_per_epoch`. Each worker makes
-    `accumulation_steps` backward passes per step.
+    `accumulation_steps` backward passes per step. `rate_warning` is not empty if the rate was tuned for another global
+    batch.
     """
 
     global_batch: int
@@ -160,6 +140,7 @@ class TrainingSizes:
     total_steps: int
     peak_rate: float
     accumulation_steps: int = 1
+    rate_warning: str = ""
 
     def last_step(self, max_steps: int | None) -> int:
         """Return the step at which the training ends if it is limited to `max_steps` steps."""
@@ -213,6 +194,7 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
         total_steps=recipe.epochs * steps,
         peak_rate=peak_rate(recipe, global_batch=global_batch, workers=workers).rate,
         accumulation_steps=accumulation_steps,
+        rate_warning=rate_warning(recipe, global_batch),
     )
 
 
@@ -263,19 +245,9 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
     )
 
 
-def step_lr(step: int, recipe: Recipe, sizes: TrainingSizes) -> float:
-    """Return the learning rate of a step: the schedule's, or the last phase's so far that restarts it."""
-    rate = lr_at(step, schedule_of(recipe.schedule, sizes))
-    for phase in recipe.phases:
-        first = phase.from_epoch * sizes.steps_per_epoch
-        if phase.restart_rate is not None and step >= first:
-            remaining = max(sizes.total_steps - step, 0) / (sizes.total_steps - first)
-            rate = float(phase.restart_rate * remaining**phase.restart_power)
-    return rate
-
-
-def schedule_of(section: ScheduleSection, sizes: TrainingSizes) -> Schedule:
-    """Return a recipe's schedule in steps."""
+def schedule_of(recipe: Recipe, sizes: TrainingSizes) -> Schedule:
+    """Return a recipe's schedule in steps, with the restarts of its phases."""
+    section = recipe.schedule
     return Schedule(
         total_steps=sizes.total_steps,
         peak_lr=sizes.peak_rate,
@@ -286,6 +258,11 @@ def schedule_of(section: ScheduleSection, sizes: TrainingSizes) -> Schedule:
         power=section.power,
         milestones=tuple(round(epoch * sizes.steps_per_epoch) for epoch in section.milestones),
         milestone_factor=section.milestone_factor,
+        restarts=tuple(
+            (phase.from_epoch * sizes.steps_per_epoch, phase.restart_rate, phase.restart_power)
+            for phase in recipe.phases
+            if phase.restart_rate is not None
+        ),
     )
 
 

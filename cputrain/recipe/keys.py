@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +19,8 @@ from pydantic_core import ErrorDetails
 
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.wording import first_sentence, join_or
-from cputrain.recipe import schema
-from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
+from cputrain.recipe.schema import MISFIT, Recipe, Section
+from cputrain.settings import MOST
 
 Keys = tuple[str, ...]
 """The path of a key: ("batch", "local") is batch.local."""
@@ -78,9 +79,9 @@ def field_at(keys: Keys) -> FieldInfo | None:
 
 
 @cache
-def _docstrings() -> dict[tuple[str, str], str]:
-    """Return the docstrings below the fields of the schema's classes, by the names of class and field."""
-    tree = ast.parse(inspect.getsource(schema))
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings below the fields of a module's classes, by the names of class and field."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {
         (section.name, field.target.id): inspect.cleandoc(text.value.value)
         for section in ast.walk(tree)
@@ -93,8 +94,8 @@ def _docstrings() -> dict[tuple[str, str], str]:
 
 def description_of(section: type[Section], name: str) -> str:
     """Return the docstring below a section's field, or the description of a planning option; "" if there is none."""
-    owners = (each.__name__ for each in section.__mro__)
-    found = (_docstrings().get((owner, name)) for owner in owners)
+    owners = (each for each in section.__mro__ if each.__module__.startswith("cputrain."))
+    found = (_docstrings(owner.__module__).get((owner.__name__, name)) for owner in owners)
     return section.model_fields[name].description or next(filter(None, found), "")
 
 

@@ -21,8 +21,8 @@ import yaml
 from pydantic import ValidationError
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.wording import first_sentence, join_or
+from cputrain.files import RECIPES, recipe_names
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe
 
@@ -135,7 +135,6 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
     return float(SPECIAL[text.lower()]) if text.lower() in SPECIAL else text
 
 
-RECIPES = shipped("recipes")
 MOST_LOOKED_AT = 10_000  # files of a folder to check for images
 
 # Keys that apply only to the value of another key in the same file, and are dropped if a setting replaces that value.
@@ -248,11 +247,6 @@ def nearest_recipes(name: str) -> str:
     return f"did you mean {join_or(near)}? {listed}"
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
 class Dumper(yaml.SafeDumper):
     """Writes repeated values in full, because recipes have no aliases."""
 
@@ -265,21 +259,9 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=Dumper, sort_keys=False)
 
 
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, for use in any working directory."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).absolute())
-
-    path = recipe.data.path if recipe.data.generated else absolute(recipe.data.path)
-    data = recipe.data.model_copy(update={"path": path, "stage_dir": absolute(recipe.data.stage_dir)})
-    model = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
-    return recipe.model_copy(update={"data": data, "model": model, "output": str(recipe.folder.absolute())})
-
-
 def input_settings(recipe: Recipe) -> tuple[str, ...]:
     """Return KEY=VALUE with the absolute path of each relative input path, for use in any working directory."""
-    absolute = with_absolute_paths(recipe)
+    absolute = recipe.with_absolute_paths()
     paths = (
         ("data.path", recipe.data.path, absolute.data.path),
         ("data.stage_dir", recipe.data.stage_dir, absolute.data.stage_dir),

@@ -1,6 +1,12 @@
-"""Recipe schema: every section and key, with its type, default and limits. The docstring below a key documents it."""
+"""Recipe schema: every section and key, with its type, default and limits. The docstring below a key documents it.
+
+Sections of a part (images, network, optimizer, communication) inherit its settings, where their keys are declared:
+data/settings.py, models/settings.py, optim_settings.py and comm/settings.py. So a part takes its section, or the same
+settings without a recipe.
+"""
 
 import re
+from dataclasses import dataclass
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
@@ -18,17 +24,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from cputrain.affinity.errors import Wording, as_argument, as_option
 from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import join_or
+from cputrain.comm.settings import CommSettings
+from cputrain.data.settings import LINE, USER_SAMPLES, Augmentation, DataSettings, TrainCrop
+from cputrain.models.settings import RESNETS, TIMM, TORCHVISION, ModelSettings
+from cputrain.optim_settings import OptimSettings
 from cputrain.predict.layers import NETWORKS
+from cputrain.schedule import Decay
+from cputrain.settings import MOST, Auto, Fraction, NotNegative, Positive, Rate
 
-MOST = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-NotNegative = Annotated[int, Field(ge=0, le=MOST)]
-Rate = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Auto = Literal["auto"]
 MISFIT = "misfit"
 # Terminals interpret control characters, and no file name has NUL. The surrogates from U+DC80 to U+DCFF stand for bytes
 # that are not UTF-8, which file names may contain.
@@ -37,7 +44,7 @@ NO_TEXT = re.compile(rf"{NO_NAME.pattern}|[\udc80-\udcff]")
 PATHS = ("path", "stage_dir", "weights", "output")
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True):
     """A group of recipe keys; it is frozen, and unknown keys are errors.
 
     The docstring below a field is its description in the reference and in error messages. Its first sentence defines
@@ -45,7 +52,7 @@ class Section(BaseModel):
     """
 
     # keys.py reads the docstrings, because pydantic would parse this file once per class on every import.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
@@ -64,14 +71,14 @@ def misfit(message: str, *keys: str) -> PydanticCustomError:
     return PydanticCustomError(MISFIT, "{message}", {"message": message, "keys": keys})
 
 
-class PhaseSection(Section):
+class PhaseSection(Section, frozen=True):
     """Settings that replace the recipe's from an epoch on. A null key keeps the value of the previous phase."""
 
     from_epoch: NotNegative
     """First epoch of the phase, counted from 0. Phases are listed in the order of their epochs."""
     crop: Positive | None = None
     """Side of the training images in pixels, in place of data.crop. Evaluation keeps data.crop; null: no change."""
-    train_crop: Literal["random_resized", "random"] | None = None
+    train_crop: TrainCrop | None = None
     """How training images are cropped, in place of data.train_crop; null: no change."""
     weight_decay: Rate | None = None
     """Weight decay factor, in place of optim.weight_decay; null: no change."""
@@ -82,34 +89,9 @@ class PhaseSection(Section):
     """Power of the polynomial decay after restart_rate. 1 is a linear decay; without restart_rate it has no effect."""
 
 
-SYNTHETIC, LINE, USER_SAMPLES = "synthetic", "line", "own"
-
-
-class AugmentSection(Section):
+class AugmentSection(Section, Augmentation, frozen=True):
     """Random changes to a training image after cropping, drawn anew for each image and epoch; 0 turns a change off."""
 
-    rotate: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Largest rotation, as a fraction of a full turn. The angle is uniform in both directions: 0.05 is up to 18 degrees
-    left or right."""
-    zoom: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest change of scale, as a fraction. 0.2 scales the image by a uniform factor between 0.8 and 1.2."""
-    shift: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest shift, as a fraction of the image's side. Horizontal and vertical shifts are drawn separately, in both
-    directions."""
-    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Largest change of brightness, as a fraction. 0.2 multiplies it by a uniform factor between 0.8 and 1.2."""
-    contrast: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Largest change of contrast, as a fraction. 0.2 multiplies it by a uniform factor between 0.8 and 1.2."""
-    saturation: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Largest change of color saturation, as a fraction. 0.2 multiplies it by a uniform factor between 0.8 and 1.2."""
-    lighting: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of AlexNet's color noise, as a factor. The noise follows the principal components of
-    ImageNet's colors; Krizhevsky et al. 2012 (4.1) use 0.1."""
-    randaugment: Annotated[int, Field(ge=0, le=10)] = 0
-    """Number of RandAugment operations on each image, drawn from torchvision's 14 (Cubuk et al. 2020; usually 2). They
-    are applied after the changes above."""
-    randaugment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Strength of RandAugment operations, in steps from 0 (none) to 30."""
     mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Parameter alpha of mixup (Zhang et al. 2018; usually 0.2). The images of a worker's batch and their labels are
     averaged in pairs, by weights from a Beta(alpha, alpha) distribution."""
@@ -118,138 +100,18 @@ class AugmentSection(Section):
     rectangle of another image, and the labels are mixed in proportion. With mixup, each batch uses one of the two."""
 
 
-class DataSection(Section):
+class DataSection(Section, DataSettings, frozen=True):
     """The training and validation data, and how images are read, cropped and normalized."""
 
-    path: str | None = None
-    """Folder of the images: train/CLASS/* and val/CLASS/*, CLASS/* alone, shards, tar files, Parquet or TFRecords.
-    Three words select other data. synthetic: random pixels, neither decoded nor evaluated, to measure throughput; line:
-    points of y = 2 x + 1 with noise, for linear regression; own: the samples that a script passes to cputrain.train (a
-    folder of such a name is ./own); null: set it on the command line."""
-    prepare: str | None = None
-    """Command that creates the data, printed if data.path does not exist. {path} in it is replaced by data.path; null:
-    no command."""
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of the training images to use for validation, drawn from each class in proportion. All trainings draw
-    the same images, whatever their seed, and the data's own validation images become the test images. null: none if
-    the data has validation images, otherwise 0.2."""
-    label_column: str | None = None
-    """Column of Parquet files that has the labels; null: the only suitable column."""
-    crop: Positive = 224
-    """Side of the network's square input images, in pixels."""
-    resize: Positive | None = None
-    """Short side, in pixels, to which an image is scaled before a square is cropped from it. It applies to evaluation
-    and to train_crop=random; null: crop x 256 / 224."""
-    train_crop: Literal["random_resized", "random"] = "random_resized"
-    """How training images are cropped. random_resized: a region of random area and aspect ratio, scaled to a square
-    (Szegedy et al. 2014); random: a square at a random position in the image scaled to `resize`."""
-    min_crop_area: Annotated[float, Field(gt=0, le=1)] = 0.08
-    """Smallest area of a random_resized crop, as a fraction of the image's area."""
-    max_crop_aspect: Annotated[float, Field(ge=1)] = 4 / 3
-    """Largest aspect ratio of a random_resized crop: its long side divided by its short side."""
     augment: AugmentSection = AugmentSection()
-    flip: bool = True
-    """Whether training images are mirrored, left to right, with a probability of one half."""
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Means of the red, green and blue channels, on a scale of 0 to 1, subtracted from every pixel. The default is
-    ImageNet's."""
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    """Standard deviations of the red, green and blue channels, on a scale of 0 to 1. Pixels are divided by them after
-    the mean is subtracted; the default is ImageNet's."""
-    stage_dir: str | None = None
-    """Folder on a local disk of each host, to which one worker per host copies the shards. Training starts immediately
-    from data.path and switches to the copies, which are deleted at the end; null: no copies."""
-    block_mib: Annotated[float, Field(ge=0)] = 0.0
-    """Size in MiB of the blocks in which shards are read. Parallel file systems read large blocks faster; each worker
-    keeps one block in memory for every image of its batch. 0 reads images individually."""
-    decoder: Literal["auto", "turbo", "pillow"] = "auto"
-    """JPEG decoder: turbo (libjpeg-turbo 3) or pillow. turbo decodes only the cropped region of an image; auto: turbo
-    if it can be compiled, otherwise pillow."""
-    on_error: Literal["skip", "raise"] = "skip"
-    """What to do with an image that cannot be decoded. skip: remove it from its batch, with a warning and a count;
-    raise: end the training with an error."""
-    max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Largest fraction of a split's images that may be damaged with on_error=skip. One damaged image is always allowed,
-    unless max_damaged is 0. With more, or if no image can be read, the training or evaluation ends with an error."""
-    last_batch: Literal["drop", "spread"] = "drop"
-    """What to do with the images of an epoch that are too few for another global batch. drop: skip them in this
-    epoch (each epoch draws a new order); spread: add one step and make all steps of the epoch slightly smaller."""
-    train_images: Positive | None = None
-    """Number of training images, for plans made on a machine without the data. A training counts the images itself. For
-    generated data it sets the number; null: 1,281,167 synthetic images, or 100 points."""
-    images_per_epoch: Positive | None = None
-    """Number of training images that count as one epoch; null: all of them. It cannot exceed the images in train/."""
-
-    @property
-    def generated(self) -> bool:
-        """Whether the data is generated from the seed or passed by a script, rather than read from data.path."""
-        return self.path in (SYNTHETIC, LINE, USER_SAMPLES)
-
-    @property
-    def kind(self) -> str:
-        """The kind of data, as named in outputs and events."""
-        return {SYNTHETIC: "synthetic data", LINE: "points", USER_SAMPLES: "samples"}.get(self.path or "", "images")
-
-    @property
-    def unit(self) -> str:
-        """The word for samples in outputs."""
-        return {LINE: "points", USER_SAMPLES: "samples"}.get(self.path or "", "images")
-
-    @property
-    def short_side(self) -> int:
-        """Pixels of the short side from which squares are cropped."""
-        return self.resize or round(self.crop * 256 / 224)
 
 
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
-TORCHVISION, TIMM = "torchvision:", "timm:"
 LIBRARY_NETWORK = re.compile(rf"{TORCHVISION}[a-z]\w*|{TIMM}[a-z]\w*(\.\w+)?")
 
 
-class ModelSection(Section):
+class ModelSection(Section, ModelSettings, frozen=True):
     """The network, its batch-norm and its initial weights."""
-
-    name: str = "resnet50"
-    """Name of the network. resnet18, resnet34, resnet50, resnet101, resnet152 and alexnet are torchvision's; alexnet-bn
-    adds batch-norm after each convolution; lenet and mnist-cnn: two convolutions and two linear layers, mnist-cnn with
-    more channels; linear: one layer; torchvision:NAME and timm:NAME: any other classifier of torchvision or timm."""
-    classes: Positive | None = None
-    """Number of outputs of the network, at least the number of classes in the data; null: that number."""
-    resnet_version: Literal["v1.5", "v1"] = "v1.5"
-    """Where a block of resnet50, resnet101 or resnet152 halves the image. v1.5: in its 3 x 3 convolution (torchvision);
-    v1: in its first 1 x 1 convolution (He et al. 2016)."""
-    bn_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Fraction of batch-norm's running statistics kept in each step: 1 minus torch's momentum. Published runs use 0.9
-    or 0.95."""
-    bn_stats: Literal["local", "sync", "running"] = "local"
-    """Statistics with which batch-norm normalizes in training. local: of each worker's images; sync: of all workers'
-    images (SyncBatchNorm); running: the running statistics, which then stay frozen."""
-    bn_ghost_batch: Positive | None = None
-    """Images in a ghost batch: the part of a worker's batch that batch-norm normalizes separately (Hoffer et al. 2017).
-    For bn_stats=local; null: the worker's whole batch."""
-    zero_gamma: Literal["none", "last_of_block", "last_of_stage", "auto"] = "none"
-    """Batch-norm layers of a resnet whose gamma starts at 0, so that their blocks start as identities. last_of_block:
-    the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only the last layer of each stage's
-    last block; none: no layer; auto: last_of_block for a resnet, none for any other network."""
-    weights: str | None = None
-    """File of the initial weights: a checkpoint, a state dict, or another program's checkpoint (timm, Lightning, ...).
-    Averaged weights are used if the file has them. A last layer of another size keeps its random weights; null: all
-    weights start random."""
-    winograd: Literal["auto", "off"] = "auto"
-    """Winograd convolutions (Lavin and Gray 2016) in 3 x 3 layers of stride 1, with engine=native. auto: in the layers
-    that they make faster, as measured at the first start on a machine; rounding errors are 1e-5 of the largest value,
-    against 1e-6 with direct convolutions; off: in no layer."""
-    freeze_to: str | None = None
-    """Name of the last frozen layer, as in layer3 or layer4.0. All layers up to and including it keep their initial
-    weights; null: all layers are trained."""
-
-    @property
-    def zeroed_gamma(self) -> str:
-        """The meaning of `zero_gamma` for this network."""
-        if self.zero_gamma != "auto":
-            return self.zero_gamma
-        return "last_of_block" if self.name in RESNETS else "none"
 
     @field_validator("name")
     @classmethod
@@ -288,20 +150,6 @@ class ModelSection(Section):
         return self
 
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-OptimizerName = Literal[
-    "sgd",
-    "momentum",
-    "lars",
-    "lamb",
-    "adam",
-    "adamw",
-    "rmsprop",
-    "adagrad",
-    "adadelta",
-    "adagrad_da",
-]
-
 # The optimizers that use each option; others would silently ignore it.
 OPTIMIZERS_WITH = {
     "momentum": ("momentum", "lars", "rmsprop"),
@@ -321,57 +169,8 @@ LEAST_EPSILON = 1.2e-38
 """The smallest normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
-class OptimSection(Section):
+class OptimSection(Section, OptimSettings, frozen=True):
     """The optimizer. An option that the chosen optimizer does not use is an error."""
-
-    name: OptimizerName = "momentum"
-    """Name of the optimizer. sgd: plain stochastic gradient descent; momentum: the same with momentum; lars: momentum
-    with layer-wise learning rates (You et al. 2017); lamb: Adam with layer-wise learning rates (You et al. 2020);
-    adagrad_da: Adagrad by dual averaging (Duchi et al. 2011); adam, adamw, rmsprop, adagrad and adadelta are
-    torch's."""
-    scale_rate_by: Literal["auto", "batch", "workers", "none"] = "auto"
-    """How schedule.peak_rate is scaled to the job. batch: from schedule.reference_batch to the job's global batch, by
-    the optimizer's scaling rule; workers: multiplied by the number of workers (Horovod's lr * hvd.size()); none: not at
-    all. auto: batch for peak_rate=auto, none for a number."""
-    momentum: Decay = 0.9
-    """Momentum coefficient: the fraction of the last update added to the next one. For momentum, lars and rmsprop."""
-    nesterov: bool = False
-    """Whether to use Nesterov momentum. For momentum and lars."""
-    weight_decay: Rate = 5e-5
-    """Weight decay: the factor of the L2 penalty that is added to the gradients. adamw and lamb subtract it from the
-    weights instead (decoupled), adagrad_da adds it to the function that it minimizes; 0 turns it off."""
-    decay_bn_and_bias: bool = True
-    """Whether weight_decay also applies to batch-norm parameters and biases. In timm's networks these include position
-    embeddings and class tokens."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest norm of the gradient over all layers. Larger gradients are scaled down to it; null: no clipping."""
-    beta1: Decay = 0.9
-    """Decay factor of the running mean of the gradients, per step. For adam, adamw and lamb."""
-    beta2: Decay = 0.999
-    """Decay factor of the running mean of the squared gradients, per step. For adam, adamw and lamb."""
-    alpha: Decay = 0.99
-    """Decay factor of the running mean of the squared gradients, per step. For rmsprop."""
-    rho: Decay = 0.9
-    """Decay factor of the running means of squared gradients and squared updates, per step. For adadelta; Zeiler 2012
-    uses 0.95."""
-    epsilon: Rate | Auto = "auto"
-    """Small number added to the denominator of the update to avoid division by 0. auto: 0 for lars, 1e-6 for lamb,
-    1e-10 for adagrad_da, and torch's default for adam, adamw, rmsprop, adagrad and adadelta, which need a value above
-    0; sgd and momentum do not use it."""
-    lars_variant: Literal["caffe", "timm", "nus"] = "caffe"
-    """Where lars multiplies by learning rate and trust ratio. caffe: both before momentum (Intel Caffe, MLPerf's
-    TensorFlow); timm: the trust ratio before, the learning rate after; nus: both after (NUS, Intel's MLPerf
-    PyTorch)."""
-    trust_coefficient: Annotated[float, Field(gt=0)] = 0.001
-    """Trust coefficient: the factor of each layer's ratio of weight norm to gradient norm. For lars."""
-    trust_clip: bool = False
-    """Whether to limit each layer's learning rate to the schedule's. For lars."""
-    momentum_correction: bool = False
-    """Whether momentum is rescaled when the learning rate changes (Goyal et al. 2017, section 3). For lars with
-    lars_variant=caffe."""
-    adapt_bn_and_bias: bool = False
-    """Whether the parameters of decay_bn_and_bias also get layer-wise learning rates, as in Intel Caffe but not in
-    MLPerf. For lars and lamb."""
 
     @model_validator(mode="after")
     def _options_are_read(self) -> "OptimSection":
@@ -407,7 +206,7 @@ class OptimSection(Section):
         return self
 
 
-class BatchSection(Section):
+class BatchSection(Section, frozen=True):
     """Images per step: either local x workers x accumulation, or a fixed global batch for any number of workers."""
 
     local: Positive = 32
@@ -431,7 +230,7 @@ class BatchSection(Section):
         return self
 
 
-class EvaluateSection(Section):
+class EvaluateSection(Section, frozen=True):
     """Evaluation on all validation images: exact loss, top-1 and top-5 accuracy."""
 
     every_epochs: Positive | None = 1
@@ -440,7 +239,7 @@ class EvaluateSection(Section):
     """Images in one forward pass of one worker during evaluation; null: batch.local."""
 
 
-class CheckpointSection(Section):
+class CheckpointSection(Section, frozen=True):
     """Checkpoints of the training state, from which `cputrain train --resume` continues."""
 
     every_epochs: Positive | None = 1
@@ -456,23 +255,8 @@ class CheckpointSection(Section):
     there is no older one to fall back to if a file is damaged."""
 
 
-class CommSection(Section):
+class CommSection(Section, CommSettings, frozen=True):
     """Communication of gradients between the workers."""
-
-    backend: Literal["auto", "ccl", "gloo", "mpi"] = "auto"
-    """Backend of torch.distributed: ccl (oneCCL), gloo, or mpi, which only torch built from source with MPI has. auto:
-    ccl if every rank can use it, otherwise gloo."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a rank waits for the others in a collective operation before it fails."""
-    bucket_mib: Annotated[float, Field(gt=0)] | Auto = "auto"
-    """Size in MiB of the gradient buckets of DDP, each of which is one all-reduce. auto: computed from all-reduce times
-    measured at the start of the training."""
-    compression: Literal["none", "bf16"] = "none"
-    """Number format of the gradients in transit. bf16 halves the traffic: it sends bfloat16 and adds the rounding error
-    to the next step's gradients; none sends them as they are."""
-    find_unused_parameters: bool = False
-    """Search in every pass for parameters that the loss does not depend on, as DDP's option of this name. The search
-    starts by itself if the first batch has such parameters: set it to true if only later batches do."""
 
 
 def _cpus(value: str) -> str:
@@ -493,7 +277,7 @@ def _plan_key(option: Option) -> tuple[Any, Any]:
 
 if TYPE_CHECKING:
 
-    class PlanSection(Section):
+    class PlanSection(Section, frozen=True):
         """The keys of the planning options."""
 
         def __init__(self, **keys: Any) -> None: ...
@@ -510,10 +294,10 @@ else:
     )
 
 
-class ScheduleSection(Section):
+class ScheduleSection(Section, frozen=True):
     """The learning rate of each step: a linear warm-up from start_rate to peak_rate, then a decay."""
 
-    name: Literal["linear", "poly", "poly_from_start", "steps", "cosine", "constant"] = "linear"
+    name: Decay = "linear"
     """Decay of the learning rate after the warm-up. linear: a straight line to end_rate; poly: a polynomial of the
     remaining steps (MLPerf); poly_from_start: the same, but counted from step 0 (Intel Caffe); steps: multiplied by
     milestone_factor at each milestone; cosine: half a cosine; constant: no decay."""
@@ -561,7 +345,7 @@ class ScheduleSection(Section):
         return self
 
 
-class SweepSection(Section):
+class SweepSection(Section, frozen=True):
     """The trainings of `cputrain sweep`: this recipe with other settings. `cputrain train` ignores the section."""
 
     grid: dict[str, tuple[str | int | float | bool | None, ...]] = Field(default={})
@@ -589,7 +373,16 @@ __all__ = [
 ]
 
 
-class Recipe(Section):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSettings:
+    """Settings of an epoch: side of the training images in pixels, how they are cropped, and the weight decay."""
+
+    crop: int
+    train_crop: TrainCrop
+    weight_decay: float
+
+
+class Recipe(Section, frozen=True):
     """The settings of a training: what it computes, and how it runs."""
 
     name: str = "training"
@@ -693,3 +486,53 @@ class Recipe(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.output or f"runs/{self.name}")
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Images of one forward pass of an evaluation."""
+        return self.evaluate.batch or self.batch.local
+
+    @property
+    def largest_crop(self) -> int:
+        """Side of the largest training images, in pixels."""
+        return max([self.data.crop, *(phase.crop for phase in self.phases if phase.crop)])
+
+    @property
+    def wording(self) -> Wording:
+        """How messages spell `resume` and `overwrite`: as arguments of `cputrain.train` for a script's run, else as
+        options."""
+        return as_argument if self.data.path == USER_SAMPLES else as_option
+
+    @property
+    def mlperf_settings(self) -> dict[str, object]:
+        """Settings by their names in MLPerf's log."""
+        return {
+            "submission_benchmark": self.model.name,
+            "seed": self.seed,
+            "opt_name": self.optim.name,
+            "opt_weight_decay": self.optim.weight_decay,
+            "opt_learning_rate_warmup_epochs": self.schedule.warmup_epochs,
+            "gradient_accumulation_steps": self.batch.accumulation,
+        }
+
+    def at_epoch(self, epoch: int) -> EpochSettings:
+        """Return the settings of an epoch, counted from 0: each from the last phase so far that sets it, or the
+        recipe."""
+        crop, train_crop, weight_decay = self.data.crop, self.data.train_crop, self.optim.weight_decay
+        for phase in self.phases:
+            if phase.from_epoch <= epoch:
+                crop = phase.crop or crop
+                train_crop = phase.train_crop or train_crop
+                weight_decay = weight_decay if phase.weight_decay is None else phase.weight_decay
+        return EpochSettings(crop=crop, train_crop=train_crop, weight_decay=weight_decay)
+
+    def with_absolute_paths(self) -> "Recipe":
+        """Return the recipe with absolute paths, for use in any working directory."""
+
+        def absolute(path: str | None) -> str | None:
+            return None if path is None else str(Path(path).absolute())
+
+        path = self.data.path if self.data.generated else absolute(self.data.path)
+        data = self.data.model_copy(update={"path": path, "stage_dir": absolute(self.data.stage_dir)})
+        model = self.model.model_copy(update={"weights": absolute(self.model.weights)})
+        return self.model_copy(update={"data": data, "model": model, "output": str(self.folder.absolute())})

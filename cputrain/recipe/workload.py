@@ -3,25 +3,13 @@
 from dataclasses import replace
 
 from cputrain.affinity.planner.workload import IMAGE_PIXELS, RESNET50, Workload
+from cputrain.data.settings import LINE
+from cputrain.optim_settings import TAKE_NORMS
 from cputrain.predict.layers import CLASSES, LayerSize, early_strides, gflop_of, layers_at, read_network
-from cputrain.recipe.schema import LINE, OptimSection, Recipe
+from cputrain.recipe.schema import Recipe
 
 SIDE = 224  # image side of all traced networks
 BF16_KEPT = 0.55  # memory of activations with bf16 relative to float32; 0.51 to 0.59, depending on the network
-# Tensors of the weights' size in an optimizer's state, with default options.
-COPIES = {
-    "sgd": 0,
-    "momentum": 1,
-    "lars": 1,
-    "lamb": 2,
-    "adam": 2,
-    "adamw": 2,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "adadelta": 2,
-    "adagrad_da": 3,
-}
-TAKE_NORMS = ("lars", "lamb")  # optimizers that read weights and gradients once more, for their norms
 
 
 def layer_sizes(recipe: Recipe) -> tuple[LayerSize, ...] | None:
@@ -59,17 +47,10 @@ def workload_of(recipe: Recipe) -> Workload:
         decoder="Pillow" if recipe.data.decoder == "pillow" else "libjpeg-turbo",
         # Images of other data sets are assumed to have ImageNet's ratio of image to crop size.
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
-        optimizer_copies=state_copies(recipe.optim) + (recipe.ema_decay is not None),
+        optimizer_copies=recipe.optim.state_copies + (recipe.ema_decay is not None),
         precision=recipe.precision,
         norms=recipe.optim.name in TAKE_NORMS,
         backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
         compression=recipe.comm.compression,
         bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
     )
-
-
-def state_copies(optim: OptimSection) -> int:
-    """Return the number of tensors of the weights' size in an optimizer's state."""
-    if optim.name == "momentum" and optim.momentum == 0:
-        return 0
-    return COPIES[optim.name] + (optim.name == "rmsprop" and optim.momentum > 0)

@@ -23,7 +23,6 @@ from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.views import plan_to_svg
 from cputrain.affinity.wording import plural
 from cputrain.files import REPORT, write_text
-from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
     Heat,
     Table,
@@ -53,7 +52,7 @@ from cputrain.report.run import (
     worker_table,
 )
 from cputrain.rows import Column, Rows
-from cputrain.runs.folder import describe_value, differences
+from cputrain.runs.folder import describe_value
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
 
@@ -135,7 +134,6 @@ def report_html(run: Run) -> str:
     steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
     thinned = f"{plural(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
     status = run.status() if run.trained else ""
-    changed = differences(Recipe(), run.recipe) if run.recipe else {}
     times = rank_times(run)
     return render(
         "run.html.j2",
@@ -157,7 +155,7 @@ def report_html(run: Run) -> str:
         heats=heats,
         use=use,
         **_epochs(run),
-        changed=[(key, describe_value(new), describe_value(old)) for key, (old, new) in changed.items()],
+        changed=[(key, describe_value(new), describe_value(old)) for key, (old, new) in run.changed_settings.items()],
         pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MOST_PICTURES]],
         **_bindings(run),
     )

@@ -17,14 +17,15 @@ from cputrain.affinity.errors import InputError, as_option, as_recipe_key
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
 from cputrain.affinity.wording import GIB, first_named, plural
+from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import ENVIRONMENT, PLAN, RECIPE
 from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_records, total
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import USER_SAMPLES, Recipe
+from cputrain.recipe.resume import differences, values_by_key
+from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
-from cputrain.runs.folder import wording_for
 
 LOOPBACK = "lo"
 MB = 1e6
@@ -196,6 +197,16 @@ class Run:
         return bool(self.recipe_text or self.events)
 
     @property
+    def settings(self) -> dict[str, Any] | None:
+        """The recipe's values by dotted key; None without a readable recipe."""
+        return values_by_key(self.recipe) if self.recipe else None
+
+    @property
+    def changed_settings(self) -> dict[str, tuple[Any, Any]]:
+        """The settings that differ from the defaults: dotted key -> default and value."""
+        return differences(Recipe(), self.recipe) if self.recipe else {}
+
+    @property
     def start(self) -> dict[str, Any]:
         """The event of the last start; {} if there is none."""
         return next((event for event in reversed(self.log.written) if event["event"] == "start"), {})
@@ -228,6 +239,11 @@ class Run:
         patience = max(PATIENCE_S, PATIENCE * max(silences, default=0.0))
         silent = (time.time() if now is None else now) - max(signs)
         return RUNNING if silent <= patience else INTERRUPTED
+
+
+def default_settings() -> dict[str, Any]:
+    """Return the default values of recipes by dotted key."""
+    return values_by_key(Recipe())
 
 
 def read_run(folder: Path) -> Run:
@@ -351,7 +367,7 @@ def status_text(run: Run, status: str) -> str:
     seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
     resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
     if run.recipe is not None and run.recipe.data.path == USER_SAMPLES:
-        resume = f"{wording_for(run.recipe)('resume', 'true')} in the script"
+        resume = f"{run.recipe.wording('resume', 'true')} in the script"
     return {
         DONE: f"all {plural(last, 'step')} done",
         STOPPED: f"stopped after {at}; continue with {resume}",

@@ -1,3 +1,3 @@
-"""Run folders (`folder`: files, lock, removal, resume) and event logs (`events`: writing, reading, export). No training
+"""Run folders (`folder`: files, lock, removal) and event logs (`events`: writing, reading, export). No training
 happens here.
 """

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +21,6 @@ from typing_extensions import TypedDict as Fields
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import errors_name, write_with
 from cputrain.files import METRICS, write_whole
-from cputrain.recipe.schema import Recipe
 
 # The checked fields of each event; unknown ones, as of a later version, are kept. The JSON is read without NaN.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -327,15 +326,18 @@ def lines_of_events(folder: Path) -> Iterator[dict[str, Any] | None]:
 
 
 @contextmanager
-def open_events(recipe: Recipe) -> Iterator[Events]:
-    """Open a run's events.jsonl for writing. The exports to metrics/ in the recipe's `log` are written on entry, to
-    include events of killed starts, and on exit; TensorBoard's files are written continuously."""
-    with TensorBoardEvents(recipe.folder) if "tensorboard" in recipe.log else Events(recipe.folder) as events:
-        export(recipe)
+def open_events(
+    folder: Path, formats: Collection[str] = (), mlperf: Mapping[str, object] | None = None
+) -> Iterator[Events]:
+    """Open a run's events.jsonl for writing. The exports to metrics/ in these formats are written on entry, to include
+    events of killed starts, and on exit; TensorBoard's files are written continuously. `mlperf` has the training's
+    settings by their names in MLPerf's log."""
+    with TensorBoardEvents(folder) if "tensorboard" in formats else Events(folder) as events:
+        export(folder, formats, mlperf or {})
         try:
             yield events
         finally:
-            export(recipe)
+            export(folder, formats, mlperf or {})
 
 
 PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
@@ -427,15 +429,14 @@ SCALARS = {
 }
 
 
-def export(recipe: Recipe) -> None:
-    """Write the run's events to metrics/ in the formats of the recipe's `log`: csv to steps.csv and epochs.csv, mlperf
-    to mlperf.log, each replaced atomically. Raises OSError naming the file."""
-    folder = recipe.folder
-    if "csv" in recipe.log:
+def export(folder: Path, formats: Collection[str], mlperf: Mapping[str, object]) -> None:
+    """Write the run's events to metrics/ in these formats: csv to steps.csv and epochs.csv, mlperf to mlperf.log, each
+    replaced atomically. Raises OSError naming the file."""
+    if "csv" in formats:
         for name in CSV_FIELDS:
             _write_lines(folder / METRICS / f"{name}s.csv", csv_lines(name, read_events(folder)))
-    if "mlperf" in recipe.log:
-        _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(recipe, read_events(folder)))
+    if "mlperf" in formats:
+        _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(mlperf, read_events(folder)))
 
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -451,8 +452,21 @@ def csv_lines(name: str, events: Iterable[dict[str, Any]]) -> Iterator[str]:
             yield ",".join("" if value is None else str(value) for value in values)
 
 
-def mlperf_lines(recipe: Recipe, events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines in MLPerf's log format (:::MLLOG and JSON) for the events that a run has.
+MLPERF_SETTINGS = (
+    "submission_benchmark",
+    "submission_platform",
+    "seed",
+    "global_batch_size",
+    "train_samples",
+    "opt_name",
+    "opt_weight_decay",
+    "opt_learning_rate_warmup_epochs",
+    "gradient_accumulation_steps",
+)
+
+
+def mlperf_lines(settings: Mapping[str, object], events: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield lines in MLPerf's log format (:::MLLOG and JSON) for the settings and the events that a run has.
 
     A run has one run_start and one run_stop, however often it was started: the interval from its first start to its
     last end, including pauses. So has an epoch that was continued after a stop; `events` are without repeated steps.
@@ -471,18 +485,13 @@ def mlperf_lines(recipe: Recipe, events: Sequence[dict[str, Any]]) -> Iterator[s
             end = None  # this start continues the interval
         if name == "start" and not begun:
             begun = True
-            for key, value in {
-                "submission_benchmark": recipe.model.name,
+            of_start = {
                 "submission_platform": f"{event.get('workers')} workers on CPUs, {sys.platform}",
-                "seed": recipe.seed,
                 "global_batch_size": event.get("global_batch"),
                 "train_samples": event.get("train_images"),
-                "opt_name": recipe.optim.name,
-                "opt_weight_decay": recipe.optim.weight_decay,
-                "opt_learning_rate_warmup_epochs": recipe.schedule.warmup_epochs,
-                "gradient_accumulation_steps": recipe.batch.accumulation,
-            }.items():
-                yield line(at, key, value)
+            }
+            for key in MLPERF_SETTINGS:
+                yield line(at, key, of_start.get(key, settings.get(key)))
             yield line(at, "run_start", None, "INTERVAL_START")
         elif name == "epoch":
             number = event["epoch"]

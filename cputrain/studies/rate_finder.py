@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_reduce_sum, end_group
 from cputrain.files import write_text
-from cputrain.launch.rank_process import RankContext
-from cputrain.recipe.derivation import settings_at
-from cputrain.recipe.schema import Recipe
 from cputrain.studies.svg import figure
 from cputrain.training.batches import endless_batches
 from cputrain.training.building import build_state
-from cputrain.training.session import start_session
+from cputrain.training.session import Session
 from cputrain.training.step import StepSettings, train_step
 
 if TYPE_CHECKING:
@@ -103,13 +100,13 @@ def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
     return figure(draw, (7, 4.5), xlabel="learning rate", ylabel="training loss", title=title)
 
 
-def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, high: float) -> tuple[RangeTest, int]:
+def range_test(session: Session, *, steps: int, low: float, high: float) -> RangeTest:
     """Train up to `steps` steps with learning rates from `low` to `high`, ending when the loss diverges. Returns the
-    mean losses of all ranks and the global batch, equal on all ranks. Raises InputError if the recipe does not fit."""
-    session, rank = start_session(context, recipe), context.rank
-    context.startup.phase("building the network and the optimizer")
+    mean losses of all ranks, equal on all ranks."""
+    recipe, rank, startup = session.recipe, session.rank, session.context.startup
+    startup.phase("building the network and the optimizer")
     state, _ = build_state(session, None)
-    context.startup.done()
+    startup.done()
     gc.freeze()
     batches, sizes = endless_batches(session), session.sizes
     rates: list[float] = []
@@ -120,10 +117,12 @@ def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, 
             images=images,
             passes=sizes.accumulation_steps,
             lr=rate_at(step, steps, low, high),
-            weight_decay=settings_at(recipe, 0).weight_decay,
+            weight_decay=recipe.at_epoch(0).weight_decay,
+            clip_norm=recipe.optim.clip_norm,
+            skips_non_finite=recipe.on_nan == "skip",
             key=(step, rank.rank),
         )
-        result = train_step(state, batches, settings, recipe, session.task)
+        result = train_step(state, batches, settings, session.task)
         share = session.local_batches[rank.rank] / sum(session.local_batches)
         (loss,) = all_reduce_sum(result.loss * share)
         rates.append(settings.lr)
@@ -131,15 +130,14 @@ def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, 
         if RangeTest(rates=tuple(rates), losses=tuple(losses)).diverged:
             break
     end_group(session.group)
-    return RangeTest(rates=tuple(rates), losses=tuple(losses)), sizes.global_batch
+    return RangeTest(rates=tuple(rates), losses=tuple(losses))
 
 
-def find_rate(
-    context: RankContext, recipe: Recipe, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool
-) -> None:
+def find_rate(session: Session, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool) -> None:
     """Run a range test as one rank; rank 0 prints the suggestion, and writes the picture if one is named."""
-    test, batch = range_test(context, recipe, steps=steps, low=low, high=high)
-    if context.rank.rank > 0:
+    recipe, batch = session.recipe, session.sizes.global_batch
+    test = range_test(session, steps=steps, low=low, high=high)
+    if not session.is_main_rank:
         return
     found = suggest(test)
     if picture is not None:

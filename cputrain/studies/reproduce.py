@@ -16,14 +16,15 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import read_yaml, shipped
 from cputrain.affinity.wording import plural
 from cputrain.files import write_text
-from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
-from cputrain.recipe.schema import Positive, Recipe, Section, SweepSection
+from cputrain.recipe.schema import Recipe, Section
 from cputrain.rows import Column, Rows
+from cputrain.settings import Positive
 from cputrain.studies.svg import figure
 from cputrain.studies.sweep.results import spread, write_results
 from cputrain.studies.sweep.trainings import SEED, RunResult, Variant, clock, train_all, variants
+from cputrain.training.local import PlannedTraining, plan_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -182,8 +183,8 @@ def run_large_batch(
     name = f"large-batch-{scale}"
 
     def planned(variant: Variant) -> tuple[Variant, PlannedTraining]:
-        recipe = load_recipe(name, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
-        return variant, plan_training(recipe.model_copy(update={"sweep": SweepSection()}), env)
+        output = f"output={folder / variant.folder}"
+        return variant, plan_named(name, (*settings, *variant.arguments, output), env)
 
     sweep = load_recipe(name, settings).sweep
     first = [planned(with_seed(variant.settings, 1)) for variant in variants(sweep, (), ())]
@@ -219,7 +220,7 @@ QUANTITIES = (
 )
 
 
-class Experiment(Section):
+class Experiment(Section, frozen=True):
     """A row of a published table."""
 
     title: str
@@ -245,7 +246,7 @@ class Experiment(Section):
         return published
 
 
-class PublishedTable(Section):
+class PublishedTable(Section, frozen=True):
     """A table, figure or passage of a document, with the values that its experiments share."""
 
     title: str
@@ -255,7 +256,7 @@ class PublishedTable(Section):
     experiments: tuple[Experiment, ...]
 
 
-class Document(Section):
+class Document(Section, frozen=True):
     """The tables of a reference document."""
 
     document: str

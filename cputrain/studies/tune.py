@@ -26,15 +26,12 @@ from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.planner.rules import CORES_TO_SPARE_ONE
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import plural
-from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.measurements import new_record
 from cputrain.native_build import compiler
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.loading import load_recipe, recipe_of
-from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.rows import Column, Rows
-from cputrain.studies.bench.model import Spec, measure_training, precisions, steps_alone
+from cputrain.studies.bench.model import Spec, measure_training, precisions
 from cputrain.training.ipex import has_ipex
+from cputrain.training.local import PlannedTraining, replanned
 
 CHANGING = ("batch", "precision")  # axes that change what is trained
 KEYS = {
@@ -169,7 +166,7 @@ def plan_candidates(current: PlannedTraining, values: Sequence[Values], env: Map
     seen: set[object] = set()
     for each in values:
         try:
-            planned = _planned(current, dict(each), env)
+            planned = replanned(current, [f"{KEYS[axis]}={value}" for axis, value in each], env)
         except InputError as error:
             refused.append((each, describe(error, as_recipe_key)))
             continue
@@ -184,15 +181,6 @@ def _what_runs(planned: PlannedTraining) -> tuple[object, ...]:
     recipe, plan = planned.recipe, planned.plan
     layout = tuple((worker.compute_pus, worker.comm_pus, worker.loader_pus) for worker in plan.workers)
     return layout, plan.runtime.allocator, recipe.engine, recipe.precision, recipe.batch.local
-
-
-def _planned(current: PlannedTraining, values: Mapping[str, str], env: Mapping[str, str]) -> PlannedTraining:
-    """Plan a candidate's training. Raises InputError if it does not fit."""
-    settings, images = [f"{KEYS[axis]}={value}" for axis, value in values.items()], current.survey.train
-    recipe = recipe_of(current.recipe.model_dump(by_alias=True), Path("the recipe"), settings=settings)
-    plan = plan_recipe(recipe, env, images=images)
-    sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=images)
-    return replace(current, recipe=recipe, plan=plan, sizes=sizes)
 
 
 # The noise is the relative standard deviation of a measurement, assumed to be equal for all candidates. Nothing is
@@ -615,14 +603,6 @@ class Settings:
     resolution: float
     seed: int
     deadline: float | None
-
-
-def tuned_recipe(name: str, settings: Sequence[str]) -> Recipe:
-    """Load the recipe to tune, reduced to training steps, and with generated images if its data are not here."""
-    recipe = load_recipe(name, settings)
-    if not recipe.data.generated and (recipe.data.path is None or not Path(recipe.data.path).exists()):
-        recipe = load_recipe(name, (*settings, f"data.path={SYNTHETIC}"))
-    return steps_alone(recipe)
 
 
 def available_choices(current: PlannedTraining, axes: Sequence[str], env: Mapping[str, str]) -> Choices:

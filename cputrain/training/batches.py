@@ -5,11 +5,10 @@ from itertools import count
 
 from cputrain.affinity.errors import RunError
 from cputrain.data.formats.dataset import Points, SyntheticImages, UserSamples
-from cputrain.data.from_recipe import training_transform
+from cputrain.data.from_settings import training_transform
 from cputrain.data.loader import Batch, ImageLoader, own_batches, point_batches
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import Transform
-from cputrain.recipe.schema import Recipe
 from cputrain.training.session import Session
 
 
@@ -36,7 +35,8 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     if isinstance(images, UserSamples):
         images.set_epoch(epoch)
         return own_batches(images, sampler.batches(epoch, *steps), cpus=session.context.loader_pus)
-    transform = training_transform(session.recipe, epoch)
+    now = session.recipe.at_epoch(epoch)
+    transform = training_transform(session.recipe.data, now.crop, now.train_crop)
     batches = _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
     return _refuse_corrupt(batches, session.rank.rank) if session.recipe.data.on_error == "raise" else batches
 
@@ -55,11 +55,6 @@ def endless_batches(session: Session) -> Iterator[Batch]:
     """Yield this rank's training batches, epoch after epoch without end, for measurements."""
     for epoch in count():
         yield from training_batches(session, epoch % session.recipe.epochs, 0, session.sizes.steps_per_epoch)
-
-
-def evaluation_batch(recipe: Recipe) -> int:
-    """Return the images of one forward pass of an evaluation."""
-    return recipe.evaluate.batch or recipe.batch.local
 
 
 def evaluation_shares(session: Session, split: str) -> list[Indices]:
@@ -82,7 +77,7 @@ def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
 def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
     return SequentialSampler(
         images=len(session.dataset.splits[split]),
-        batch_size=evaluation_batch(session.recipe),
+        batch_size=session.recipe.evaluation_batch,
         rank=session.rank.rank,
         world_size=session.rank.world_size,
     )

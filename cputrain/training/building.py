@@ -36,7 +36,7 @@ def build_state(
 ) -> tuple[TrainState, list[str]]:
     """Build network and optimizer, or restore them from a checkpoint; also return lines about the initial weights and
     Winograd layers. `all_reduce` replaces the recipe's communication hook."""
-    recipe, task, notes = session.recipe, session.task, []
+    recipe, data, task, notes = session.recipe, session.recipe.data, session.task, []
     network = task.build()
     if not task.traceable:
         notes += prepare_user_network(network, task, recipe.precision)
@@ -45,13 +45,20 @@ def build_state(
         # DDP sends rank 0's weights to all ranks
         if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
-        if (settings := normalization_of(path)) and (recipe.data.mean, recipe.data.std) != (HALF, HALF):
+        if (settings := normalization_of(path)) and (data.mean, data.std) != (HALF, HALF):
             notes.append(f"{path.name} expects images normalized by 0.5, as by transform_input: set {settings}")
-    if checkpoint is None and (note := inputs_note(network, recipe.model.name, recipe.data)):
+    if checkpoint is None and (note := inputs_note(network, recipe.model.name, data.crop, data.mean, data.std)):
         notes.append(note)
     stored = checkpoint.manifest.training.winograd if checkpoint else None
     engine, plan, winograd = plan_network(
-        session.engine, network, task.example, session.mean_local_batch, recipe, session.context.env, stored
+        session.engine,
+        network,
+        task.example,
+        session.mean_local_batch,
+        recipe.precision,
+        session.context.env,
+        winograd=recipe.model.winograd,
+        stored=stored,
     )
     prepare_model(network, engine, recipe.precision, plan)
     if plan is not None and (left := left_to_torch(network, plan.refused())):
@@ -65,7 +72,9 @@ def build_state(
     measured = None
     if checkpoint is not None and checkpoint.same_ranks and recipe.comm.bucket_mib == "auto":
         measured = checkpoint.manifest.training.bucket_mib
-    state = make_train_state(recipe, learner, optimizer, measured, all_reduce)
+    state = make_train_state(
+        learner, optimizer, recipe.comm, ema_decay=recipe.ema_decay, bucket_mib=measured, all_reduce=all_reduce
+    )
     state.winograd = winograd
     if checkpoint is None:
         return state, notes
@@ -81,7 +90,7 @@ def _rebuild_buckets(state: TrainState, session: Session) -> None:
     the state afterwards."""
     inputs, targets = session.task.example(session.mean_local_batch)
     with ExitStack() as stack:
-        _, losses = state.forward(inputs, targets, session.recipe.label_smoothing, stack, reduces=True)
+        _, losses = state.forward(inputs, targets, session.task.label_smoothing, stack, reduces=True)
         losses.sum().backward()  # type: ignore[no-untyped-call]
     state.optimizer.zero_grad()
     state.all_reduce.reset()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import try_cache
 from cputrain.affinity.planner.records import ENGINE, Records, read_records
-from cputrain.affinity.planner.request import tuning_name
+from cputrain.affinity.planner.request import Request, tuning_name
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.comm.group import all_gather
 from cputrain.kernels.apply import LoadedKernels, agreed, apply_plan, convolutions_channels_last, load_for
@@ -29,8 +29,6 @@ from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
 from cputrain.kernels.measure import measured as measured_gains
 from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, WINOGRAD, Gain, KernelPlan, Target, plan_kernels
-from cputrain.launch.local import request_of
-from cputrain.recipe.schema import Recipe
 from cputrain.training import ipex
 
 logger = logging.getLogger(__name__)
@@ -104,31 +102,29 @@ def agree_on_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
     return own
 
 
-def with_measured_engine(engine: Engine, recipe: Recipe, env: Mapping[str, str]) -> Engine:
-    """Return the engine that was measured as fastest on rank 0's host, if engine=auto and every rank can use it, else
+def with_measured_engine(engine: Engine, request: Request, precision: str, env: Mapping[str, str]) -> Engine:
+    """Return the engine that was measured as fastest for a request on rank 0's host, if every rank can use it, else
     `engine`. All ranks must call this."""
-    if recipe.engine != "auto":
-        return engine
     # Records are of the whole host, while this rank is bound to a part of it.
     records = read_records(read_machine(Path("/")), env) if dist.get_rank() == 0 else Records()
-    measured = all_gather(measured_engine(recipe, records))[0]
+    measured = all_gather(measured_engine(request, records))[0]
     if measured is None:
         return engine
     name, why = measured
     chosen, problem = engine, ""
     if name != engine.name:
         try:
-            chosen = choose_engine(name, recipe.precision, env)
+            chosen = choose_engine(name, precision, env)
         except (InputError, RunError) as error:
             problem = str(error)
     problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
     return replace(engine, why=problems[0]) if problems else replace(chosen, why=why)
 
 
-def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
-    """Return the fastest measured engine for the recipe's network, precision and batch, and the reason; None if there
-    is no measurement."""
-    name = tuning_name(request_of(recipe))
+def measured_engine(request: Request, records: Records) -> tuple[str, str] | None:
+    """Return the fastest measured engine for a request's network, precision and batch, and the reason; None if there is
+    no measurement."""
+    name = tuning_name(request)
     for record in records.of(ENGINE):
         engine, why = record.values.get("engine"), record.values.get("why")
         if name is not None and record.name == name and engine in ENGINES and isinstance(why, str):
@@ -174,20 +170,23 @@ def plan_network(
     network: nn.Module,
     example: Callable[[int], tuple[Any, Any]],
     images: int,
-    recipe: Recipe,
+    precision: str,
     env: Mapping[str, str],
+    *,
+    winograd: str,
     stored: tuple[str, ...] | None = None,
 ) -> tuple[Engine, KernelPlan | None, dict[str, float | None] | None]:
     """Plan the kernels of a network for `images` a pass, in which convolutions use Winograd's algorithm if they are
-    faster with it, or those of a checkpoint (`stored`) do. `example` returns inputs and targets of n samples.
+    faster with it, or those of a checkpoint (`stored`) do. `example` returns inputs and targets of n samples;
+    `winograd` is model.winograd.
 
     Returns the engine with all kernels that the plan uses, the plan, None if the engine is not native, and the speedups
     of the layers by Winograd's algorithm, None if it cannot be used. All ranks must call this.
     """
-    engine = with_winograd(agreed_engine, recipe.model.winograd, recipe.precision, env)
+    engine = with_winograd(agreed_engine, winograd, precision, env)
     if engine.kernels is None:
         return engine, None, None
-    target, missing = target_for(recipe.precision), engine.kernels.missing
+    target, missing = target_for(precision), engine.kernels.missing
     has_kernels = engine is not agreed_engine and WINOGRAD not in missing
     problem = missing.get(WINOGRAD, "") if engine is not agreed_engine else ""
     of_ranks = all_gather((problem, has_kernels))

@@ -22,17 +22,16 @@ from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.loader import GRAY, Batch
 from cputrain.data.order import Indices
 from cputrain.data.pixels import center_crop
-from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import read_manifest
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import Recipe
+from cputrain.models.settings import ModelSettings
 from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
 from cputrain.rows import Column, Rows
-from cputrain.training.batches import evaluation_batch, evaluation_batches, evaluation_shares
+from cputrain.training.batches import evaluation_batches, evaluation_shares
 from cputrain.training.corrupt_images import CorruptImageCheck
 from cputrain.training.engine import autocast, evaluation_network, plan_network, prepare_model
 from cputrain.training.progress import EvaluationProgress
-from cputrain.training.session import Session, start_session
+from cputrain.training.session import Session
 from cputrain.training.snapshot import load_eval_model
 from cputrain.training.step import Accuracy, count_correct
 
@@ -138,16 +137,15 @@ class EvalResult:
     predicted: Predicted | None
 
 
-def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, data: DatasetSummary) -> None:
-    """Raise InputError if a path is not a checkpoint, or is one of another network than the recipe's."""
-    network = build_model(recipe.model, len(data.classes), recipe.data.crop, data.features)
+def check_checkpoints(paths: tuple[Path, ...], model: ModelSettings, crop: int, data: DatasetSummary) -> None:
+    """Raise InputError if a path is not a checkpoint, or is one of another network."""
+    network = build_model(model, len(data.classes), crop, data.features)
     for path in paths:
         load_eval_model(path, network)
 
 
 def eval_rank(
-    context: RankContext,
-    recipe: Recipe,
+    session: Session,
     checkpoints: tuple[Path, ...],
     *,
     as_json: bool,
@@ -155,14 +153,20 @@ def eval_rank(
     page: Path | None,
 ) -> None:
     """Evaluate checkpoints one after another as one rank; rank 0 prints, and writes the page of the last checkpoint."""
-    if recipe.engine == "ipex":  # only affects training steps, and may not be installed where runs are evaluated
-        recipe = recipe.model_copy(update={"engine": "auto"})
-    session = start_session(context, recipe, splits=("val",))
-    context.startup.done()
+    recipe = session.recipe
+    session.context.startup.done()
     network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     stored = read_manifest(checkpoints[0]).training.winograd
-    example, env = session.task.example, context.env
-    engine, plan, _ = plan_network(session.engine, network, example, recipe.batch.local, recipe, env, stored)
+    engine, plan, _ = plan_network(
+        session.engine,
+        network,
+        session.task.example,
+        recipe.batch.local,
+        recipe.precision,
+        session.context.env,
+        winograd=recipe.model.winograd,
+        stored=stored,
+    )
     prepare_model(network, engine, recipe.precision, plan)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
@@ -263,7 +267,7 @@ def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, ob
 
     return {
         "workers": session.rank.world_size,
-        "batch": evaluation_batch(session.recipe),
+        "batch": session.recipe.evaluation_batch,
         "results": [
             {
                 "checkpoint": str(result.checkpoint),

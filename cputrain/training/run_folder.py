@@ -24,11 +24,10 @@ from cputrain.launch.rank_process import StartOptions
 from cputrain.measurements import save_bf16_gain
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
-from cputrain.recipe.derivation import rate_warning
-from cputrain.recipe.schema import Recipe
+from cputrain.recipe.resume import check_folder, recipe_text
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, TimeSpent, open_events, time_spent
-from cputrain.runs.folder import check_folder, finished, locked, make_folder, wording_for
+from cputrain.runs.folder import finished, locked, make_folder
 from cputrain.runs.trackers import Trackers
 from cputrain.training.engine import bf16_speedups, has_bf16
 from cputrain.training.environment import binding_record, describe_environment, startup_lines
@@ -71,7 +70,7 @@ class RunFolder:
             if self.session.is_main_rank:
                 self._measure_environment()
                 context.startup.phase("building the network and the optimizer")
-                self.events = stack.enter_context(open_events(recipe))
+                self.events = stack.enter_context(open_events(recipe.folder, recipe.log, recipe.mlperf_settings))
             yield True
 
     def _make(self, stack: ExitStack, *, ends: bool) -> str | None:
@@ -86,7 +85,7 @@ class RunFolder:
         if resumption:
             print(resumption, flush=True)
         stack.enter_context(locked(recipe.folder, restarted=restarted, job=job))
-        make_folder(recipe, **replaces)
+        make_folder(recipe.folder, recipe_text(recipe), **replaces)
         write_bytes(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
         return None
 
@@ -128,7 +127,7 @@ class RunFolder:
             **session.scale.model_dump(),
         )
         self.trackers.start(recipe.folder, recipe.log, context.loader_pus, context.env)
-        if warning := rate_warning(recipe, global_batch=session.sizes.global_batch):
+        if warning := session.sizes.rate_warning:
             log.warn(step, warning)
         if recipe.precision == "bf16" and (gain := median(bf16_speedups())) < 1:
             slower = f"convolutions in bf16 take {1 / gain:.1f} times as long as in float32 on this CPU"
@@ -166,8 +165,16 @@ class RunFolder:
             return
         recipe, folder = self.session.recipe, self.session.recipe.folder
         with no_exit_limit():
-            steps, estimate = self.session.sizes.total_steps, self.session.context.worker.memory_bytes
-            print("\n".join(summary_lines(result, steps, time_spent(folder), recipe, peak_bytes, estimate)))
+            lines = summary_lines(
+                result,
+                self.session.sizes.total_steps,
+                time_spent(folder),
+                kind=recipe.data.kind,
+                resume=recipe.wording("resume", "true"),
+                peak_bytes=peak_bytes,
+                estimate_bytes=self.session.context.worker.memory_bytes,
+            )
+            print("\n".join(lines))
             if result.accuracy is not None:
                 print(f"report               {write_report(folder)}")
             print(*(f"{line}\n" for line in self.trackers.finish()), sep="", end="", flush=True)
@@ -195,12 +202,19 @@ def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[Non
 
 
 def summary_lines(
-    result: TrainResult, steps: int, spent: TimeSpent, recipe: Recipe, peak_bytes: int, estimate_bytes: int | None
+    result: TrainResult,
+    steps: int,
+    spent: TimeSpent,
+    *,
+    kind: str,
+    resume: str,
+    peak_bytes: int,
+    estimate_bytes: int | None,
 ) -> list[str]:
-    """Return the summary: times, accuracies, and memory of one worker. `steps` is the number of steps in all epochs."""
-    accuracy, kind = result.accuracy, recipe.data.kind
+    """Return the summary: times, accuracies, and memory of one worker. `steps` is the number of steps in all epochs,
+    `kind` is data.kind, and `resume` what continues the run."""
+    accuracy = result.accuracy
     if accuracy is None:
-        resume = wording_for(recipe)("resume", "true")
         return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with {resume}"]
     resumed = spent.starts > 1
     of_last = ", of the last start" if resumed else ""

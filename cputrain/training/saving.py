@@ -23,6 +23,7 @@ from cputrain.checkpoint.files import content_text, rank_file
 from cputrain.checkpoint.folder import remove_partial
 from cputrain.checkpoint.writer import CheckpointWriter, wait_until_visible
 from cputrain.comm.group import all_gather, run_on_main_rank
+from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import CHECKPOINTS
 from cputrain.manifest import (
     Manifest,
@@ -31,10 +32,6 @@ from cputrain.manifest import (
     TrainingRecord,
     first_error,
 )
-from cputrain.recipe.loading import with_absolute_paths
-from cputrain.recipe.schema import USER_SAMPLES
-from cputrain.recipe.workload import state_copies
-from cputrain.runs.folder import wording_for
 from cputrain.training.session import Session
 from cputrain.training.snapshot import (
     Loaded,
@@ -55,7 +52,7 @@ def newest_checkpoint(session: Session, *, resume: bool) -> Loaded | None:
     folder = session.recipe.folder / CHECKPOINTS
     if session.is_main_rank:
         remove_partial(folder)
-    return load_newest(folder, session.rank.rank, wording_for(session.recipe)) if resume else None
+    return load_newest(folder, session.rank.rank, session.recipe.wording) if resume else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +104,7 @@ class Saver:
         averages = 1 if self.state.averages is None else 2
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
         trained = sum(value.nbytes for value in self.state.learner.trained().values())
-        needed = averages * weights + state_copies(self.session.recipe.optim) * trained
+        needed = averages * weights + self.session.recipe.optim.state_copies * trained
         rank = self.session.rank
         try_out(self.writer.folder, rank.rank, needed, first_on_host=rank.local_rank == 0)
 
@@ -177,7 +174,7 @@ class Saver:
             rollbacks=position.rollbacks,
             optimizer=optimizer,
         )
-        values: dict[str, Any] = with_absolute_paths(recipe).model_dump(mode="json", by_alias=True)
+        values: dict[str, Any] = recipe.with_absolute_paths().model_dump(mode="json", by_alias=True)
         return Manifest(
             cputrain=__version__,
             step=position.step,

@@ -37,14 +37,17 @@ from cputrain.data.formats.dataset import (
 )
 from cputrain.data.formats.shards import crc32c, images_per_block, split_checksum
 from cputrain.data.formats.source import SPLITS
-from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.from_settings import open_data
 from cputrain.data.loader import choose_normalize
 from cputrain.data.pixels import Decode, choose_decoder, decode_by_pillow
+from cputrain.data.settings import DataSettings
 from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
-from cputrain.recipe.derivation import TrainingSizes, derive
+from cputrain.recipe.derivation import TrainingSizes, derive, schedule_of
+from cputrain.recipe.request import request_of
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
+from cputrain.schedule import Schedule
 from cputrain.training.corrupt_images import check_sample
 from cputrain.training.engine import (
     Engine,
@@ -74,6 +77,7 @@ class Session:
     context: RankContext
     recipe: Recipe
     sizes: TrainingSizes
+    schedule: Schedule
     group: CommGroup
     local_batches: tuple[int, ...]
     dataset: Dataset
@@ -138,9 +142,11 @@ def start_session(
     team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
     phase("opening data")
-    dataset = user_task.dataset if user_task else open_recipe_data(recipe)
     if user_task is None:
+        dataset = open_data(recipe.data, classes=recipe.model.classes, side=recipe.largest_crop, seed=recipe.seed)
         check_labels(dataset)
+    else:
+        dataset = user_task.dataset
     phase("loading native kernels")
     if user_task is None or recipe.engine != "auto" or _has_images(user_task.network):
         engine = choose_engine(recipe.engine, recipe.precision, env)
@@ -152,25 +158,28 @@ def start_session(
         nodes=rank.world_size // rank.local_world_size,
         images=len(dataset.train),
     )
-    decode, decoder, normalize = _choose_decoding(recipe, dataset, env)
+    decode, decoder, normalize = _choose_decoding(recipe.data, dataset, env)
     block_length = images_per_block(dataset.train, recipe.data.block_mib, sizes.steps_per_epoch)
     if user_task:
-        task = user_task.task(recipe)
+        task = user_task.task(recipe.precision)
     else:
         task = recipe_task(recipe, len(dataset.classes), _features_of(dataset), normalize)
     phase(f"connecting {plural(rank.world_size, 'rank')}")
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, job_settings(recipe, dataset))
     if context.check and group.backend == ccl.BACKEND:
         refuse(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
-    local_batches = _local_batches(recipe, worker, sizes)
+    local_batches = _local_batches(recipe.batch.local, recipe.plan.balance, worker, sizes)
     if not recipe.data.generated:
         used = {split: images for split, images in dataset.splits.items() if split in splits}
         check_sample(used, decode, recipe.data.crop, recipe.data.max_damaged, rank)
     engine = agree_on_engine(all_gather((engine.name, engine.why)), engine)
+    if measured and recipe.engine == "auto":
+        engine = with_measured_engine(engine, request_of(recipe), recipe.precision, env)
     return Session(
         context=context,
         recipe=recipe,
         sizes=sizes,
+        schedule=schedule_of(recipe, sizes),
         group=group,
         local_batches=local_batches,
         dataset=dataset,
@@ -179,7 +188,7 @@ def start_session(
         normalize=normalize,
         block_length=block_length,
         task=task,
-        engine=with_measured_engine(engine, recipe, env) if measured else engine,
+        engine=engine,
         team=team,
         memory_share=share,
     )
@@ -190,12 +199,11 @@ def _features_of(dataset: Dataset) -> int | None:
 
 
 def _choose_decoding(
-    recipe: Recipe, dataset: Dataset, env: Mapping[str, str]
+    data: DataSettings, dataset: Dataset, env: Mapping[str, str]
 ) -> tuple[Decode, str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the functions that decode and normalize images, the first with its description."""
     if isinstance(dataset.train, Points | UserSamples):
-        return decode_by_pillow, f"none: {recipe.data.kind}", lambda x: x
-    data = recipe.data
+        return decode_by_pillow, f"none: {data.kind}", lambda x: x
     return (*choose_decoder(data.decoder, env), choose_normalize(data.mean, data.std, data.decoder, env))
 
 
@@ -250,15 +258,12 @@ def job_settings(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
     return facts
 
 
-def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:
-    """Return every rank's local batch: the recipe's, or the plan's if plan.balance is not "equal". Raises InputError if
-    the plan's do not fit the recipe or leave a rank without images."""
-    local = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
-    batches = tuple(all_gather(local))
-    if sum(batches) != recipe.batch.local * len(batches):
-        raise InputError(
-            f"the mean of the plan's local batches {batches} is not {recipe.batch.local}: plan with this recipe"
-        )
+def _local_batches(local: int, balance: str, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:
+    """Return every rank's local batch: `local`, the recipe's, or the plan's if `balance` is not "equal". Raises
+    InputError if the plan's do not fit the recipe or leave a rank without images."""
+    batches = tuple(all_gather(local if balance == "equal" else worker.local_batch or 0))
+    if sum(batches) != local * len(batches):
+        raise InputError(f"the mean of the plan's local batches {batches} is not {local}: plan with this recipe")
     images = sizes.used_images_per_epoch // sizes.steps_per_epoch
     if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(

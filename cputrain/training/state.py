@@ -23,8 +23,8 @@ from cputrain.affinity.wording import MIB, first_named, plural
 from cputrain.checkpoint.state import plain_name
 from cputrain.comm.group import all_gather, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
+from cputrain.comm.settings import CommSettings
 from cputrain.predict.collectives import bucket_bytes
-from cputrain.recipe.schema import CommSection, Recipe
 from cputrain.training.engine import autocast
 
 LOSS_PREFIX = "loss/"  # of the names of a loss's own parameters and buffers; no name in a network has a slash
@@ -130,7 +130,7 @@ def make_dense(module: nn.Module) -> list[str]:
 @dataclass(slots=True, kw_only=True)
 class TrainState:
     """Network and loss, their DDP wrapper, optimizer, and the exponential moving average (EMA) of the network's
-    parameters by name, or None.
+    parameters by name, or None; `ema_decay` is its decay factor.
 
     `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
     that use Winograd's algorithm with their speedups, as returned by plan_network. `checked`: the first forward pass
@@ -145,6 +145,7 @@ class TrainState:
     all_reduce: AllReduceHook
     bucket_mib: float
     averages: dict[str, Tensor] | None
+    ema_decay: float | None = None
     winograd: dict[str, float | None] | None = None
     checked: bool = False
     suspects: tuple[Tensor, ...] = ()
@@ -183,11 +184,11 @@ class TrainState:
             statistic.copy_(mean)
 
     @torch.no_grad()
-    def update_ema(self, decay: float | None) -> None:
-        """Update the averages, if there are any: w_ema = decay w_ema + (1 - decay) w."""
-        if self.averages is not None and decay is not None:
-            weights = self.learner.weights()
-            torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], 1 - decay)
+    def update_ema(self) -> None:
+        """Update the averages, if there are any: w_ema = ema_decay w_ema + (1 - ema_decay) w."""
+        if self.averages is not None and self.ema_decay is not None:
+            weights, share = self.learner.weights(), 1 - self.ema_decay
+            torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], share)
 
     def forward(
         self, inputs: Any, targets: Any, smoothing: float, stack: ExitStack, *, reduces: bool
@@ -374,23 +375,25 @@ def wrapped(
 
 
 def make_train_state(
-    recipe: Recipe,
     learner: Learner,
     optimizer: Optimizer,
+    comm: CommSettings,
+    *,
+    ema_decay: float | None = None,
     bucket_mib: float | None = None,
     all_reduce: AllReduceHook | None = None,
 ) -> TrainState:
     """Wrap a network and its loss in DDP. All ranks take rank 0's parameters and buffers. `bucket_mib` and `all_reduce`
-    replace the recipe's bucket size and communication hook.
+    replace the bucket size and the communication hook of `comm`.
 
     Each rank keeps its own batch-norm statistics until `average_batchnorm`.
     """
-    bucket_mib = bucket_mib or _bucket_mib(recipe.comm, learner)
-    all_reduce = all_reduce or HOOKS[recipe.comm.compression]()
-    ddp = wrapped(learner, bucket_mib, all_reduce, find_unused=recipe.comm.find_unused_parameters, sync=True)
+    bucket_mib = bucket_mib or _bucket_mib(comm, learner)
+    all_reduce = all_reduce or HOOKS[comm.compression]()
+    ddp = wrapped(learner, bucket_mib, all_reduce, find_unused=comm.find_unused_parameters, sync=True)
     _take_from_first(list(learner.buffers()))
     averages = None
-    if recipe.ema_decay is not None:
+    if ema_decay is not None:
         weights = _once([("", learner.network.named_parameters())])
         averages = {name: weight.detach().clone() for name, weight in weights.items() if weight.is_floating_point()}
     return TrainState(
@@ -400,11 +403,12 @@ def make_train_state(
         all_reduce=all_reduce,
         bucket_mib=bucket_mib,
         averages=averages,
+        ema_decay=ema_decay,
     )
 
 
-def _bucket_mib(comm: CommSection, learner: nn.Module) -> float:
-    """Return the size of a gradient bucket in MiB: the recipe's, or the best one for measured all-reduce times."""
+def _bucket_mib(comm: CommSettings, learner: nn.Module) -> float:
+    """Return the size of a gradient bucket in MiB: the given one, or the best one for measured all-reduce times."""
     if comm.bucket_mib != "auto":
         return comm.bucket_mib
     gradients = sum(p.numel() * p.element_size() for p in learner.parameters() if p.requires_grad)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from cputrain.data.loader import Batch
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.optim import layer_ratios, set_lr_and_decay
-from cputrain.recipe.schema import Recipe
 from cputrain.training.engine import autocast
 from cputrain.training.state import (
     TrainState,
@@ -119,13 +118,17 @@ def topk_hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 class StepSettings:
     """Settings of one step: images of all ranks, backward passes of each rank, learning rate and weight decay.
 
-    `measure_layers` requests each layer's norms; `key`, unique to this step and rank, seeds the step's random numbers.
+    `clip_norm` is the largest norm of the gradient. `skips_non_finite`: the training goes on after a step without an
+    update, which then must not have changed buffers either. `measure_layers` requests each layer's norms; `key`, unique
+    to this step and rank, seeds the step's random numbers.
     """
 
     images: int
     passes: int
     lr: float
     weight_decay: float
+    clip_norm: float | None = None
+    skips_non_finite: bool = False
     measure_layers: bool = False
     key: tuple[int, ...] = ()
 
@@ -150,13 +153,12 @@ def train_step(
     state: TrainState,
     batches: Iterator[Batch],
     settings: StepSettings,
-    recipe: Recipe,
     task: Task,
 ) -> StepResult:
     """Update the weights once with the next `settings.passes` batches, unless the gradients contain NaN or Inf."""
     network, optimizer = state.network, state.optimizer
-    buffers = copies_of_buffers(state.learner) if recipe.on_nan == "skip" else None
-    accumulated = _accumulate_gradients(state, batches, settings, recipe, task)
+    buffers = copies_of_buffers(state.learner) if settings.skips_non_finite else None
+    accumulated = _accumulate_gradients(state, batches, settings, task)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in trained if p.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64))
@@ -164,14 +166,14 @@ def train_step(
     metrics = accumulated.metrics if finite else EpochMetrics(damaged=accumulated.metrics.damaged)
     set_lr_and_decay(optimizer, settings.lr, settings.weight_decay)
     if finite:
-        if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
-            torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
+        if settings.clip_norm is not None and norm > settings.clip_norm:
+            torch._foreach_mul_(gradients, settings.clip_norm / norm)
         if settings.measure_layers:
             ratios = layer_ratios(network, optimizer)
         optimizer.step()
-        state.update_ema(recipe.ema_decay)
+        state.update_ema()
     else:
-        with autocast(recipe.precision):
+        with autocast(state.learner.precision):
             non_finite = _find_non_finite(network, accumulated.inputs, accumulated.loss)
         state.all_reduce.reset()
         if buffers is not None:
@@ -195,7 +197,6 @@ def _accumulate_gradients(
     state: TrainState,
     batches: Iterator[Batch],
     settings: StepSettings,
-    recipe: Recipe,
     task: Task,
 ) -> AccumulatedGradients:
     """Sum the gradients of the next batches over the ranks; if any loss is NaN or Inf, all gradients become NaN."""
@@ -209,7 +210,7 @@ def _accumulate_gradients(
             total.inputs, targets = task.mix(total.inputs, targets, (*settings.key, number))
         last = number == settings.passes - 1
         with ExitStack() as stack:
-            outputs, found = state.forward(total.inputs, targets, recipe.label_smoothing, stack, reduces=last)
+            outputs, found = state.forward(total.inputs, targets, task.label_smoothing, stack, reduces=last)
             losses = found * batch.weights
             summed = losses.sum()
             loss = float(summed.detach())

@@ -31,7 +31,8 @@ class Task:
     sample's loss, shape (N,). `mix(inputs, targets, key)` returns mixed inputs and soft targets for a training step;
     `key` differs for every batch. `example(n)` returns inputs and targets of n samples. `classifies`: targets are class
     indices, so top-1 and top-5 are computed. `traceable`: the network has no data-dependent control flow, so a traced
-    copy may be evaluated instead. `loss_module` is the module behind `losses` if it has parameters or buffers.
+    copy may be evaluated instead. `loss_module` is the module behind `losses` if it has parameters or buffers;
+    `label_smoothing` is the `smoothing` of training steps.
     """
 
     build: Callable[[], nn.Module]
@@ -42,10 +43,12 @@ class Task:
     traceable: bool
     mix: Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
     loss_module: nn.Module | None = None
+    label_smoothing: float = 0.0
 
 
 def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:
     """Return the task of a recipe, for images or, with `features`, for rows of that many values."""
+    augment = recipe.data.augment
     shape = (3, recipe.data.crop, recipe.data.crop) if features is None else (features,)
 
     def losses(outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -61,7 +64,8 @@ def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: C
         example=example,
         classifies=features is None,
         traceable=True,
-        mix=build_mixup(recipe, classes),
+        mix=build_mixup(augment.mixup, augment.cutmix, recipe.model.classes or classes, recipe.seed),
+        label_smoothing=recipe.label_smoothing,
     )
 
 
@@ -85,26 +89,23 @@ def sample_losses(loss: str, outputs: Tensor, labels: Tensor, smoothing: float =
     return (wide - targets).square().mean(dim=1)
 
 
-def build_mixup(recipe: Recipe, classes: int) -> Mix | None:
-    """Return a function that applies MixUp or CutMix, or None if the recipe uses neither. It takes images
+def build_mixup(mixup: float, cutmix: float, outputs: int, seed: int) -> Mix | None:
+    """Return a function that applies MixUp or CutMix with these parameters, or None if both are 0. It takes images
     (N, 3, side, side), labels (N,) and a key, and returns mixed images and class probabilities (N, outputs).
 
-    If the recipe uses both, one is chosen at random for each batch. Random numbers depend only on seed and key, and
-    torch's global generator is unchanged, so a resumed training mixes like an uninterrupted one.
+    With both, one is chosen at random for each batch. Random numbers depend only on seed and key, and torch's global
+    generator is unchanged, so a resumed training mixes like an uninterrupted one.
     """
-    augment, outputs = recipe.data.augment, recipe.model.classes or classes
-    if not (augment.mixup or augment.cutmix) or outputs < 2:
+    if not (mixup or cutmix) or outputs < 2:
         return None
     v2: Any = import_torchvision("transforms.v2")
     kinds = [
-        kind(alpha=alpha, num_classes=outputs)
-        for kind, alpha in ((v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix))
-        if alpha
+        kind(alpha=alpha, num_classes=outputs) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
     ]
 
     def mix(images: Tensor, labels: Tensor, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(recipe.seed, *key))
+            torch.manual_seed(_seed(seed, *key))
             chosen = kinds[int(torch.randint(len(kinds), ()))]
             mixed, shares = chosen(images, labels)
         return mixed.contiguous(memory_format=torch.channels_last), shares
@@ -127,13 +128,13 @@ class UserTask:
     dataset: Dataset
     classifies: bool
 
-    def task(self, recipe: Recipe) -> Task:
-        """Return the task in a recipe's precision."""
+    def task(self, precision: str) -> Task:
+        """Return the task in a precision."""
         samples = self.dataset.train
         assert isinstance(samples, UserSamples)
 
         def inputs(batch: Batch) -> Any:
-            return _in_double(batch.images) if DTYPES[recipe.precision] == torch.float64 else batch.images
+            return _in_double(batch.images) if DTYPES[precision] == torch.float64 else batch.images
 
         def example(count: int) -> tuple[Any, Any]:
             batch = own_batch(samples, [i % len(samples) for i in range(count)])

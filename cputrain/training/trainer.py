@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
 from cputrain.launch.rank_process import RankContext, StartOptions
-from cputrain.recipe.derivation import settings_at, step_lr
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import timestamps
+from cputrain.schedule import lr_at
 from cputrain.training.batches import training_batches
 from cputrain.training.building import build_state
 from cputrain.training.corrupt_images import CorruptImageCheck
@@ -167,7 +167,7 @@ class Trainer:
     def _run_steps(self, epoch: int, stop: int) -> float:
         """Train until step `stop` of this epoch or a preemption; return the seconds it took."""
         session, recipe, sizes, position = self.session, self.session.recipe, self.session.sizes, self.position
-        weight_decay = settings_at(recipe, epoch).weight_decay
+        weight_decay = recipe.at_epoch(epoch).weight_decay
         batches = training_batches(session, epoch, self.step, stop)
         begun, before = time.perf_counter(), position.epoch_s
         while self.step < stop and not self.preempted:
@@ -175,12 +175,14 @@ class Trainer:
             settings = StepSettings(
                 images=sizes.images_until(self.step + 1) - sizes.images_until(self.step),
                 passes=sizes.accumulation_steps,
-                lr=step_lr(self.step, recipe, sizes),
+                lr=lr_at(self.step, session.schedule),
                 weight_decay=weight_decay,
+                clip_norm=recipe.optim.clip_norm,
+                skips_non_finite=recipe.on_nan == "skip",
                 measure_layers=session.is_main_rank and is_due(self.step, recipe.log_norms_every_steps),
                 key=(self.step, session.rank.rank),
             )
-            result = train_step(self.state, batches, settings, recipe, session.task)
+            result = train_step(self.state, batches, settings, session.task)
             position.add_step(result.metrics)
             seconds = time.perf_counter() - started
             for watcher in self.watchers:

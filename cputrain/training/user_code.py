@@ -25,22 +25,22 @@ from cputrain.affinity.kernel.bound_plan import (
     plan_for_rank,
     plan_in_memory,
 )
+from cputrain.affinity.planner.request import Request
 from cputrain.affinity.ranks.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import abandon_group
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
+from cputrain.data.settings import USER_SAMPLES
 from cputrain.kernels.evidence import restore as restore_layers
-from cputrain.launch.local import request_of
 from cputrain.launch.rank_process import RankContext, StartOptions, rank_context, run_rank
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe, recipe_of
-from cputrain.recipe.schema import USER_SAMPLES, DataSection, ModelSection, Recipe
+from cputrain.recipe.request import request_of
+from cputrain.recipe.resume import with_same_global_batch
+from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.runs.events import check_log_formats
-from cputrain.runs.folder import (
-    continues_run,
-    with_same_global_batch,
-)
+from cputrain.runs.folder import continues_run
 from cputrain.training.signals import handlers_restored
 from cputrain.training.step import TrainResult
 from cputrain.training.task import Loss, UserTask
@@ -145,7 +145,7 @@ def _train_user_code(
         training = with_same_global_batch(training, rank.world_size)
     if rank.rank == 0 and (note := note_on_ppn(training.plan.ppn, rank)):
         print(note, flush=True)
-    context = _bind(training, rank, env, shown=not options.quiet)
+    context = _bind(request_of(training), rank, env, shown=not options.quiet)
     results: list[TrainResult] = []
 
     def work() -> None:
@@ -197,7 +197,7 @@ def _user_recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) 
     )
 
 
-def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
+def _bind(request: Request, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
     """Bind this process as a rank, or verify its binding if `cputrain launch` or affinity.bind has bound it.
 
     The threads of a process that is bound here are not checked: its libraries are loaded already, so that the plan's
@@ -206,7 +206,7 @@ def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: b
     worker = bound_worker(env)
     check = worker is not None
     if worker is None:
-        request = replace(request_of(recipe), workload=None, allocator="glibc")
+        request = replace(request, workload=None, allocator="glibc")
         from cputrain.predict.next_best import compare_plan  # bound ranks need no model
 
         plan, index = plan_for_rank(request, rank, (), env, compare=compare_plan)

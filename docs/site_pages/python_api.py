@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+from dataclasses import is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,21 @@ def _entry(name: str) -> str:
         raise AssertionError(f"{name} has no docstring")
     code = f"import cputrain.{name}" if inspect.ismodule(described) else f"from cputrain import {name.split('.')[0]}"
     signature = "" if inspect.ismodule(described) else _signature(described, name)
-    details = f"```text\n{rest}\n```\n" if rest else ""
+    manual = "\n".join(filter(None, (rest, *_field_manuals(described))))
+    details = f"```text\n{manual}\n```\n" if manual else ""
     return f"### {name}\n\n```python\n{code}\n{signature}```\n\n{plain(first)}\n\n{details}"
+
+
+def _field_manuals(described: Any) -> list[str]:
+    """Return "name: manual" of a data class's fields that have a docstring below them."""
+    if not is_dataclass(described):
+        return []
+    body = ast.parse(inspect.getsource(described)).body[0].body  # type: ignore[attr-defined]
+    return [
+        f"{field.target.id}: {' '.join(text.value.value.split())}"
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    ]
 
 
 def _signature(described: Any, name: str) -> str:

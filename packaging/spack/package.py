@@ -17,6 +17,7 @@ class PyCputrain(PythonPackage):
 
     depends_on("python@3.10:", type=("build", "run"))
     depends_on("py-hatchling@1.25:", type="build")
+    depends_on("py-annotated-types@0.6:", type=("build", "run"))
     depends_on("py-click@8.2:", type=("build", "run"))
     depends_on("py-google-crc32c@1.5:", type=("build", "run"))
     depends_on("py-jinja2@3.1:", type=("build", "run"))

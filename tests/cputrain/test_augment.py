@@ -9,7 +9,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from cputrain.data.order import image_rng
-from cputrain.data.pixels import Augmentation, Transform, augment
+from cputrain.data.pixels import Transform, augment
+from cputrain.data.settings import Augmentation
 
 SIDE = 64
 CHANGES = [field.name for field in fields(Augmentation)]

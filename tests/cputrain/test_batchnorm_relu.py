@@ -20,7 +20,7 @@ from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.training.engine import agree_on_engine, choose_engine
 from tests.support.by_hand import ranks_of_code
 from tests.support.ccl_jobs import ran
@@ -177,7 +177,7 @@ def test_bfloat16_is_rounded_to_the_nearest_even() -> None:
 
 def made(name: str = "resnet18", side: int = 32, **options: object) -> nn.Module:
     torch.manual_seed(1)
-    return build_model(ModelSection(name=name, **options), 10, side).to(memory_format=torch.channels_last)
+    return build_model(ModelSettings(name=name, **options), 10, side).to(memory_format=torch.channels_last)
 
 
 def pair(name: str, side: int = 32, **options: object) -> tuple[nn.Module, nn.Module]:

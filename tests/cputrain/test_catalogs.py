@@ -10,8 +10,9 @@ from cputrain import __version__
 from cputrain.affinity.topology.catalog import machine_names
 from cputrain.affinity.wording import first_sentence
 from cputrain.cli import main
+from cputrain.files import recipe_names
 from cputrain.recipe.keys import all_keys, other_names, reference
-from cputrain.recipe.loading import recipe_names, shipped_recipes
+from cputrain.recipe.loading import shipped_recipes
 
 Captured = pytest.CaptureFixture[str]
 

@@ -20,7 +20,6 @@ from cputrain.checksums import crc32c_of_json
 from cputrain.manifest import EMA
 from cputrain.models.weights import read_weights
 from cputrain.optim import OPTIMIZERS
-from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import choose_engine, prepare_model
 from cputrain.training.snapshot import TrainProgress, check_learner, load, load_eval_model, load_newest, restore
 from cputrain.training.state import Learner
@@ -156,13 +155,15 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
 
 
 def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_path: Path) -> None:
-    recipe, lines = load_recipe("demo-digits", (f"output={tmp_path}", "on_nan=rollback")), []
+    lines: list[str] = []
     state, position = state_of(network()), TrainProgress(step=4)
     for step in (1, 2):
         written(tmp_path / "checkpoints", state, TrainProgress(step=step))
     (tmp_path / "checkpoints/step-0000002/model.safetensors").write_bytes(b"junk")
     handler = NonFiniteHandler(
-        recipe=recipe,
+        on_nan="rollback",
+        folder=tmp_path / "checkpoints",
+        optimizer_name="momentum",
         rank=0,
         state=state,
         warn=lambda _step, line: lines.append(line),

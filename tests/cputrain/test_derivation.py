@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.order import rank_share
-from cputrain.recipe.derivation import derive, explain, rate_warning, schedule_of, step_lr
+from cputrain.recipe.derivation import derive, explain, rate_warning, schedule_of
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, DataSection, Recipe
 from cputrain.schedule import lr_at
@@ -213,8 +213,8 @@ def test_too_few_images_for_many_hosts_are_refused(nodes: int, advice: str) -> N
 def test_the_256_node_schedule() -> None:
     recipe = load_recipe("resnet50-skx-256node")
     sizes = derive(recipe, ppn=2, nodes=256, images=1_281_167)
-    assert step_lr(130, recipe, sizes) == pytest.approx(2.45)
-    assert step_lr(2_470, recipe, sizes) == pytest.approx(2.4)
+    assert lr_at(130, schedule_of(recipe, sizes)) == pytest.approx(2.45)
+    assert lr_at(2_470, schedule_of(recipe, sizes)) == pytest.approx(2.4)
 
 
 def test_a_recipe_s_schedule_is_in_steps() -> None:
@@ -222,10 +222,10 @@ def test_a_recipe_s_schedule_is_in_steps() -> None:
         "imagefolder", ["schedule.name=steps", "schedule.milestones=[1.5,3]", "schedule.warmup_epochs=1", "epochs=4"]
     )
     sizes = derive(recipe, ppn=1, nodes=1, images=100 * recipe.batch.local)
-    schedule = schedule_of(recipe.schedule, sizes)
+    schedule = schedule_of(recipe, sizes)
     assert schedule.milestones == (150, 300) and schedule.total_steps == 400
     assert schedule.peak_lr == sizes.peak_rate and schedule.warmup_steps == sizes.warmup_steps
-    assert [step_lr(step, recipe, sizes) for step in range(400)] == [lr_at(step, schedule) for step in range(400)]
+    assert [lr_at(step, schedule) / sizes.peak_rate for step in (100, 150, 300)] == pytest.approx([1, 0.1, 0.01])
 
 
 @pytest.mark.parametrize(

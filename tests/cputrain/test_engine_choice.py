@@ -22,9 +22,9 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.recipes import precision_lines
 from cputrain.comm.group import choose_backend
 from cputrain.comm.store import SignedKeys
-from cputrain.launch.local import request_of
 from cputrain.measurements import new_record, rate_record, save_bf16_gain
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import request_of
 from cputrain.training import engine
 from cputrain.training.engine import measured_engine
 from cputrain.training.ipex import check_pair
@@ -63,14 +63,14 @@ def test_auto_takes_the_engine_that_was_measured_for_this_network_precision_and_
     name = "resnet50 at 224 x 224, float32, libjpeg-turbo, batch of 16 a worker"
     values = {"engine": "eager", "why": "measured: eager is 1.10 (1.05-1.15) times as fast as native"}
     record = new_record(machine, ENGINE, name, values, command="cputrain tune resnet50-small")
-    found = measured_engine(recipe, Records(usable=(record,)))
+    found = measured_engine(request_of(recipe), Records(usable=(record,)))
     assert found is not None and found[0] == "eager"
     assert found[1] == f"{values['why']} (cputrain tune resnet50-small, {record.date})"
     for other in ("batch.local=8", "precision=bf16", "data.crop=96"):
         changed = load_recipe("resnet50-small", ("batch.local=16", "data.path=synthetic", other))
-        assert measured_engine(changed, Records(usable=(record,))) is None
+        assert measured_engine(request_of(changed), Records(usable=(record,))) is None
     damaged = replace(record, values={"engine": "none such", "why": "x"})
-    assert measured_engine(recipe, Records(usable=(damaged,))) is None
+    assert measured_engine(request_of(recipe), Records(usable=(damaged,))) is None
 
 
 def test_plan_names_bf16_where_the_processor_has_it_and_by_how_much_once_that_is_measured() -> None:
@@ -81,7 +81,7 @@ def test_plan_names_bf16_where_the_processor_has_it_and_by_how_much_once_that_is
         if gain is not None:
             kept = rate_record(plan.machine, BF16, (gain, gain, gain), command="cputrain train")
             plan = replace(plan, measured=measured_of((kept,)))
-        return precision_lines(recipe.model_copy(update={"precision": precision}), plan)
+        return precision_lines(precision, plan)
 
     assert lines("skx-8160-2s") == []
     assert lines("spr-8480plus-2s", "bf16") == []

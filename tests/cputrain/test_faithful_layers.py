@@ -28,8 +28,8 @@ from cputrain.kernels.convolution import (
     winograd_shapes,
 )
 from cputrain.models.networks import build_model
+from cputrain.models.settings import ModelSettings
 from cputrain.models.vision import import_torchvision
-from cputrain.recipe.schema import ModelSection
 from tests.support.forked import ROOT, ended, forked
 from tests.support.kernels import assert_same, fuse_batchnorms, left_to_torch
 
@@ -794,7 +794,7 @@ def test_a_network_that_cannot_be_tried_is_refused_with_the_reason() -> None:
 @pytest.mark.long
 def test_networks_of_libraries_are_native_throughout() -> None:
     for name in ("resnet18", "resnet50", "torchvision:densenet121", "torchvision:mobilenet_v3_small"):
-        assert left_to_torch(native(build_model(ModelSection(name=name), 10, 32))) == ""
+        assert left_to_torch(native(build_model(ModelSettings(name=name), 10, 32))) == ""
 
 
 TRAINED = """

@@ -15,7 +15,7 @@ from cputrain.kernels.batchnorm import load
 from cputrain.kernels.convolution import has_amx, load_convolutions, pointwise_as_matmul, use_winograd
 from cputrain.kernels.folding import CacheBlocked, FoldedConv2d, FoldedWinogradConv2d, fold_batchnorms
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.training.engine import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 from tests.support.kernels import fuse_batchnorms
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 def trained(name: str, side: int) -> nn.Module:
     """A native network in evaluation, with statistics and parameters that are not the initial ones."""
     torch.manual_seed(2)
-    network = build_model(ModelSection(name=name), 10, side).to(memory_format=torch.channels_last)
+    network = build_model(ModelSettings(name=name), 10, side).to(memory_format=torch.channels_last)
     fuse_batchnorms(network, load(os.environ))
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -180,7 +180,7 @@ def test_in_bf16_a_folded_network_is_as_near_to_float32_as_the_network_itself() 
 def test_in_bf16_a_residual_may_come_in_float32(side: int) -> None:
     """As where no convolution is before a network's first block."""
     torch.manual_seed(1)
-    network = nn.Sequential(build_model(ModelSection(name="resnet18"), 10, 32).layer1[0])
+    network = nn.Sequential(build_model(ModelSettings(name="resnet18"), 10, 32).layer1[0])
     fuse_batchnorms(network, load(os.environ))
     network.to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     images = torch.randn(4, 64, side, side).to(memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cputrain.data.formats.dataset import INTERCEPT, SLOPE, Points, SyntheticImages
-from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
+from cputrain.data.from_settings import TRAIN_POINTS, VAL_POINTS
 from cputrain.data.loader import point_batches
 from cputrain.runs.events import read_events
 from tests.support.checkpoints import content, newest

@@ -22,6 +22,7 @@ from cputrain.mpi.launchers.command import find_launcher, newest_version
 from cputrain.mpi.launchers.programs import bound_command
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.resume import recipe_text
 from cputrain.runs.events import read_events
 from cputrain.runs.folder import make_folder
 from tests.mpi.test_launchers import PRINT_NAMES
@@ -193,7 +194,8 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
 @pytest.mark.nightly
 def test_a_job_whose_first_attempt_failed_before_its_first_step_starts_anew_by_itself(tmp_path: Path) -> None:
     """With the settings of today, which need not be those of that attempt. Its folder is there, of a run of no step."""
-    make_folder(load_recipe("linear-regression", (f"output={tmp_path}/run", "seed=7")), overwrite=False)
+    recipe = load_recipe("linear-regression", (f"output={tmp_path}/run", "seed=7"))
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     arguments = ("max_steps=2", "output=run", "--ppn", "1", "--nodes", "1", "--ncpus", "2", "--time", "0:10:00")
     environment = str(venv(tmp_path))
     (tmp_path / "nodes").write_text("localhost\n")

@@ -19,8 +19,9 @@ from cputrain.data import loader
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import images_per_block
 from cputrain.data.loader import ImageLoader, choose_normalize
-from cputrain.data.pixels import Augmentation, Transform, choose_decoder
+from cputrain.data.pixels import Transform, choose_decoder
 from cputrain.data.prepare import Options, prepare
+from cputrain.data.settings import Augmentation
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.batches import evaluation_batches, training_batches
@@ -242,5 +243,5 @@ def test_the_public_names_stay() -> None:
     assert cputrain.data.ImageLoader is cputrain.ImageLoader and cputrain.data.Transform is cputrain.Transform
     with pytest.raises(AttributeError, match="no attribute 'Loader'"):
         _ = cputrain.data.Loader
-    code = "import sys, cputrain.data, cputrain.data.from_recipe; sys.exit('torch' in sys.modules)"
+    code = "import sys, cputrain.data, cputrain.data.from_settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,8 +11,9 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.manifest import ScaleRecord
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.resume import check_folder, recipe_text
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import LOCK, check_folder, check_unlocked, continues_run, locked, make_folder
+from cputrain.runs.folder import LOCK, check_unlocked, continues_run, locked, make_folder
 from cputrain.variables import is_restarted, lock_name_in
 from tests.support.commands import here
 
@@ -59,7 +60,7 @@ def test_a_second_training_is_refused_until_the_first_has_ended_however_it_ended
 
 def test_a_restart_overwrites_an_older_run_and_continues_the_job_s_own(recipe: Recipe) -> None:
     folder = recipe.folder
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     first = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "b"}
     second = {**first, "TORCHELASTIC_RESTART_COUNT": "1"}
     for job, continued in (("a", False), ("b", True)):

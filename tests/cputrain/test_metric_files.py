@@ -25,7 +25,7 @@ def logged(folder: Path, *formats: str) -> Path:
     recipe = Recipe(name="demo", output=str(folder), log=formats)  # type: ignore[arg-type]
     folder.mkdir(exist_ok=True)
     for first in (1, 2):
-        with open_events(recipe) as events:
+        with open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             events.write("step", step=first, loss=float("nan") if first == 2 else 2.0, **STEP)
             events.write("epoch", step=first, epoch=first, val_top1=50.0, **EPOCH)
@@ -67,7 +67,7 @@ def test_metric_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: 
         (range(5, 9), "1 2 3 4 5 6 7 8", "52.0 53.0"),
     )
     for start, (steps, kept, accuracies) in enumerate(expected):
-        with pytest.raises(ArithmeticError), open_events(recipe) as events:
+        with pytest.raises(ArithmeticError), open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             for step in steps:
                 if step != 4 or start != 2:
@@ -98,7 +98,7 @@ def test_a_training_that_fails_leaves_files_of_what_it_has_logged(tmp_path: Path
     recipe = Recipe(name="demo", output=str(tmp_path), log=("csv",))
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/steps.csv").write_text("time,step\n17.5,3")
-    with pytest.raises(ArithmeticError), open_events(recipe) as events:
+    with pytest.raises(ArithmeticError), open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
         for step in (1, 2, 1):
             events.write("step", step=step, loss=2.0, **STEP)
         raise ArithmeticError
@@ -123,7 +123,9 @@ def test_an_mlperf_log_has_one_interval_of_the_run_over_all_its_starts(end: str,
     recipe = Recipe(name="demo", output=str(tmp_path), log=("mlperf",))
     path = tmp_path / "metrics/mlperf.log"
     for start in (1, 2, 3):
-        with Events(tmp_path) if end == "killed" and start < 3 else open_events(recipe) as events:
+        is_killed = end == "killed" and start < 3
+        opened = open_events(recipe.folder, recipe.log, recipe.mlperf_settings)
+        with Events(tmp_path) if is_killed else opened as events:
             assert path.exists() == (end == "stopped" or start == 3), "those of the starts before"
             events.write("start", **START)
             events.write("epoch", step=start, epoch=start, val_top1=50.0, **EPOCH)
@@ -168,7 +170,7 @@ def test_tensorboard_has_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None
     """Killed after step 7 and again after step 6 of epochs of four steps, with checkpoints after steps 4 and 5."""
     recipe = Recipe(name="demo", output=str(tmp_path), log=("tensorboard",))
     for start, steps in enumerate((range(1, 8), range(5, 7), range(6, 9))):
-        with open_events(recipe) as events:
+        with open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             for step in steps:
                 events.write("step", step=step, loss=step + start / 10, **STEP)
@@ -186,7 +188,7 @@ def test_tensorboard_has_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None
 def test_tensorboard_has_an_epoch_that_was_evaluated_again_once_and_its_last_step(tmp_path: Path) -> None:
     recipe = Recipe(name="demo", output=str(tmp_path), log=("tensorboard",))
     for start, steps in enumerate(((1, 2), (), (3, 4))):  # killed in the second evaluation, after its checkpoint
-        with open_events(recipe) as events:
+        with open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             if start == 1:
                 events.write("epoch", step=2, epoch=1, val_top1=41.0, **EPOCH)

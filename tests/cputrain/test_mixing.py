@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cputrain.recipe.schema import AugmentSection, DataSection, Recipe
 from cputrain.training.step import count_correct
 from cputrain.training.task import Mix, build_mixup, sample_losses
 
@@ -14,7 +13,7 @@ LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 
 
 def made(seed: int = 1, **augment: float) -> Mix:
-    mix = build_mixup(Recipe(seed=seed, data=DataSection(augment=AugmentSection(**augment))), classes=3)
+    mix = build_mixup(augment.get("mixup", 0.0), augment.get("cutmix", 0.0), outputs=3, seed=seed)
     assert mix is not None
     return mix
 
@@ -49,7 +48,7 @@ def test_random_numbers_depend_on_seed_step_rank_and_pass_alone() -> None:
     other = [made(seed=2, mixup=0.4, cutmix=1.0)(IMAGES, LABELS, key)[0] for key in keys]
     # a rectangle of no area changes nothing, now and then
     assert len({each.numpy().tobytes() for each in [*first, *other]}) > 24
-    assert build_mixup(Recipe(), classes=3) is None
+    assert build_mixup(0.0, 0.0, outputs=3, seed=1) is None
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import cputrain.optim
 from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
-from cputrain.recipe.schema import OPTIMIZERS_WITH, OptimizerName, OptimSection
-from cputrain.recipe.workload import state_copies
+from cputrain.optim_settings import OptimizerName
+from cputrain.recipe.schema import OPTIMIZERS_WITH, OptimSection
 from tests.cputrain import test_optim_edges as formulas
 
 pytestmark = pytest.mark.slow
@@ -283,4 +283,4 @@ def test_what_an_optimizer_keeps_is_counted(options: State) -> None:
     network(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     kept = [value for value in optimizer.state[network.weight].values() if isinstance(value, Tensor)]
-    assert state_copies(optim) == sum(value.numel() == 15 for value in kept)
+    assert optim.state_copies == sum(value.numel() == 15 for value in kept)

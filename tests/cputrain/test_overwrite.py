@@ -9,8 +9,9 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.manifest import ScaleRecord
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.resume import check_folder, recipe_text
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import check_folder, locked, make_folder
+from cputrain.runs.folder import locked, make_folder
 
 SCALE = ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2)
 
@@ -23,7 +24,7 @@ def recipe(tmp_path: Path) -> Recipe:
 @pytest.fixture
 def run(recipe: Recipe) -> Path:
     """A run with a checkpoint and a log."""
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     for name in ("checkpoints/step-0000001/model.safetensors", "logs/rank-0.log"):
         (recipe.folder / name).parent.mkdir(parents=True)
         (recipe.folder / name).write_text("old")
@@ -32,7 +33,7 @@ def run(recipe: Recipe) -> Path:
 
 def overwrite(recipe: Recipe) -> None:
     check_folder(recipe, SCALE, resume=False, overwrite=True)
-    make_folder(recipe, overwrite=True)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=True)
 
 
 def files(folder: Path) -> set[str]:
@@ -53,7 +54,7 @@ def test_a_foreign_folder_with_a_recipe_loses_nothing(recipe: Recipe) -> None:
     for resume, flag in ((False, True), (False, False), (True, False)):
         with pytest.raises(InputError, match=r"contains other files but no run|contains no run"):
             check_folder(recipe, SCALE, resume=resume, overwrite=flag)
-    make_folder(recipe.model_copy(update={"output": str(folder)}), overwrite=True)
+    make_folder(folder, recipe_text(recipe), overwrite=True)
     assert (folder / "checkpoints/thesis.pt").read_text() == "years of work"
 
 
@@ -87,7 +88,7 @@ def test_a_file_in_place_of_a_folder_and_the_other_way_round_are_refused_before_
     recipe: Recipe, run: Path, name: str
 ) -> None:
     """The report is written after the last step."""
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     path = run / name
     if path.exists():
         path.rename(run / "away")
@@ -108,7 +109,7 @@ BEGUN = '{"event": "start", "time": 1.0, "data": "images", "backend": "gloo", "b
 
 def test_a_run_without_a_step_is_no_obstacle_to_another(recipe: Recipe) -> None:
     """Damaged weights or images end a run after its folder was made."""
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     run = recipe.folder
     (run / "notes.txt").write_text("mine")
     (run / "logs").mkdir()
@@ -118,9 +119,9 @@ def test_a_run_without_a_step_is_no_obstacle_to_another(recipe: Recipe) -> None:
     for resume in (True, False):
         found = check_folder(other, SCALE, resume=resume, overwrite=False)
         assert found == f"{run} starts over, as the run in it had not trained a step"
-    make_folder(other, overwrite=False, resume=True)
+    make_folder(other.folder, recipe_text(other), overwrite=False, resume=True)
     assert (run / "logs/rank-0.log").is_file(), "a restart keeps its earlier attempts' logs"
-    make_folder(other, overwrite=False)
+    make_folder(other.folder, recipe_text(other), overwrite=False)
     assert files(run) == {".cputrain-run", "recipe.yaml", "notes.txt"}
 
 
@@ -131,12 +132,12 @@ STEP = '{"event": "step", "time": 1.0, "step": 1, "epoch": 1, "loss": 1, "rate":
     "line", [STEP, '{"event": "step"}\n', "\0\0\n", '{"event": "of a later version", "time": 1}\n']
 )
 def test_a_run_that_may_have_trained_a_step_is_kept(recipe: Recipe, line: str) -> None:
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     (recipe.folder / "events.jsonl").write_text(BEGUN + line)
     for other in (recipe, recipe.model_copy(update={"seed": 7})):
         with pytest.raises(InputError, match=r"contains a run of (this recipe: add|another recipe \(seed: 1 -> 7\))"):
             check_folder(other, SCALE, resume=False, overwrite=False)
-        make_folder(other, overwrite=False)
+        make_folder(other.folder, recipe_text(other), overwrite=False)
         assert (recipe.folder / "events.jsonl").read_text() == BEGUN + line
 
 
@@ -166,7 +167,7 @@ def test_messages_name_options_of_the_command_or_arguments_of_a_script(
     own = recipe.model_copy(update={"data": recipe.data.model_copy(update={"path": "own"})})
     for each, told in ((recipe, of_command), (own, of_script)):
         shutil.rmtree(run)
-        make_folder(each, overwrite=False)
+        make_folder(each.folder, recipe_text(each), overwrite=False)
         (run / "checkpoints/step-0000001").mkdir(parents=True)
         with pytest.raises(InputError, match=told):
             check_folder(each.model_copy(update=changed), SCALE, **flags)
@@ -186,7 +187,7 @@ def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe,
     with pytest.raises(InputError, match="contains no run"):
         check_folder(recipe, SCALE, resume=True, overwrite=False)
     assert check_folder(recipe, SCALE, resume=False, overwrite=False) == ""
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     assert files(run) == {".cputrain-run", "recipe.yaml"}
 
 

@@ -161,14 +161,13 @@ def test_a_plan_s_ppn_that_a_started_script_cannot_follow_is_told(ppn: int | str
 def own_task(loss: Any, batch: Any) -> Any:
     from cputrain.data.formats.dataset import Dataset, UserSamples
     from cputrain.data.loader import own_batch
-    from cputrain.recipe.schema import Recipe
     from cputrain.training.task import UserTask
 
     samples = UserSamples(batch, torch.utils.data.default_collate, "train")
     own = UserTask(
         network=nn.Linear(2, 1), loss=loss, dataset=Dataset(classes=(), train=samples, val=samples), classifies=False
     )
-    return own.task(Recipe(precision="float64")), own_batch(samples, [0, 2])
+    return own.task("float64"), own_batch(samples, [0, 2])
 
 
 def test_inputs_may_be_nested_and_losses_one_value_or_many() -> None:

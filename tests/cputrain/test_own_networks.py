@@ -44,7 +44,6 @@ class Training:
     """A user's network on the only rank."""
 
     state: TrainState
-    recipe: Recipe
     task: Any
     inputs: Tensor
     notes: list[str]
@@ -54,7 +53,7 @@ class Training:
             targets = torch.arange(len(self.inputs)) % CLASSES
             batch = Batch(images=self.inputs, labels=targets, weights=torch.ones(len(targets)), damaged=())
             settings = StepSettings(images=len(targets), passes=1, lr=0.1, weight_decay=0.0)
-            assert train_step(self.state, iter([batch]), settings, self.recipe, self.task).finite
+            assert train_step(self.state, iter([batch]), settings, self.task).finite
 
 
 def training(network: nn.Module, inputs: Tensor, loss: Any = None, **keys: Any) -> Training:
@@ -62,12 +61,17 @@ def training(network: nn.Module, inputs: Tensor, loss: Any = None, **keys: Any) 
     rows = UserSamples(TensorDataset(inputs, torch.arange(len(inputs)) % CLASSES), default_collate, "training")
     dataset = Dataset(classes=(), train=rows, val=rows)
     own = UserTask(network=network, loss=loss or nn.CrossEntropyLoss(), dataset=dataset, classifies=False)
-    task = own.task(recipe)
+    task = own.task(recipe.precision)
     notes = prepare_user_network(task.build(), task, recipe.precision)
     prepare_model(network, choose_engine("eager", recipe.precision, {}), recipe.precision)
     optimizer = build_optimizer(network, recipe.optim, task.loss_module)
     learner = Learner(network, task.losses, recipe.precision, task.loss_module)
-    return Training(make_train_state(recipe, learner, optimizer, 25.0), recipe, task, inputs, notes)
+    return Training(
+        make_train_state(learner, optimizer, recipe.comm, ema_decay=recipe.ema_decay, bucket_mib=25.0),
+        task,
+        inputs,
+        notes,
+    )
 
 
 def rows(*shape: int) -> Tensor:

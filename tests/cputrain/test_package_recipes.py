@@ -113,7 +113,7 @@ def test_the_easyconfig_has_the_project_s_dependencies() -> None:
     assert EASYCONFIG.name == f"{values['name']}-{values['version']}-{values['toolchain']['name']}-2024a.eb"
     for field in ("easyblock", "homepage", "description", "toolchain", "moduleclass", "sanity_check_paths"):
         assert values[field]
-    bundles, modules = {"numpy": "SciPy-bundle"}, {"torch": "pytorch"}
+    bundles, modules = {"annotated-types": "pydantic", "numpy": "SciPy-bundle"}, {"torch": "pytorch"}
     there = {entry[0].lower().replace("_", "-"): entry[1] for entry in (*values["dependencies"], *values["exts_list"])}
     for name, requirement in NEEDED.items():
         if name in bundles:

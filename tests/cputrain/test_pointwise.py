@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.kernels.convolution import PointwiseConv2d, has_amx, pointwise_as_matmul
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def test_a_product_is_the_convolution(stride: int | tuple[int, int], bias: bool)
 )
 def test_a_network_s_1_x_1_layers_become_products_and_train_alike(name: str, products: int) -> None:
     torch.manual_seed(1)
-    plain = build_model(ModelSection(name=name), 10, 32).to(dtype=torch.float64, memory_format=torch.channels_last)
+    plain = build_model(ModelSettings(name=name), 10, 32).to(dtype=torch.float64, memory_format=torch.channels_last)
     network = products_of(plain)
     assert sum(isinstance(layer, PointwiseConv2d) for layer in network.modules()) == products
     images = images_of(2, 3, 32, 32, dtype=torch.float64)

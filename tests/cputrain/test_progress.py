@@ -25,7 +25,7 @@ def train(*, quiet: bool, redrawn: bool = True) -> None:
     progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redrawn=redrawn, redraw_s=0.0)
     progress.line("a note")
     sizes = {"last_step": 540, "steps_per_epoch": 36}
-    log = TrainingLog(recipe=Recipe(epochs=15), progress=progress, events=SilentEvents(), **sizes, quiet=quiet)
+    log = TrainingLog(epochs=15, kind="images", progress=progress, events=SilentEvents(), **sizes, quiet=quiet)
     settings = StepSettings(images=32, passes=1, lr=0.1, weight_decay=0.0)
     for step in (1, 2):
         log.after_step(step, settings, RESULT, 1.0)
@@ -84,7 +84,9 @@ ACCURACY = Accuracy(top1=50.0, top5=100.0, loss=0.5, images=8, damaged=())
 
 def lines(step: int, accuracy: Accuracy | None, path: str | None = None) -> list[str]:
     result = TrainResult(accuracy=accuracy, test=None, step=step, trained_s=1.0, ended={"time": 0.0})
-    return summary_lines(result, 1_200, SPENT, Recipe(name="demo", data={"path": path}), 1 << 30, None)
+    recipe = Recipe(name="demo", data={"path": path})
+    about = {"kind": recipe.data.kind, "resume": recipe.wording("resume", "true")}
+    return summary_lines(result, 1_200, SPENT, **about, peak_bytes=1 << 30, estimate_bytes=None)
 
 
 def test_an_end_by_max_steps_is_said() -> None:

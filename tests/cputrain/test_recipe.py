@@ -9,9 +9,10 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.cli.data import prepare_command as prepare
 from cputrain.cli.recipes import aligned
-from cputrain.data.from_recipe import survey_recipe
+from cputrain.data.from_settings import survey_data
+from cputrain.files import recipe_names
 from cputrain.recipe.derivation import derive, explain, rate_warning
-from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe, recipe_names, with_absolute_paths
+from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe
 from cputrain.recipe.schema import Recipe, SweepSection
 from cputrain.studies.sweep.trainings import variants
 
@@ -301,14 +302,14 @@ def test_a_recipe_s_prepare_command_is_a_valid_command(name: str) -> None:
 
 def test_the_error_for_missing_data_shows_the_command_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"`cputrain prepare digits data/digits-folder '/a b'`, or set data\.path=DIR"):
-        survey_recipe(load_recipe("demo-digits", ["data.path=/a b"]))
+        survey_data(load_recipe("demo-digits", ["data.path=/a b"]).data)
 
 
 def test_generated_data_has_no_folder() -> None:
-    recipe = with_absolute_paths(load_recipe("imagefolder", ["data.path=synthetic"]))
+    recipe = load_recipe("imagefolder", ["data.path=synthetic"]).with_absolute_paths()
     assert recipe.data.path == "synthetic" and recipe.data.kind == "synthetic data"
-    assert with_absolute_paths(load_recipe("imagefolder", ["data.path=./line"])).data.path.endswith("/line")
-    assert survey_recipe(recipe).train == 1_281_167 and len(survey_recipe(recipe).classes) == 1000
+    assert load_recipe("imagefolder", ["data.path=./line"]).with_absolute_paths().data.path.endswith("/line")
+    assert survey_data(recipe.data).train == 1_281_167 and len(survey_data(recipe.data).classes) == 1000
 
 
 def test_the_error_for_an_unknown_recipe_shows_similar_names() -> None:

@@ -18,13 +18,15 @@ from cputrain.affinity.planner.request import Request
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
 from cputrain.launch.command import RemainingHosts, training_arguments, with_missing_module
-from cputrain.launch.local import remedy, with_memory_advice
 from cputrain.mpi.hosts.hostfile import HostGroup
 from cputrain.mpi.launchers.programs import Job
 from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory, RankExit
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import remedy
+from cputrain.recipe.resume import recipe_text, with_same_global_batch
 from cputrain.runs.events import read_events
-from cputrain.runs.folder import make_folder, with_same_global_batch
+from cputrain.runs.folder import make_folder
+from cputrain.training.local import with_memory_advice
 from tests.support.commands import children_of, cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
 from tests.support.images import write_images
@@ -109,7 +111,7 @@ def test_only_a_training_goes_on_without_a_host() -> None:
 
 def test_fewer_workers_keep_the_global_batch_of_the_run(tmp_path: Path) -> None:
     recipe = load_recipe("imagefolder", (f"output={tmp_path}/run", "batch.local=8", "data.path=images"))
-    make_folder(recipe, overwrite=False)
+    make_folder(recipe.folder, recipe_text(recipe), overwrite=False)
     start = '{"event": "start", "time": 1.0, "bindings": [], "workers": 4, "global_batch": 32, "train_images": 9, '
     (tmp_path / "run/events.jsonl").write_text(start + '"classes": 3}\n')
     batch = with_same_global_batch(recipe, 3).batch

@@ -15,9 +15,9 @@ from cputrain.manifest import ScaleRecord
 from cputrain.models.weights import read_weights
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.resume import changes_training, check_folder, differences, reason_not_to_resume
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
-from cputrain.runs.folder import changes_training, check_folder, differences, reason_not_to_resume
 from tests.support.checkpoints import newest
 from tests.support.commands import children_of, here, refused
 from tests.support.forked import ended, forked, in_fork

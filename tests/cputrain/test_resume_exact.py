@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from cputrain.files import recipe_names
 from cputrain.kernels.convolution import supports_winograd
 from cputrain.manifest import read_manifest
 from cputrain.models.networks import build_model
-from cputrain.recipe.loading import load_recipe, recipe_names
+from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import ModelSection
 from cputrain.runs.events import read_events
 from tests.cputrain.test_training import CROPS

@@ -12,7 +12,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import check_consistency, describe_difference
 from cputrain.comm.store import SignedKeys
-from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.from_settings import open_data
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.session import job_settings
@@ -71,7 +71,7 @@ def images(tmp_path: Path) -> Path:
 
 def facts(path: Path, *settings: str) -> dict[str, str]:
     recipe = load_recipe("imagefolder", (f"data.path={path}", *settings))
-    return job_settings(recipe, open_recipe_data(recipe))
+    return job_settings(recipe, open_data(recipe.data))
 
 
 def differing(a: dict[str, str], b: dict[str, str]) -> set[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, load, residual_alias
 from cputrain.kernels.norms import GhostBatchNorm2d
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.studies.bench.recorder import LayerRecorder
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 from tests.support.kernels import fuse_batchnorms
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def two_blocks() -> nn.Sequential:
     """Residual blocks of ResNet-18, one after the other, the second with a downsampling branch."""
     torch.manual_seed(5)
-    network = build_model(ModelSection(name="resnet18"), 10, 32)
+    network = build_model(ModelSettings(name="resnet18"), 10, 32)
     blocks = nn.Sequential(network.layer1[0], network.layer2[0]).to(memory_format=torch.channels_last)
     fuse_batchnorms(blocks, load(os.environ))
     return blocks
@@ -74,7 +74,7 @@ def test_blocks_of_all_stages_add_up_gradients_if_nothing_sees_what_is_between(
     monkeypatch.setattr("cputrain.kernels.fusion.residual_alias", used)
     if name.startswith("timm:") and find_spec("timm") is None:
         pytest.skip("needs timm: pip install 'cputrain[timm]'")
-    network = build_model(ModelSection(name=name), 10, 32).to(memory_format=torch.channels_last)
+    network = build_model(ModelSettings(name=name), 10, 32).to(memory_format=torch.channels_last)
     fuse_batchnorms(network, load(os.environ))
 
     def aliases() -> int:

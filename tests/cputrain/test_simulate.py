@@ -25,10 +25,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
-from cputrain.launch.local import request_of
 from cputrain.predict.assumptions import ASSUMPTIONS, CONSTANTS, PublishedRun, link_of, published_runs
 from cputrain.predict.step_time import Setup, Speed, Step, messages_of, step_of, work_of
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import request_of
 from cputrain.studies.simulate.predict import (
     Scenario,
     checkpoints_saved,
@@ -442,7 +442,8 @@ def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixt
 
 def test_checkpoints_are_counted_as_the_trainer_saves_them() -> None:
     def saved(*settings: str, steps: int = 400, step_s: float = 1.0) -> int:
-        return checkpoints_saved(load_recipe("imagefolder", ("data.path=x", *settings)), steps, 100, step_s)
+        recipe = load_recipe("imagefolder", ("data.path=x", *settings))
+        return checkpoints_saved(recipe.checkpoint, recipe.evaluate.every_epochs, steps, 100, step_s)
 
     assert saved() == 4, "the last epoch's is the last one"
     assert saved(steps=350) == 4

@@ -17,7 +17,8 @@ from cputrain.predict.layers import NETWORKS, read_network
 from cputrain.predict.step_time import DEFAULT_BUCKETS, Setup, assigned_buckets, bucket_limits, weight_tensors
 from cputrain.recipe.schema import OWN_NETWORKS, DataSection, ModelSection, Recipe
 from cputrain.recipe.workload import workload_of
-from cputrain.studies.simulate.setup import layers_of, trace_unknown
+from cputrain.studies.simulate.predict import layers_of
+from cputrain.studies.simulate.setup import trace_unknown
 from tools.network_table import all_names, differences, main
 
 needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'cputrain[timm]'")
@@ -65,7 +66,7 @@ def test_a_network_of_timm_without_a_file_is_traced() -> None:
     recipe = recipe_of("timm:test_vit", 64)
     with pytest.raises(InputError, match=r"does not know the layers of model.name=timm:test_vit"):
         layers_of(recipe)
-    trace_unknown(recipe)
+    trace_unknown(recipe.model.name, recipe.data.crop)
     weights = [p.numel() for p in build_model(recipe.model, classes=1000, side=64).parameters()]
     assert sum(sum(layer.weights) for layer in layers_of(recipe)) == sum(weights)
 

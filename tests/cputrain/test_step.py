@@ -8,8 +8,8 @@ from torch.nn import functional
 from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.data.loader import Batch
 from cputrain.optim import build_optimizer
-from cputrain.recipe.derivation import EpochSettings, TrainingSizes, schedule_of, settings_at, step_lr
-from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
+from cputrain.recipe.derivation import TrainingSizes, schedule_of
+from cputrain.recipe.schema import DataSection, EpochSettings, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.schedule import lr_at
 from cputrain.training.engine import autocast, bf16_speedups, choose_engine, prepare_model
 from cputrain.training.state import Learner, TrainState, make_train_state
@@ -47,7 +47,14 @@ def state_of(recipe: Recipe, all_reduce: AllReduceHook | None = None) -> TrainSt
     """The state of the only rank."""
     network = prepare_model(Plain(), EAGER, recipe.precision)
     learner = Learner(network, task_of(recipe).losses, recipe.precision)
-    return make_train_state(recipe, learner, build_optimizer(network, recipe.optim), 25.0, all_reduce)
+    return make_train_state(
+        learner,
+        build_optimizer(network, recipe.optim),
+        recipe.comm,
+        ema_decay=recipe.ema_decay,
+        bucket_mib=25.0,
+        all_reduce=all_reduce,
+    )
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -69,8 +76,15 @@ def normalized(images: Tensor) -> Tensor:
 
 
 def step(state: TrainState, recipe: Recipe) -> StepResult:
-    settings = StepSettings(images=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
-    return train_step(state, iter([batch()]), settings, recipe, task_of(recipe))
+    settings = StepSettings(
+        images=IMAGES,
+        passes=1,
+        lr=RATE,
+        weight_decay=recipe.optim.weight_decay,
+        clip_norm=recipe.optim.clip_norm,
+        skips_non_finite=recipe.on_nan == "skip",
+    )
+    return train_step(state, iter([batch()]), settings, task_of(recipe))
 
 
 def plain(smoothing: float = 0.0) -> tuple[Plain, Tensor]:
@@ -200,19 +214,19 @@ def test_each_value_is_that_of_the_last_phase_that_has_it() -> None:
     recipe = Recipe(
         epochs=4, phases=PHASES, data=DataSection(crop=224), schedule=ScheduleSection(warmup_epochs=0), optim=SGD
     )
-    assert [settings_at(recipe, epoch) for epoch in range(4)] == [
+    assert [recipe.at_epoch(epoch) for epoch in range(4)] == [
         EpochSettings(crop=128, train_crop="random_resized", weight_decay=0.0),
         EpochSettings(crop=128, train_crop="random_resized", weight_decay=0.0),
         EpochSettings(crop=160, train_crop="random_resized", weight_decay=0.0),
         EpochSettings(crop=160, train_crop="random", weight_decay=0.0),
     ]
-    assert settings_at(Recipe(), 50) == EpochSettings(crop=224, train_crop="random_resized", weight_decay=5e-5)
+    assert Recipe().at_epoch(50) == EpochSettings(crop=224, train_crop="random_resized", weight_decay=5e-5)
 
 
 def test_a_phase_may_begin_the_rate_anew() -> None:
     recipe = Recipe(epochs=4, phases=PHASES, schedule=ScheduleSection(warmup_epochs=0))
-    schedule = [step_lr(step, recipe, NUMBERS) for step in range(41)]
-    assert schedule[:30] == [lr_at(step, schedule_of(recipe.schedule, NUMBERS)) for step in range(30)]
+    schedule = [lr_at(step, schedule_of(recipe, NUMBERS)) for step in range(41)]
+    assert schedule[:30] == [lr_at(step, schedule_of(Recipe(schedule=recipe.schedule), NUMBERS)) for step in range(30)]
     assert schedule[30:] == pytest.approx([0.25 * ((40 - step) / 10) ** 2 for step in range(30, 41)])
 
 

@@ -79,8 +79,8 @@ def test_transformers_are_built_for_the_crop() -> None:
     ],
 )
 def test_the_images_that_timm_trained_with_are_offered(name: str, trained: str | None) -> None:
-    side = 32 if name != "test_vit" else 224
-    found = inputs_note(built(name, side), f"timm:{name}", DataSection())
+    side, data = 32 if name != "test_vit" else 224, DataSection()
+    found = inputs_note(built(name, side), f"timm:{name}", data.crop, data.mean, data.std)
     assert found == (trained and f"timm:{name} was trained by timm with {trained}")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cputrain.recipe.loading import load_recipe, recipe_names
+from cputrain.files import recipe_names
+from cputrain.recipe.loading import load_recipe
 from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand

@@ -12,10 +12,10 @@ from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.data.formats.source import DatasetSummary
-from cputrain.launch.local import PlannedTraining, request_of
 from cputrain.measurements import keep
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import request_of
 from cputrain.studies.tune import (
     Choices,
     PlanCandidate,
@@ -31,6 +31,7 @@ from cputrain.studies.tune import (
     tuned_record,
     worker_counts,
 )
+from cputrain.training.local import PlannedTraining
 from tests.support.commands import cputrain, here, needs_two_cores, refused
 from tests.support.trainings import LENET
 

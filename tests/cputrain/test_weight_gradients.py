@@ -21,7 +21,7 @@ from cputrain.kernels.convolution import (
 from cputrain.kernels.folding import fold_batchnorms
 from cputrain.kernels.plan import Target
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from cputrain.training.engine import choose_engine, prepare_model
 from tests.support.convolutions import images_of, layer_of, passes
 from tests.support.kernels import fuse_batchnorms
@@ -162,7 +162,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 
 def test_such_layers_are_folded_for_evaluation() -> None:
     torch.manual_seed(0)
-    network = build_model(ModelSection(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
+    network = build_model(ModelSettings(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
     fuse_batchnorms(network, verify_kernels(load(os.environ)))
     expected = fold_batchnorms(network, torch.float32)
     native_weight_gradients(network, load_convolutions(os.environ))
@@ -175,7 +175,7 @@ def test_such_layers_are_folded_for_evaluation() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_the_native_engine_uses_them_where_the_cpu_multiplies_bfloat16(precision: str) -> None:
     engine = choose_engine("native", precision, os.environ)
-    network = prepare_model(build_model(ModelSection(name="resnet18"), 10, 64), engine, precision)
+    network = prepare_model(build_model(ModelSettings(name="resnet18"), 10, 64), engine, precision)
     used = precision == "bf16" and load_convolutions(os.environ).multiplies_bf16 and not has_amx()
     assert any(isinstance(one, NativeWgradConv2d) for one in network.modules()) == used
 

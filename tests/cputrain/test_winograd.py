@@ -19,7 +19,7 @@ from cputrain.kernels.convolution import (
     winograd_shapes,
 )
 from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.models.settings import ModelSettings
 from tests.support.convolutions import images_of, layer_of, passes
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def test_what_is_no_number_spoils_its_image_and_no_other(value: float) -> None:
 
 def test_a_network_computes_and_learns_as_before() -> None:
     torch.manual_seed(0)
-    network = build_model(ModelSection(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
+    network = build_model(ModelSettings(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
     fast = copy.deepcopy(network)
     use_winograd(fast, load_convolutions(os.environ))
     converted = [one for one in fast.modules() if isinstance(one, WinogradConv2d)]
@@ -139,7 +139,7 @@ def test_other_layers_and_images_stay_with_torch() -> None:
 
 
 def test_the_shapes_of_a_network_are_those_of_its_layers() -> None:
-    network = build_model(ModelSection(name="resnet50"), 10, 224)
+    network = build_model(ModelSettings(name="resnet50"), 10, 224)
     before = copy.deepcopy(network.state_dict())
     found = winograd_shapes(network.train(), torch.zeros(1, 3, 224, 224))
     assert len(found) == 13 and network.training and network.layer1.training

@@ -36,13 +36,14 @@ from cputrain.checksums import crc32c_of_json
 from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
+from cputrain.files import RECIPES
 from cputrain.jobs.script import parse_array
 from cputrain.manifest import read_manifest
 from cputrain.mpi.hosts.hostfile import expand, parse_hosts
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.other_launchers import command_and_rest, split_words, translate
 from cputrain.other_launchers import read as read_line
-from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
+from cputrain.recipe.loading import load_recipe, parse_setting
 from cputrain.report.run import read_usage
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events, read_log, time_spent

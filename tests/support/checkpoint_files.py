@@ -15,7 +15,7 @@ from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.comm.store import SignedKeys
 from cputrain.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.optim import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import OptimSection
+from cputrain.optim_settings import OptimSettings
 from cputrain.training.snapshot import TrainProgress, take_snapshot
 from cputrain.training.state import Learner, TrainState
 from cputrain.training.task import sample_losses
@@ -30,10 +30,11 @@ def state_of(model: nn.Module, optimizer: str = "momentum", *, bf16: bool = Fals
     return TrainState(
         learner=Learner(model, partial(sample_losses, "cross_entropy")),
         ddp=model,
-        optimizer=build_optimizer(model, OptimSection(name=optimizer)),
+        optimizer=build_optimizer(model, OptimSettings(name=optimizer)),
         all_reduce=Bf16AllReduceHook() if bf16 else AllReduceHook(),
         bucket_mib=25.0,
         averages={name: weight.detach().clone() for name, weight in model.named_parameters()} if ema else None,
+        ema_decay=0.5,
     )
 
 
@@ -43,7 +44,7 @@ def train(state: TrainState, steps: int = 3) -> None:
         state.optimizer.zero_grad()
         state.network(torch.randn(4, 3, 3, 3)).square().sum().backward()
         state.optimizer.step()
-        state.update_ema(0.5)
+        state.update_ema()
 
 
 def written(

@@ -21,6 +21,7 @@ from cputrain.affinity.ranks.rank import rank_from_env
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import request_of
 from tests.support.commands import PPN
 from tests.support.forked import Process, in_fork
 from tests.support.injection import FAULTS
@@ -70,7 +71,7 @@ def main(trainings: list[dict[str, Any]]) -> None:
         flags = [setting for setting in training["settings"] if setting.startswith("--")]
         recipe = load_recipe(training["recipe"], [each for each in training["settings"] if each not in flags])
         os.environ["MASTER_PORT"] = training["port"]
-        context = bind_rank(recipe, rank, os.environ, check=True)
+        context = bind_rank(request_of(recipe), rank, os.environ, share=False, check=True)
         options = StartOptions(resume="--resume" in flags)
         poison(training["poison"])
         send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))

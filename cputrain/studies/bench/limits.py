@@ -48,12 +48,12 @@ from cputrain.data.prepare import reencode
 from cputrain.launch.rank_process import RankContext, run_on_ranks
 from cputrain.measurements import BUCKET_ALL_REDUCE, TITLES, rate_record, spread_of, transport_records
 from cputrain.models.networks import build_model
+from cputrain.models.settings import ModelSettings
 from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.optim_settings import COPIES, TAKE_NORMS, OptimizerName, OptimSettings
 from cputrain.predict.collectives import fit_alpha_beta
 from cputrain.predict.next_best import compare_plan
 from cputrain.predict.step_time import passes_over_weights
-from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.recipe.workload import COPIES, TAKE_NORMS
 from cputrain.studies.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
 
 GB = 1e9
@@ -195,7 +195,7 @@ def _size(text: str) -> int:
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
 
 
-OPTIMIZERS = ("momentum", "lars", "adam")
+OPTIMIZERS: tuple[OptimizerName, ...] = ("momentum", "lars", "adam")
 NETWORK, TEST_NETWORK = "resnet50", "lenet"
 BYTES = 4
 
@@ -203,7 +203,7 @@ BYTES = 4
 def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
     """Time steps of each optimizer, on one thread and on one thread per core."""
     name = TEST_NETWORK if quick else NETWORK
-    model = build_model(ModelSection(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = build_model(ModelSettings(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for parameter in model.parameters():
         parameter.grad = 1e-3 * torch.randn_like(parameter)
     size = BYTES * sum(parameter.numel() for parameter in model.parameters())
@@ -237,8 +237,8 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
     ]
 
 
-def _step(model: nn.Module, name: str) -> Callable[[], float]:
-    optimizer = build_optimizer(model, OptimSection(name=name))  # type: ignore[arg-type]
+def _step(model: nn.Module, name: OptimizerName) -> Callable[[], float]:
+    optimizer = build_optimizer(model, OptimSettings(name=name))
     set_lr_and_decay(optimizer, 1e-4, 5e-5)
     return lambda: seconds_of(optimizer.step)
 

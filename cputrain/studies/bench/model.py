@@ -12,16 +12,12 @@ from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
 from cputrain.affinity.topology.machine import name_cpus
 from cputrain.affinity.wording import plural, spread
-from cputrain.files import RECIPE
-from cputrain.launch.local import PlannedTraining, plan_training
-from cputrain.launch.rank_process import run_on_ranks
+from cputrain.data.settings import SYNTHETIC
 from cputrain.measurements import rate_record, spread_of
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
-from cputrain.recipe.workload import layer_sizes
-from cputrain.runs.folder import make_folder
 from cputrain.studies.bench.figures import Figure, Report, Table, figure_of
-from cputrain.studies.simulate.setup import LayerSeconds, Measurement, setup_of, training_record
+from cputrain.studies.simulate.predict import setup_of
+from cputrain.studies.simulate.setup import LayerSeconds, Measurement, training_record
+from cputrain.training.local import PlannedTraining, call_in_ranks, plan_steps
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Parts of a step, in order; "other" is the time between them."""
@@ -51,10 +47,8 @@ def measure_training(
 
     Replaces the run in the recipe's folder. Raises as `run_on_ranks` does; `what` names the training in messages.
     """
-    folder = planned.recipe.folder
-    make_folder(planned.recipe, overwrite=True)
-    asked = {"recipe": str(folder / RECIPE), "spec": asdict(spec)}
-    return run_on_ranks(planned.plan, "cputrain.studies.bench.recorder:measure", asked, folder, env, what=what)
+    asked = {"spec": asdict(spec)}
+    return call_in_ranks(planned, "cputrain.studies.bench.recorder:measure", asked, env, what=what)
 
 
 GIGA = 1e9
@@ -75,19 +69,9 @@ class MeasuredModel:
     ranks: Ranks
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of the training."""
-        return self.planned.recipe
-
-    @property
     def images_per_s(self) -> list[float]:
         """Images/s of all workers, per step."""
         return [self.ranks[0]["images"] / step["seconds"] for step in self.ranks[0]["steps"]]
-
-
-def steps_alone(recipe: Recipe) -> Recipe:
-    """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time."""
-    return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
 
 
 def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping[str, str]) -> MeasuredModel:
@@ -98,15 +82,15 @@ def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping
     own = any(setting.startswith("data.path=") for setting in settings)
     images = () if own else (f"data.path={SYNTHETIC}",)
     with tempfile.TemporaryDirectory() as folder:
-        recipe = load_recipe(name, (*settings, *images, f"output={Path(folder) / 'run'}"))
-        planned = plan_training(steps_alone(recipe), env)
+        output = f"output={Path(folder) / 'run'}"
+        planned = plan_steps(name, (*settings, *images, output), env)
         ranks = measure_training(planned, spec, env, what=f"the training of {name}")
     return MeasuredModel(planned=planned, command=" ".join(("cputrain bench model", name, *settings)), ranks=ranks)
 
 
 def model_report(found: MeasuredModel) -> Report:
     """Return the figures and tables of a measured training."""
-    recipe, first = found.recipe, found.ranks[0]
+    recipe, first = found.planned.recipe, found.ranks[0]
     workers = found.planned.plan.workers
     threads = spread([worker.intra_op for worker in workers], "thread")
     title = (
@@ -120,11 +104,11 @@ def model_report(found: MeasuredModel) -> Report:
 
 def model_records(found: MeasuredModel) -> tuple[Record, ...]:
     """Return the records to store; empty for networks of unknown size and for images read from files."""
-    recipe, plan = found.recipe, found.planned.plan
-    if layer_sizes(recipe) is None or not recipe.data.generated:
+    recipe, plan = found.planned.recipe, found.planned.plan
+    workload = plan.request.workload
+    if workload is None or workload.assumed or not recipe.data.generated:
         return ()
-    setup, workload = setup_of(recipe, plan, None), plan.request.workload
-    assert workload is not None
+    setup = setup_of(recipe, plan, None)
     value, low, high = spread_of(found.images_per_s)
     measurement = Measurement(
         network=recipe.model.name,
@@ -198,7 +182,7 @@ def _training_figures(found: MeasuredModel) -> list[Figure]:
     flop = _flop_per_image(found)
     if flop is None:
         return [rate]
-    cores, precision = found.planned.plan.computing_cores, found.recipe.precision
+    cores, precision = found.planned.plan.computing_cores, found.planned.recipe.precision
     each = figure_of("training", [flop * value / GIGA / cores for value in found.images_per_s], "GFLOP/s of a core")
     if not any(limit["precision"] == precision for limit in found.ranks[0]["limits"]):
         return [each, rate]

@@ -24,12 +24,12 @@ from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.data.loader import Batch
 from cputrain.kernels.evidence import measuring
 from cputrain.launch.rank_process import RankContext
-from cputrain.recipe.derivation import step_lr
-from cputrain.recipe.loading import load_recipe
+from cputrain.schedule import lr_at
 from cputrain.studies.bench.figures import seconds_of
 from cputrain.studies.bench.model import BACKWARD, FORWARD, MATRIX, PARTS, Spec
 from cputrain.training.batches import endless_batches
 from cputrain.training.building import build_state
+from cputrain.training.local import asked_recipe
 from cputrain.training.session import Session, start_session
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepResult, StepSettings, train_step
@@ -227,8 +227,8 @@ LIMIT_ROUNDS = 5
 
 
 def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """Train a few steps as one rank of the recipe file asked["recipe"], and measure what asked["spec"] requests."""
-    recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
+    """Train a few steps as one rank, and measure what asked["spec"] requests."""
+    recipe, spec = asked_recipe(asked), Spec(**asked["spec"])
 
     session = start_session(context, recipe, measured=True)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
@@ -267,11 +267,13 @@ def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorde
     settings = StepSettings(
         images=sizes.global_batch,
         passes=sizes.accumulation_steps,
-        lr=step_lr(0, recipe, sizes),
+        lr=lr_at(0, session.schedule),
         weight_decay=recipe.optim.weight_decay,
+        clip_norm=recipe.optim.clip_norm,
+        skips_non_finite=recipe.on_nan == "skip",
     )
     start = time.perf_counter()
-    result = train_step(state, batches, settings, recipe, session.task)
+    result = train_step(state, batches, settings, session.task)
     end = time.perf_counter()
     spans = recorder.parts(result, start, end, alone=session.rank.world_size == 1)
     parts = dict.fromkeys(PARTS, 0.0)

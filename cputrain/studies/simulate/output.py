@@ -1,21 +1,16 @@
 """Predictions as text, JSON and charts, and the one-line prediction of a planned job."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cputrain.affinity.errors import InputError, as_option, describe
-from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.records import read_records
+from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import MIB, plural
-from cputrain.launch.options import PlanningOptions, network_of
-from cputrain.predict.assumptions import LINKED, link_of, published_runs, reference_run
+from cputrain.predict.assumptions import published_runs
 from cputrain.predict.layers import NOT_MEASURED
 from cputrain.predict.step_time import Setup, Step
-from cputrain.recipe.schema import Recipe
-from cputrain.recipe.workload import layer_sizes
 from cputrain.rows import Column, Rows
 from cputrain.studies.simulate.predict import (
     Candidate,
@@ -23,10 +18,11 @@ from cputrain.studies.simulate.predict import (
     Scenario,
     check_global_batch,
     images_per_s_of,
-    reference_of,
+    layers_of,
+    no_prediction,
     rows_of,
 )
-from cputrain.studies.simulate.setup import MeasuredTraining, find, layers_of, reuse_slowness, unreadable
+from cputrain.studies.simulate.setup import reuse_slowness
 from cputrain.studies.svg import figure, figure_svg, subplots
 
 if TYPE_CHECKING:
@@ -204,40 +200,16 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
 WORTHWHILE = 0.5  # fraction of a host's own speed that one more host should add
 
 
-def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping[str, str]) -> list[str]:
-    """Predict images/s, efficiency and time to train of a job of several equal hosts, and warn if one more host would
-    add less than half of its own speed. Without a prediction, return the reason and what to do."""
-    fabric, hosts = network_of(options).name, plan.request.nodes
-    if hosts == 1 or fabric not in LINKED:
-        return []
-    if layer_sizes(recipe) is None:
-        return [f"no prediction: `cputrain simulate` does not know the layers of {recipe.model.name}"]
-    records = read_records(plan.machine, env)
-    measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]
-    if measured is None and reference_run(plan.machine.model, recipe.precision) is None:
-        unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
-        return [*notes, f"no prediction: {unknown}; run `cputrain bench model precision={recipe.precision}` there"]
+def predicted(scenario: Scenario, hosts: int) -> list[str]:
+    """Predict images/s, efficiency and time to train of a job of several hosts, and warn if one more host would add
+    less than half of its own speed. Without a prediction, return the reason."""
     try:
-        return [*notes, *_predicted(recipe, plan, fabric, measured)]
-    except InputError as error:  # a rate of a comparable network is missing, or what is compared does not fit
-        return [*notes, f"no prediction: {describe(error, as_option)}"]
-
-
-def _predicted(recipe: Recipe, plan: Plan, fabric: str, measured: MeasuredTraining | None) -> list[str]:
-    """Return the lines of `predicted`. Raises InputError if there is no prediction."""
-    hosts = plan.request.nodes
-    scenario = Scenario(
-        recipe=recipe,
-        machine=plan.machine,
-        link=link_of(fabric, gbit=plan.request.link_gbit),
-        reference=reference_of(plan.machine, recipe, measured=measured, rates=plan.measured),
-        request=plan.request,
-        measured=plan.measured,
-    )
-    check_global_batch(scenario, (hosts,))  # a training may divide it unequally, but a prediction assumes equal workers
-    (row,) = rows_of(scenario, (hosts,))
-    single, more = (images_per_s_of(scenario, count) for count in (1, hosts + 1))
-    lines = [_line(row, recipe.epochs)]
+        check_global_batch(scenario, (hosts,))  # a training may divide it unequally; a prediction assumes equal workers
+        (row,) = rows_of(scenario, (hosts,))
+        single, more = (images_per_s_of(scenario, count) for count in (1, hosts + 1))
+    except InputError as error:  # what is compared does not fit
+        return [no_prediction(error)]
+    lines = [_line(row, scenario.recipe.epochs)]
     if single is not None and more is not None and more - row.images_per_s < WORTHWHILE * single:
         gained = max(0.0, (more - row.images_per_s) / single)
         lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed; see `cputrain simulate`")

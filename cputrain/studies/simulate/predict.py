@@ -1,21 +1,22 @@
 """Predict a training on one host, from measured or published rates, and on up to thousands; and search for a plan."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
-from cputrain.affinity.errors import InputError
+from cputrain.affinity.errors import InputError, as_option, describe
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import NOTHING_MEASURED, Compare, Request, plan_machine
+from cputrain.affinity.planner.plan import NOTHING_MEASURED, Compare, Plan, Request, plan_machine
+from cputrain.affinity.planner.records import read_records
 from cputrain.affinity.planner.request import PROFILES, Measured, is_phi
 from cputrain.affinity.planner.rules import MOST_COMM_CORES
 from cputrain.affinity.planner.workload import BYTES
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import first_named, join_or, plural
-from cputrain.launch.local import request_of
+from cputrain.data.settings import LINE, SYNTHETIC, DataSettings
 from cputrain.predict.assumptions import (
     CONSTANTS,
     Assumption,
@@ -30,29 +31,30 @@ from cputrain.predict.assumptions import (
     speed_of,
 )
 from cputrain.predict.collectives import ALGORITHMS, Link
-from cputrain.predict.host import core_flops
-from cputrain.predict.layers import Layer
+from cputrain.predict.host import core_flops, setup_of_plan
+from cputrain.predict.layers import Layer, layer_of
 from cputrain.predict.next_best import compare_plan
 from cputrain.predict.step_time import Constants, Setup, Speed, Step, seconds_at, step_of, work_of
-from cputrain.recipe.derivation import TrainingSizes, derive
+from cputrain.recipe.derivation import TrainingSizes, derive, largest_local_batch, passes_per_step
+from cputrain.recipe.request import request_of
 from cputrain.recipe.schema import (
-    LINE,
-    SYNTHETIC,
+    OWN_NETWORKS,
     BatchSection,
+    CheckpointSection,
     DataSection,
     ModelSection,
     OptimSection,
     PlanSection,
     Recipe,
 )
-from cputrain.recipe.workload import state_copies
+from cputrain.recipe.workload import layer_sizes, workload_of
 from cputrain.studies.simulate.setup import (
     MeasuredTraining,
     Measurement,
-    layers_of,
+    find,
     reuse_slowness,
     set_slowness,
-    setup_of,
+    unreadable,
 )
 
 MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
@@ -102,6 +104,33 @@ class Scenario:
     def assumptions(self) -> tuple[Assumption, ...]:
         """The prediction's assumptions, replaced by measurements of the machine if there are any."""
         return measured_assumptions(self.measured)
+
+
+def layers_of(recipe: Recipe) -> tuple[Layer, ...]:
+    """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
+    sizes = layer_sizes(recipe)
+    if sizes is None:
+        known = join_or(OWN_NETWORKS)
+        raise InputError(
+            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
+            "another classifier of torchvision or timm"
+        )
+    return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
+
+
+def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
+    """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
+    ranks = plan.request.nodes * len(plan.workers)
+    planned = setup_of_plan(replace(plan, request=replace(plan.request, workload=workload_of(recipe))))
+    return replace(
+        planned,
+        layers=layers_of(recipe),
+        local_batch=largest_local_batch(recipe.batch, ranks),
+        accumulation=passes_per_step(recipe.batch, ranks),
+        algorithm=algorithm or planned.algorithm,
+        link=link if plan.request.nodes > 1 else None,
+        decoded_per_core_s=None if recipe.data.generated else planned.decoded_per_core_s,
+    )
 
 
 def planned_setup(
@@ -442,7 +471,7 @@ def _unused(scenario: Scenario) -> set[str]:
 
 def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:
     """Return the seconds from the first step to the last checkpoint; None if the number of images is unknown."""
-    recipe, images = model.scenario.recipe, training_images(model.scenario.recipe)
+    recipe, images = model.scenario.recipe, training_images(model.scenario.recipe.data)
     if images is None:
         return None
     sizes = derive(recipe, ppn=setup.workers, nodes=setup.hosts, images=images)
@@ -452,12 +481,12 @@ def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:
     return steps * step_s + evaluations_s + _checkpoints_s(model, setup, sizes, steps, step_s)
 
 
-def training_images(recipe: Recipe) -> int | None:
-    """Return the number of training images if the recipe states it without its data."""
-    if recipe.data.images_per_epoch or recipe.data.train_images:
-        return recipe.data.train_images or recipe.data.images_per_epoch
-    if recipe.data.generated:
-        return POINTS if recipe.data.path == LINE else IMAGENET_TRAIN
+def training_images(data: DataSettings) -> int | None:
+    """Return the number of training images if the settings state it without the data."""
+    if data.images_per_epoch or data.train_images:
+        return data.train_images or data.images_per_epoch
+    if data.generated:
+        return POINTS if data.path == LINE else IMAGENET_TRAIN
     return None
 
 
@@ -476,16 +505,18 @@ def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int,
     """Return the seconds that steps wait while checkpoints are copied, and that the end waits for the last write."""
     recipe = model.scenario.recipe
     weights = sum(BYTES * sum(layer.weights) for layer in setup.layers)
-    size = weights * (1 + state_copies(recipe.optim))
-    saved = checkpoints_saved(recipe, steps, sizes.steps_per_epoch, step_s)
+    size = weights * (1 + recipe.optim.state_copies)
+    saved = checkpoints_saved(recipe.checkpoint, recipe.evaluate.every_epochs, steps, sizes.steps_per_epoch, step_s)
     return saved * size / model.constants.snapshot_bytes_per_s + size / model.constants.checkpoint_bytes_per_s
 
 
-def checkpoints_saved(recipe: Recipe, steps: int, steps_per_epoch: int, step_s: float) -> int:
+def checkpoints_saved(
+    section: CheckpointSection, evaluate_every: int | None, steps: int, steps_per_epoch: int, step_s: float
+) -> int:
     """Return the number of checkpoints that a training of `steps` steps saves: at the end of epochs (also those with an
     evaluation), at its own end, and within epochs, where minutes count from the previous checkpoint."""
-    section, epochs = recipe.checkpoint, ceil(steps / steps_per_epoch)
-    every = [each for each in (section.every_epochs, recipe.evaluate.every_epochs) if each is not None]
+    epochs = ceil(steps / steps_per_epoch)
+    every = [each for each in (section.every_epochs, evaluate_every) if each is not None]
     saving = {epoch for each in every for epoch in range(each, epochs + 1, each)} | {epochs}
     if section.every_steps is not None:
         by_steps = set(range(section.every_steps, steps + 1, section.every_steps))
@@ -595,3 +626,38 @@ def _timed(model: Model, scenario: Scenario, setup: Setup, name: str) -> Candida
     if seconds is None:
         raise InputError("--best needs the number of training images; set data.train_images=N")
     return Candidate(name=name, setup=setup, images_per_s=setup.global_batch / step.step_s, time_to_train_s=seconds)
+
+
+def scenario_of_plan(
+    recipe: Recipe, plan: Plan, fabric: str, env: Mapping[str, str]
+) -> tuple[Scenario | None, list[str]]:
+    """Return the scenario of a planned job of several equal hosts, None if there is no prediction for it, and lines:
+    warnings, and the reason with what to do."""
+    workload = plan.request.workload
+    if workload is None or workload.assumed:
+        return None, [f"no prediction: `cputrain simulate` does not know the layers of {recipe.model.name}"]
+    records = read_records(plan.machine, env)
+    measured = find(records, recipe.precision, recipe.model.name, recipe.data.crop)
+    notes = [f"warning: {note}" for note in unreadable(records)]
+    if measured is None and reference_run(plan.machine.model, recipe.precision) is None:
+        unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
+        advice = f"run `cputrain bench model precision={recipe.precision}` there"
+        return None, [*notes, f"no prediction: {unknown}; {advice}"]
+    try:
+        reference = reference_of(plan.machine, recipe, measured=measured, rates=plan.measured)
+    except InputError as error:  # a rate of a comparable network is missing
+        return None, [*notes, no_prediction(error)]
+    scenario = Scenario(
+        recipe=recipe,
+        machine=plan.machine,
+        link=link_of(fabric, gbit=plan.request.link_gbit),
+        reference=reference,
+        request=plan.request,
+        measured=plan.measured,
+    )
+    return scenario, notes
+
+
+def no_prediction(error: InputError) -> str:
+    """Return the line about an error that prevents a prediction."""
+    return f"no prediction: {describe(error, as_option)}"

@@ -1,4 +1,4 @@
-"""A recipe's layers and setup under a plan, and the measured training rates that predictions start from."""
+"""The measured training rates that predictions start from, and the slowness of each layer in them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,43 +8,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import TRAINING, Record, Records
 from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.wording import join_or
 from cputrain.measurements import new_record
-from cputrain.predict.collectives import Link
-from cputrain.predict.host import setup_of_plan
-from cputrain.predict.layers import NOT_MEASURED, Layer, keep_network, layer_of, read_network
-from cputrain.predict.step_time import Setup, Work
-from cputrain.recipe.derivation import largest_local_batch, passes_per_step
-from cputrain.recipe.schema import OWN_NETWORKS, TIMM, Recipe
-from cputrain.recipe.workload import layer_sizes, workload_of
+from cputrain.models.settings import TIMM
+from cputrain.predict.layers import NOT_MEASURED, Layer, keep_network, read_network
+from cputrain.predict.step_time import Work
 
 
-def layers_of(recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
-    sizes = layer_sizes(recipe)
-    if sizes is None:
-        known = join_or(OWN_NETWORKS)
-        raise InputError(
-            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
-            "another classifier of torchvision or timm"
-        )
-    return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
+def trace_unknown(name: str, crop: int) -> None:
+    """Trace a network if it is timm's and has no file of sizes, at this crop.
 
-
-def trace_unknown(recipe: Recipe) -> None:
-    """Trace the network of a recipe if it is timm's and has no file of sizes, at the recipe's crop.
-
-    Imports torch and timm. Raises InputError if timm does not have the network or it does not accept this crop.
+    Imports torch and timm. Raises InputError if timm does not have the network or it does not accept the crop.
     """
-    name = recipe.model.name
     if name.startswith(TIMM) and read_network(name) is None:
         from cputrain.models.tracing import table_of  # torch, which other networks do not need here
 
-        keep_network(name, table_of(name, recipe.data.crop))
+        keep_network(name, table_of(name, crop))
 
 
 Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
@@ -99,14 +79,13 @@ def training_record(machine: Machine, measured: Measurement, *, command: str) ->
     return new_record(machine, TRAINING, name, asdict(measured), command=command)
 
 
-def find(records: Records, recipe: Recipe) -> MeasuredTraining | None:
-    """Return the best rate to predict a recipe from: same precision, preferably the same network and image size."""
+def find(records: Records, precision: str, network: str, crop: int) -> MeasuredTraining | None:
+    """Return the best rate to predict a training from: same precision, preferably the same network and image size."""
     found = [(_rate_of(record), record) for record in records.of(TRAINING)]
-    fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == recipe.precision]
+    fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == precision]
     if not fitting:
         return None
-    model, crop = recipe.model.name, recipe.data.crop
-    rate, record = max(fitting, key=lambda each: (each[0].network == model, each[0].crop == crop, each[1].date))
+    rate, record = max(fitting, key=lambda each: (each[0].network == network, each[0].crop == crop, each[1].date))
     what = f"{rate.network} at {rate.crop}"
     return MeasuredTraining(rate=rate, source=f"{what}, measured on {record.date} with {', '.join(record.versions)}")
 
@@ -128,21 +107,6 @@ def _rate_of(record: Record) -> Measurement | None:
         return msgspec.convert(record.values, Measurement)
     except msgspec.ValidationError:
         return None
-
-
-def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
-    """Return the setup of a recipe's training under a plan, on the number of hosts that the plan was made for."""
-    ranks = plan.request.nodes * len(plan.workers)
-    planned = setup_of_plan(replace(plan, request=replace(plan.request, workload=workload_of(recipe))))
-    return replace(
-        planned,
-        layers=layers_of(recipe),
-        local_batch=largest_local_batch(recipe.batch, ranks),
-        accumulation=passes_per_step(recipe.batch, ranks),
-        algorithm=algorithm or planned.algorithm,
-        link=link if plan.request.nodes > 1 else None,
-        decoded_per_core_s=None if recipe.data.generated else planned.decoded_per_core_s,
-    )
 
 
 def set_slowness(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerSeconds]) -> tuple[Layer, ...]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
 from cputrain.files import RECIPE, REPORT, write_text
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
     Chart,
     Line,
@@ -25,12 +22,19 @@ from cputrain.report.charts import (
     training_tables,
 )
 from cputrain.report.page import render
-from cputrain.report.run import Run, read_run, unit_of
+from cputrain.report.run import default_settings, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.folder import describe_value, values_by_key
+from cputrain.runs.folder import describe_value
 from cputrain.studies.sweep.results import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
-from cputrain.studies.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in, setup_of
+from cputrain.studies.sweep.trainings import (
+    STOPPED,
+    RunResult,
+    Variant,
+    label_of,
+    result_in,
+    setup_of_run,
+)
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
 
@@ -81,34 +85,22 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
     run = read_run(folder)
     problems = list(run.problems)
     try:
-        result = result_in(run.log, Variant(settings=()), _setup(run), folder)
+        result = result_in(run.log, Variant(settings=()), setup_of_run(run), folder)
     except InputError as error:
         problems.append(str(error))
-        result = RunResult(label="", run=str(folder), settings=(), status=STOPPED, setup=_setup(run))
+        result = RunResult(label="", run=str(folder), settings=(), status=STOPPED, setup=setup_of_run(run))
     if result.status == STOPPED:
         result = replace(result, status=run.status())
     return ComparedRun(
         name=run.name,
         folder=folder,
         result=result,
-        values=values_by_key(run.recipe) if run.recipe else None,
+        values=run.settings,
         tables={name: thin(table, most_rows) for name, table in training_tables(run).items()},
         shares=tuple(share for _, share in mean_shares(rank_times(run))),
         unit=unit_of(run.start),
         problems=tuple(problems),
     )
-
-
-def _setup(run: Run) -> TrainingSetup:
-    """Return the sizes of a run that its recipe and its last start event contain."""
-    recipe = run.recipe or Recipe()
-    workers = run.start.get("workers") or None
-    rate, images = None, run.start.get("train_images")
-    if workers and images:
-        with suppress(InputError):  # for example a run of a version that counted images differently
-            rate = derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
-    global_batch = run.start.get("global_batch") or None
-    return setup_of(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
 SHARES = ("compute %", "communication wait %", "data wait %")
@@ -222,7 +214,7 @@ def _html(
 def _shared_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
     """Return the settings that all runs share, without those at their defaults."""
     known = [run.values for run in runs if run.values is not None]
-    default = values_by_key(Recipe())
+    default = default_settings()
     first = known[0] if known else {}
     return [
         (key, describe_value(value))

@@ -17,16 +17,13 @@ from typing import Any
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
 from cputrain.affinity.planner.workload import Workload, footprint, largest_batch
 from cputrain.affinity.wording import GIB, plural
-from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
-from cputrain.launch.local import PlannedTraining, plan_training
-from cputrain.launch.rank_process import RankContext, StartOptions, run_on_ranks
+from cputrain.files import CHECKPOINTS, LOGS, write_text
+from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.folder import make_folder
 from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
+from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_named
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
 
@@ -73,14 +70,12 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     Raises KeyboardInterrupt if SIGINT or SIGTERM stopped it.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    make_folder(recipe, overwrite=True)
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
-    asked = {"recipe": str(folder / RECIPE), "bytes": share}
     status, why = TRAINS, ""
     try:
-        run_on_ranks(planned.plan, f"{__name__}:train_steps", asked, folder, env)
+        call_in_ranks(planned, f"{__name__}:train_steps", {"bytes": share}, env)
     except InputError as error:
         status, why = FAILED, f"{error}; logs {folder / LOGS}"
     except RunError as error:
@@ -114,7 +109,7 @@ def train_steps(asked: dict[str, Any], context: RankContext) -> None:
     0: no limit). The peak memory is written to a file."""
     from cputrain.training.trainer import train_rank  # imports torch, which must follow the check of the binding
 
-    recipe, limit = load_recipe(asked["recipe"]), asked["bytes"]
+    recipe, limit = asked_recipe(asked), asked["bytes"]
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError):  # some containers' /proc is read-only
@@ -180,11 +175,12 @@ class SearchResult:
 class BatchSearch:
     """A recipe with settings, searched under a memory limit in bytes for all workers together (None: the machine's).
 
-    Trials run in subfolders of `folder`.
+    `start` is the first local batch to try. Trials run in subfolders of `folder`.
     """
 
-    recipe: str
+    name: str
     settings: tuple[str, ...]
+    start: int
     folder: Path
     limit: int | None
     env: Mapping[str, str]
@@ -192,9 +188,8 @@ class BatchSearch:
     def plan(self, batch: int) -> PlannedTraining:
         """Plan the trial of a local batch. Raises InputError if it cannot run, DoesNotFitError if memory is short."""
         output = f"output={self.folder / f'local-{batch}'}"
-        recipe = load_recipe(self.recipe, (*self.settings, *TRIAL_SETTINGS, output))
-        recipe = recipe.model_copy(update={"batch": BatchSection(local=batch), "sweep": SweepSection()})
-        planned = plan_training(recipe, self.env)
+        sizes = (f"batch.local={batch}", "batch.global=null", "batch.accumulation=1")
+        planned = plan_named(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output), self.env)
         _check_limit(planned, self.limit)
         return planned
 
@@ -204,12 +199,12 @@ def find_batch(search: BatchSearch) -> SearchResult:
 
     Writes find-batch.csv and find-batch.md. Raises InputError if even a batch of 1 cannot be planned.
     """
-    start = load_recipe(search.recipe, search.settings)
     smallest = search.plan(1)
-    logger.info("%s: %s; %d steps of each local batch", start.name, _room(smallest, search.limit), STEPS)
+    name = smallest.recipe.name
+    logger.info("%s: %s; %d steps of each local batch", name, _room(smallest, search.limit), STEPS)
     trials: list[Trial] = []
     rejected, most = None, None
-    while batch := next_batch({one.local_batch: one.status == TRAINS for one in trials}, start.batch.local, most):
+    while batch := next_batch({one.local_batch: one.status == TRAINS for one in trials}, search.start, most):
         try:
             planned = search.plan(batch)
         except InputError as error:
@@ -230,7 +225,7 @@ def find_batch(search: BatchSearch) -> SearchResult:
     next_larger = min((one for one in trials if one.status != TRAINS), key=size, default=rejected)
     assert next_larger is not None, "the search ends at a batch that does not train"
     found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=size)), best=best, next_larger=next_larger)
-    title = f"# {start.name}: largest batch\n\n"
+    title = f"# {name}: largest batch\n\n"
     write_text(search.folder / CSV, found.table.csv())
     write_text(search.folder / MARKDOWN, title + found.table.markdown())
     return found

@@ -10,7 +10,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -22,15 +22,16 @@ import yaml
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.terminal import ExitStatus, status_of_signal
 from cputrain.files import LOGS, RECIPE, write_text
-from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.launch.rank_process import own_line, rejection
 from cputrain.mpi.supervise.processes import JobFailedError, in_one_line
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
-from cputrain.recipe.derivation import largest_local_batch
+from cputrain.recipe.derivation import derive, largest_local_batch
 from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.resume import check_folder, differences
 from cputrain.recipe.schema import Recipe, SweepSection
+from cputrain.report.run import Run
 from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
-from cputrain.runs.folder import check_folder, differences
+from cputrain.training.local import PlannedTraining, train_here
 
 SEED, WORKERS = "seed", "plan.ppn"
 
@@ -262,6 +263,18 @@ def setup_of(
         weight_decay=recipe.optim.weight_decay,
         peak_rate=peak_rate,
     )
+
+
+def setup_of_run(run: Run) -> TrainingSetup:
+    """Return the sizes of a run that its recipe and its last start event contain."""
+    recipe = run.recipe or Recipe()
+    workers = run.start.get("workers") or None
+    rate, images = None, run.start.get("train_images")
+    if workers and images:
+        with suppress(InputError):  # for example a run of a version that counted images differently
+            rate = derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
+    global_batch = run.start.get("global_batch") or None
+    return setup_of(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
 def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> RunResult:

@@ -7,7 +7,6 @@ from typing import Any
 
 from cputrain.checkpoint.folder import name_of
 from cputrain.files import CHECKPOINTS
-from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog
 from cputrain.training.progress import REDRAW_S, Progress
 from cputrain.training.session import Session
@@ -32,11 +31,12 @@ def open_log(session: Session, events: EventLog, step: int, *, quiet: bool) -> "
         redraw_s=float(env.get("TQDM_MININTERVAL", REDRAW_S)),
     )
     return TrainingLog(
-        recipe=recipe,
         progress=progress,
         events=events,
+        epochs=recipe.epochs,
         last_step=last_step,
         steps_per_epoch=sizes.steps_per_epoch,
+        kind=recipe.data.kind,
         quiet=quiet,
     )
 
@@ -45,14 +45,15 @@ def open_log(session: Session, events: EventLog, step: int, *, quiet: bool) -> "
 class TrainingLog(Watcher):
     """Writes to the terminal and to the run's event log, on rank 0 only.
 
-    `last_step` is the step after which the training ends; with `quiet` only warnings are printed.
+    `last_step` is the step after which the training ends; `kind` is data.kind. With `quiet` only warnings are printed.
     """
 
-    recipe: Recipe
     progress: Progress
     events: EventLog
+    epochs: int
     last_step: int
     steps_per_epoch: int
+    kind: str
     quiet: bool = False
 
     def warn(self, step: int, what: str, *, line: str | None = None, **fields: Any) -> None:
@@ -68,7 +69,7 @@ class TrainingLog(Watcher):
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
         """Show a step in the progress bar and log it."""
         epoch = (step - 1) // self.steps_per_epoch + 1
-        where = f"epoch {epoch}/{self.recipe.epochs} step {step:,}/{self.last_step:,}"
+        where = f"epoch {epoch}/{self.epochs} step {step:,}/{self.last_step:,}"
         self.progress.step(where, settings, result, seconds)
         self.events.write(
             "step",
@@ -110,7 +111,7 @@ class TrainingLog(Watcher):
             if value is not None
         ]
         if not self.quiet:
-            kind, done = self.recipe.data.kind, f"epoch {epoch}/{self.recipe.epochs}  {'  '.join(figures)}"
+            kind, done = self.kind, f"epoch {epoch}/{self.epochs}  {'  '.join(figures)}"
             unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
             self.progress.line(f"{done}  {seconds:.1f} s  ({images / seconds:.1f} {unit})")
         self.events.write(

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
 from cputrain.affinity.errors import RunError
 from cputrain.checkpoint.folder import list_checkpoints
 from cputrain.comm.group import all_gather
-from cputrain.files import CHECKPOINTS
-from cputrain.recipe.schema import Recipe
 from cputrain.training.snapshot import TrainProgress, load_newest, rename_damaged, restore
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepResult, StepSettings
@@ -20,9 +19,14 @@ MAX_ROLLBACKS = 3  # to the same checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class NonFiniteHandler(Watcher):
-    """Handles steps whose gradients contain NaN or Inf, as on_nan requests; `wait` waits for the pending checkpoint."""
+    """Handles steps whose gradients contain NaN or Inf, as on_nan requests.
 
-    recipe: Recipe
+    `folder` has the checkpoints, whose optimizer is `optimizer_name`; `wait` waits for the pending one.
+    """
+
+    on_nan: str
+    folder: Path
+    optimizer_name: str
     rank: int
     state: TrainState
     warn: Callable[[int, str], None]
@@ -36,21 +40,21 @@ class NonFiniteHandler(Watcher):
             return
         step -= 1
         message, origin = _describe(all_gather((result.loss, result.non_finite)), step, settings.lr)
-        if self.recipe.on_nan == "skip":
+        if self.on_nan == "skip":
             self.warn(step, f"{message}: the step is skipped")
             return
         self.wait()
         dist.barrier()  # rank 0 has completed the last checkpoint
-        folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
-        checkpoint = load_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
+        rollbacks = self.position.rollbacks
+        checkpoint = load_newest(self.folder, self.rank) if self.on_nan == "rollback" else None
         if checkpoint and rollbacks.get(checkpoint.path.name, 0) < MAX_ROLLBACKS:
             rename_damaged(checkpoint, self.warn, step, self.rank)
-            restore(checkpoint, self.state, self.recipe.optim.name)
+            restore(checkpoint, self.state, self.optimizer_name)
             rollbacks[checkpoint.path.name] = rollbacks.get(checkpoint.path.name, 0) + 1
             self.warn(step, f"{message}: restored {checkpoint.path.name}, training continues with the next images")
             return
         if self.rank == origin:
-            saved = list_checkpoints(folder)
+            saved = list_checkpoints(self.folder)
             kept = f"; checkpoint {saved[-1]} is kept" if saved else ""
             raise RunError(f"{message}: lower schedule.peak_rate, or set on_nan to skip or rollback{kept}")
         dist.barrier()  # the rank that raises exits, which ends this wait

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cputrain.runs.folder import wording_for
+from cputrain.files import CHECKPOINTS
 from cputrain.runs.trackers import Trackers
 from cputrain.training.corrupt_images import CorruptImageCheck
 from cputrain.training.session import Session
@@ -40,11 +40,20 @@ def make_watchers(
         warn=warn,
         wait=wait,
         same_after=position.step,
-        wording=wording_for(recipe),
+        wording=recipe.wording,
     )
     return [
         UnusedParameters(state=state, warn=warn),
-        NonFiniteHandler(recipe=recipe, rank=session.rank.rank, state=state, warn=warn, position=position, wait=wait),
+        NonFiniteHandler(
+            on_nan=recipe.on_nan,
+            folder=recipe.folder / CHECKPOINTS,
+            optimizer_name=recipe.optim.name,
+            rank=session.rank.rank,
+            state=state,
+            warn=warn,
+            position=position,
+            wait=wait,
+        ),
         log,
         RankTimes(log=log, position=position, corrupt_images=corrupt_images, set_step_time=set_step_time),
         DivergenceCheck(warn=warn, position=position),
