@@ -13,8 +13,8 @@ TYPE_CHECKING = False  # typing is not imported before isolate() of start.py
 if TYPE_CHECKING:
     from typing import Any
 
+    from cputrain.affinity.binding import bind_process
     from cputrain.affinity.errors import InputError, RunError
-    from cputrain.affinity.kernel.binding import bind_process
     from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
     from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
     from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
@@ -46,7 +46,7 @@ __all__ = [
 # Lazy imports: `import cputrain.affinity` alone loads none of these modules.
 _MODULES = {
     "cputrain.affinity.errors": ("InputError", "RunError"),
-    "cputrain.affinity.kernel.binding": ("bind_process",),
+    "cputrain.affinity.binding": ("bind_process",),
     "cputrain.affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
     "cputrain.affinity.planner.plan_file": ("plan_to_json", "read_plan"),
     "cputrain.affinity.planner.openmp": ("Runtime", "find_runtime", "target_of"),

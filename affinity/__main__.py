@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity import bind
+from cputrain.affinity.bound_plan import (
+    NOT_SHARED,
+    binding_report,
+    plan_beside,
+    read_host_plan,
+    running_processes,
+)
 from cputrain.affinity.errors import InputError, RequestError, as_option
-from cputrain.affinity.kernel.bound_plan import NOT_SHARED, comparison, plan_beside, read_host_plan, running_processes
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
 from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option
@@ -135,7 +141,7 @@ def _show(options: dict[str, Any], env: Mapping[str, str]) -> int:
     if options["pid"] or not paths:
         plan = read_host_plan(paths[0]) if paths else None
         processes = running_processes(tuple(options["pid"] or ()), plan)
-        print(comparison(processes))
+        print(binding_report(processes))
         return int(any(process.differs for process in processes))
     plans = [read_plan(path) for path in paths]
     if len(plans) == 2:

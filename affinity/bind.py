@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from cputrain.affinity.binding import OTHER_LAYOUT_VARIABLE, check_layout
+from cputrain.affinity.bound_plan import exec_bound, plan_in_memory, read_host_plan
 from cputrain.affinity.errors import InputError, as_option
-from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE, check_layout
-from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
 from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.planner.plan_file import request_from_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, local_rank_of, rank_from_env
+from cputrain.affinity.rank import LOCAL_RANK_VARIABLES, local_rank_of, rank_from_env
 from cputrain.affinity.terminal import exit_status
 from cputrain.affinity.topology.sysfs import this_machine
 
@@ -32,9 +32,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError instead of printing the usage and exiting."""
-        given = message.removeprefix("argument ").replace("invalid int value: ", "not a whole number: ")
-        given = given.replace("invalid float value: ", "not a number: ")
-        raise InputError(f"{given}: see {self.prog} --help")
+        reason = message.removeprefix("argument ").replace("invalid int value: ", "not a whole number: ")
+        reason = reason.replace("invalid float value: ", "not a number: ")
+        raise InputError(f"{reason}: see {self.prog} --help")
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:

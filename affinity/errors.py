@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 SETTING = re.compile(r"\{(\w+)(?:=([^{}]+))?\}")
 Wording = Callable[[str, "str | None"], str]
-LONGEST_MESSAGE = 1500
+MAX_MESSAGE_LENGTH = 1500
 
 
 def as_field(name: str, value: str | None) -> str:
@@ -39,7 +39,7 @@ def as_argument(name: str, value: str | None) -> str:
     return as_recipe_key(name, value)
 
 
-def render(text: str, wording: Wording) -> str:
+def render_message(text: str, wording: Wording) -> str:
     """Replace each setting in braces, `{ppn}` or `{oversubscribe=true}`, by `wording(name, value)`."""
     return SETTING.sub(lambda match: wording(match[1], match[2]), text)
 
@@ -52,8 +52,8 @@ class InputError(Exception):
 
     def __init__(self, message: str) -> None:
         message = " ".join(message.splitlines())
-        half = LONGEST_MESSAGE // 2
-        cut = len(message) > LONGEST_MESSAGE
+        half = MAX_MESSAGE_LENGTH // 2
+        cut = len(message) > MAX_MESSAGE_LENGTH
         super().__init__(f"{message[:half]} ... {message[-half:]}" if cut else message)
 
 
@@ -65,14 +65,14 @@ class SettingsError(Exception):
     """An error whose message names settings in braces, `{ppn}` or `{oversubscribe=true}`.
 
     `str()` spells them by `wording`, as fields of `Request` unless it is set; command lines and recipes spell them
-    differently: see `describe`.
+    differently: see `describe_error`.
     """
 
     wording: Wording = staticmethod(as_field)
 
     def render(self, wording: Wording) -> str:
         """Return the message with each setting spelled by `wording(name, value)`."""
-        return render(str(self.args[0]), wording)
+        return render_message(str(self.args[0]), wording)
 
     def __str__(self) -> str:
         return self.render(self.wording)
@@ -98,6 +98,6 @@ class BindingError(SettingsError, RunError):
     """The kernel gave a process other CPUs or memory than planned."""
 
 
-def describe(error: Exception, wording: Wording) -> str:
+def describe_error(error: Exception, wording: Wording) -> str:
     """Return an error's message with its settings spelled by `wording`."""
     return error.render(wording) if isinstance(error, SettingsError) else str(error)

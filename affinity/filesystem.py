@@ -27,8 +27,11 @@ TRIED_BYTES = 1 << 16
 TARBALLS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 NO_TEMPORARY = "No usable temporary directory"  # tempfile's message, which does not give the reason for each directory
 
+PROC = Path("/proc")
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
-def refusal(error: OSError) -> str | None:
+
+def filesystem_refusal(error: OSError) -> str | None:
     """Return a one-line message for a file system's error, with what to do; None for any other OSError.
 
     A failed write to a full file system names no file; any other error without a file name has another origin.
@@ -58,8 +61,8 @@ def check_writable(folder: Path, option: str) -> None:
         top = Path(*folder.absolute().parts[:2])
         raise InputError(f"{option} {folder}: {top} does not exist; create it first, or name another folder")
     try:  # /proc, and file servers that squash root, refuse only at a write
-        with tempfile.TemporaryDirectory(prefix=".cputrain-", dir=existing) as made:
-            (Path(made) / "trial").write_bytes(bytes(4096))
+        with tempfile.TemporaryDirectory(prefix=".cputrain-", dir=existing) as scratch:
+            (Path(scratch) / "trial").write_bytes(bytes(4096))
     except OSError as error:
         why = f"cannot create a folder in {existing} ({error.strerror})"
         raise InputError(f"{option} {folder}: {why}; name another folder") from None
@@ -75,7 +78,7 @@ def check_execution(file: Path) -> None:
             raise PermissionError(errno.EPERM, why) from None
 
 
-def cause(error: OSError, path: Path) -> str:
+def write_failure(error: OSError, path: Path) -> str:
     """Return why a path cannot be written to, with the mount if the file system is full or read-only."""
     return f"{error.strerror} (mount {mount_of(path)})" if error.errno in (*FULL, errno.EROFS) else str(error.strerror)
 
@@ -143,15 +146,15 @@ def cache_folder(env: Mapping[str, str]) -> Path:
     Empty variables count as unset, and so does a relative XDG_CACHE_HOME. ~/ is expanded here, too, as no shell expands
     it in a container's ENV. Raises RunError if the user has no home directory.
     """
-    given = env.get("CPUTRAIN_CACHE", "")
-    if given and not given.startswith("~/"):
-        return Path(given)
-    if not given and env.get("XDG_CACHE_HOME", "").startswith("/"):
+    configured = env.get("CPUTRAIN_CACHE", "")
+    if configured and not configured.startswith("~/"):
+        return Path(configured)
+    if not configured and env.get("XDG_CACHE_HOME", "").startswith("/"):
         return Path(env["XDG_CACHE_HOME"]) / "cputrain"
     home = env.get("HOME") or _home_of_account()
     if home is None:
         raise RunError(f"user {os.getuid()} has no home directory for the cache: set CPUTRAIN_CACHE to a folder")
-    return Path(home) / (given.removeprefix("~/") or ".cache/cputrain")
+    return Path(home) / (configured.removeprefix("~/") or ".cache/cputrain")
 
 
 def _home_of_account() -> str | None:
@@ -166,7 +169,7 @@ def is_tarball(name: str) -> bool:
     return name.endswith(TARBALLS)
 
 
-def shipped(name: str) -> Path:
+def shipped_folder(name: str) -> Path:
     """Return a folder of shipped data files: inside the package if installed, under configs/ in a checkout."""
     package = Path(__file__).parents[1]  # cputrain/
     inside = package / name
@@ -188,10 +191,6 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-PROC = Path("/proc")
-TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

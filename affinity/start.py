@@ -41,12 +41,12 @@ def isolate() -> None:
     To be called before any other import; os, site and sys are already imported by Python itself.
     """
     env = os.environ
-    given = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     library = os.path.dirname(os.__file__)
-    named = {path for path in given if not path.startswith(library)}
+    paths_of_user = {path for path in paths if not path.startswith(library)}
     if not sys.flags.isolated:
         first = () if getattr(sys.flags, "safe_path", False) else sys.path[:1]  # the script's or working directory
-        sys.path[:] = [path for path in sys.path[len(first) :] if path not in named]
+        sys.path[:] = [path for path in sys.path[len(first) :] if path not in paths_of_user]
     elif "PYTHONNOUSERSITE" not in env and sys.base_prefix in site.PREFIXES:
         user = site.getusersitepackages()
         if os.path.isdir(user):
@@ -54,7 +54,7 @@ def isolate() -> None:
     if HOME not in sys.path:  # before other installations of cputrain, after the standard library
         standard = [i for i, path in enumerate(sys.path) if path in (library, os.path.join(library, "lib-dynload"))]
         sys.path.insert(standard[-1] + 1 if standard else 0, HOME)
-    sys.path += [folder for folder in given if folder not in sys.path and _has_packages(folder)]
+    sys.path += [folder for folder in paths if folder not in sys.path and _has_packages(folder)]
 
 
 def _has_packages(folder: str) -> bool:

@@ -16,21 +16,8 @@ from enum import IntEnum
 from io import TextIOWrapper
 from typing import TextIO
 
-from cputrain.affinity.errors import InputError, RunError, Wording, as_field, describe
-from cputrain.affinity.filesystem import refusal
-
-
-def redraws(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether the stream is a terminal with cursor movement, which TERM=dumb (an editor's shell window, a serial
-    console) has not."""
-    return stream.isatty() and env.get("TERM") != "dumb"
-
-
-def shows_color(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether to write in color: only to a terminal with cursor movement, and not if NO_COLOR is set and not empty
-    (no-color.org)."""
-    return redraws(stream, env) and not env.get("NO_COLOR")
-
+from cputrain.affinity.errors import InputError, RunError, Wording, as_field, describe_error
+from cputrain.affinity.filesystem import filesystem_refusal
 
 CODES = "cputrain.codes"  # the name under which `as_codes` is registered as an error handler
 ASCII = "ascii_with_codes"  # a name other than ASCII, as click writes UTF-8 to streams whose encoding is ASCII
@@ -44,6 +31,21 @@ CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48, 5.4: color
 PROGRESS_SEQUENCE = re.compile(r"\x1b\[[0-9;:]{0,32}[A-DGKm]")
 BEGINNING = re.compile(r"\x1b(\[[0-9;:]{0,32})?\Z")  # a sequence whose end may come with the next chunk
 CONTROLS = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all control characters but BS, TAB, LF and CR
+
+Rows = Sequence[Sequence[str]]
+LOCALE = "cputrain_locale"  # passes the locale's encoding as Python's option -X, which accepts any name
+
+
+def redraws(stream: TextIO, env: Mapping[str, str]) -> bool:
+    """Whether the stream is a terminal with cursor movement, which TERM=dumb (an editor's shell window, a serial
+    console) has not."""
+    return stream.isatty() and env.get("TERM") != "dumb"
+
+
+def shows_color(stream: TextIO, env: Mapping[str, str]) -> bool:
+    """Whether to write in color: only to a terminal with cursor movement, and not if NO_COLOR is set and not empty
+    (no-color.org)."""
+    return redraws(stream, env) and not env.get("NO_COLOR")
 
 
 def printable(text: str) -> str:
@@ -66,13 +68,13 @@ def safe_output(text: str) -> str:
     return "".join((*pieces, _escape_controls(text[end:])))
 
 
-def clip(text: str, columns: int) -> str:
+def clip_line(text: str, columns: int) -> str:
     """Cut a line to a number of columns; control sequences have no width, and all of them stay, so that colors end."""
-    pieces, end, left = [], 0, max(columns, 0)
+    pieces, end, columns_left = [], 0, max(columns, 0)
     for sequence in (*CONTROL_SEQUENCE.finditer(text), None):
-        shown = text[end : sequence.start() if sequence else None][:left]
+        shown = text[end : sequence.start() if sequence else None][:columns_left]
         pieces += [shown, sequence[0] if sequence else ""]
-        left -= len(shown)
+        columns_left -= len(shown)
         end = sequence.end() if sequence else len(text)
     return "".join(pieces)
 
@@ -120,12 +122,12 @@ def _replacement(character: str) -> str:
     return drawn if drawn.isascii() else _code(character)
 
 
-def shown(name: str) -> str:
+def printable_name(name: str) -> str:
     """Escape the bytes of a file name that are not UTF-8, so that it can be printed and encoded."""
     return name if name.isascii() else name.encode(errors=CODES).decode()
 
 
-def discard(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Redirect a broken stream to /dev/null, so that flushing its buffer at exit does not fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -149,9 +151,6 @@ def _find_codec(name: str) -> codecs.CodecInfo | None:
 
 codecs.register_error(CODES, as_codes)
 codecs.register(_find_codec)
-
-
-Rows = Sequence[Sequence[str]]
 
 
 def align_columns(rows: Rows, *, numbers: bool = False) -> str:
@@ -212,8 +211,8 @@ def status_of_signal(number: int) -> int:
 def one_line(error: Exception, wording: Wording = as_field) -> str | None:
     """Return the one-line message of an error that a user can fix; None for any other error, which is a bug."""
     if isinstance(error, InputError | RunError):
-        return describe(error, wording)
-    return refusal(error) if isinstance(error, OSError) else None
+        return describe_error(error, wording)
+    return filesystem_refusal(error) if isinstance(error, OSError) else None
 
 
 def exit_status(error: Exception, program: str, wording: Wording = as_field) -> int:
@@ -231,9 +230,6 @@ def exit_status(error: Exception, program: str, wording: Wording = as_field) -> 
 def status_of(error: Exception) -> ExitStatus:
     """Return the exit status of an error that is reported in one line."""
     return ExitStatus.WRONG_INPUT if isinstance(error, InputError) else ExitStatus.FAILED
-
-
-LOCALE = "cputrain_locale"  # passes the locale's encoding as Python's option -X, which accepts any name
 
 
 def use_utf8() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from textwrap import fill, wrap
 
-from cputrain.affinity.errors import InputError, Wording, as_field, describe
-from cputrain.affinity.planner import domains, memory, rules
+from cputrain.affinity.errors import InputError, Wording, as_field, describe_error
+from cputrain.affinity.planner import layouts, memory, rules
 from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.workload import RESNET50
@@ -17,21 +17,36 @@ SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
 # Okabe and Ito's palette for color-blind readers. Colors repeat after eight workers, letters after 52.
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 
+# All assumed or cited figures of the rules, with their sources.
+FIGURES = (
+    *layouts.WORKER_COUNT_FIGURES,
+    *layouts.LAYOUT_FIGURES,
+    *rules.RULE_FIGURES,
+    *rules.CORE_RATE_FIGURES,
+    *memory.MEMORY_FIGURES,
+)
+
+WIDTH = 80
+
+CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels, pixels, cores per row, pixels between lines of text
+STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
+LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
+
 
 def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
     """Map every PU of the machine to (role, worker's local rank); foreign: not available to this process.
 
     A PU on which several workers compute is shared, with the rank of the first.
     """
-    found: dict[int, tuple[str, int | None]] = dict.fromkeys(plan.machine.pus, (FOREIGN, None))
-    found |= dict.fromkeys(plan.machine.allowed_pus, (IDLE, None))
+    uses: dict[int, tuple[str, int | None]] = dict.fromkeys(plan.machine.pus, (FOREIGN, None))
+    uses |= dict.fromkeys(plan.machine.allowed_pus, (IDLE, None))
     for worker in plan.workers:
         for pu in worker.compute_pus:
-            _, first = found[pu]
-            found[pu] = (COMPUTE, worker.local_rank) if first is None else (SHARED, first)
-        found |= dict.fromkeys(worker.comm_pus, (COMM, worker.local_rank))
-        found |= dict.fromkeys(worker.loader_pus, (LOADER, worker.local_rank))
-    return found
+            _, first = uses[pu]
+            uses[pu] = (COMPUTE, worker.local_rank) if first is None else (SHARED, first)
+        uses |= dict.fromkeys(worker.comm_pus, (COMM, worker.local_rank))
+        uses |= dict.fromkeys(worker.loader_pus, (LOADER, worker.local_rank))
+    return uses
 
 
 def legend(plan: Plan, separator: str) -> str:
@@ -60,24 +75,24 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan
+            variant = plan
             if ppn != len(plan.workers):
-                other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured)
-            other = other.render(wording)
+                variant = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured)
+            variant = variant.render(wording)
         except InputError as error:
-            rows.append((str(ppn), "", "", "", "", f"impossible: {describe(error, wording)}"))
+            rows.append((str(ppn), "", "", "", "", f"impossible: {describe_error(error, wording)}"))
             continue
-        threads = sorted({worker.intra_op for worker in other.workers})
-        first = other.workers[0]
+        threads = sorted({worker.intra_op for worker in variant.workers})
+        first = variant.workers[0]
         notes = ["this plan"] if ppn == len(plan.workers) else []
         rows.append(
             (
                 str(ppn),
                 format_list(threads),
-                str(sum(len(worker.comm_pus) for worker in other.workers)),
-                str(sum(len(worker.loader_pus) for worker in other.workers)),
+                str(sum(len(worker.comm_pus) for worker in variant.workers)),
+                str(sum(len(worker.loader_pus) for worker in variant.workers)),
                 first.memory_policy,
-                "; ".join([*notes, *other.warnings]),
+                "; ".join([*notes, *variant.warnings]),
             )
         )
     return rows
@@ -85,27 +100,16 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
 
 def _candidates(plan: Plan) -> list[int]:
     """List plausible numbers of workers, with the plan's own."""
-    cores, own = plan.machine.allowed_cores, len(plan.workers)
-    return sorted(number for number in domains.plausible_workers(cores) | {own} if 1 <= number <= max(len(cores), own))
+    cores, current = plan.machine.allowed_cores, len(plan.workers)
+    return sorted(
+        number for number in layouts.plausible_workers(cores) | {current} if 1 <= number <= max(len(cores), current)
+    )
 
 
-# All assumed or cited figures of the rules, with their sources.
-FIGURES = (
-    *domains.WORKER_COUNT_FIGURES,
-    *domains.LAYOUT_FIGURES,
-    *rules.RULE_FIGURES,
-    *rules.CORE_RATE_FIGURES,
-    *memory.MEMORY_FIGURES,
-)
-
-
-def figures(plan: Plan) -> tuple[Reason, ...]:
+def rule_figures(plan: Plan) -> tuple[Reason, ...]:
     """Return all figures that the rules use, with their sources: measured on this machine, else assumed or cited."""
     rates = rules.measured_figures(plan.request.workload or RESNET50, plan.measured)
     return tuple(rates.get(figure.what, figure) for figure in FIGURES)
-
-
-WIDTH = 80
 
 
 def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, wording: Wording = as_field) -> str:
@@ -119,12 +123,12 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, 
     if explained:
         parts += [
             "other numbers of workers\n" + _indented(align_columns(alternatives(plan, wording)).splitlines()),
-            _listed("figures that the rules use", figures(plan)),
+            _listed("figures that the rules use", rule_figures(plan)),
         ]
     return "\n\n".join(part for part in parts if part)
 
 
-def processor(machine: Machine) -> str:
+def processor_text(machine: Machine) -> str:
     """Return the processor's name and vector extensions: "AMD EPYC (avx2, avx512f)"."""
     return machine.model + (f" ({', '.join(machine.isa)})" if machine.isa else "")
 
@@ -133,7 +137,7 @@ def _headline(machine: Machine) -> str:
     limit = (
         "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them available to this process"
     )
-    return f"{machine.name}: {processor(machine)}\n{', '.join(machine.counts)}{limit}"
+    return f"{machine.name}: {processor_text(machine)}\n{', '.join(machine.counts)}{limit}"
 
 
 def _without_pus(machine: Machine) -> list[str]:
@@ -306,11 +310,6 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     ]
-
-
-CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels, pixels, cores per row, pixels between lines of text
-STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
-LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
 def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:

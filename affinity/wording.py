@@ -8,6 +8,11 @@ from typing import Any
 NAMED = 5
 SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
 
+Number = float | tuple[float, ...]
+MIB = 1 << 20
+GIB = 1 << 30
+UNITS = {"GiB": GIB, "GB": 1e9, "ms": 1e-3}
+
 
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural: "1 worker", "2,048 workers", "10 classes"."""
@@ -16,15 +21,9 @@ def plural(number: int, noun: str) -> str:
 
 def spread(numbers: Collection[int], noun: str = "") -> str:
     """Return the range of some numbers, with an optional noun: "4", "4-5", "1 core", "4-5 cores"."""
-    least, most = min(numbers), max(numbers)
-    text = str(least) if least == most else f"{least}-{most}"
-    return f"{text} {noun if most == 1 else f'{noun}s'}" if noun else text
-
-
-Number = float | tuple[float, ...]
-MIB = 1 << 20
-GIB = 1 << 30
-UNITS = {"GiB": GIB, "GB": 1e9, "ms": 1e-3}
+    low, high = min(numbers), max(numbers)
+    text = str(low) if low == high else f"{low}-{high}"
+    return f"{text} {noun if high == 1 else f'{noun}s'}" if noun else text
 
 
 class Text(str):
@@ -34,16 +33,16 @@ class Text(str):
     numbers: Mapping[str, Number]
 
 
-def formatted(template: str, **values: Number | str) -> Text:
+def numbers_text(template: str, **values: Number | str) -> Text:
     """Format a template and keep its numbers.
 
     "{cores:core}" becomes "1 core" or "24 cores", for a tuple "4-5 cores"; "{room:GiB .1f}" an amount in that unit; any
     other format is Python's. The numbers of a `Text` that is formatted into the template are kept, too.
     """
     text = Text(template.format_map({name: _Value(value) for name, value in values.items()}))
-    named = {name: values[name] for _, name, _, _ in Formatter().parse(template) if name}
-    numbers = {name: value for name, value in named.items() if not isinstance(value, str)}
-    text.numbers = numbers | numbers_of(*named.values())
+    used = {name: values[name] for _, name, _, _ in Formatter().parse(template) if name}
+    numbers = {name: value for name, value in used.items() if not isinstance(value, str)}
+    text.numbers = numbers | numbers_of(*used.values())
     return text
 
 
@@ -53,17 +52,17 @@ def numbers_of(*texts: object) -> dict[str, Number]:
 
 
 class _Value:
-    """Value of a template, with the formats of `formatted`."""
+    """Value of a template, with the formats of `numbers_text`."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __format__(self, spec: str) -> str:
-        unit, _, rest = spec.partition(" ")
+        unit, _, number_format = spec.partition(" ")
         if isinstance(self._value, tuple):
             return spread(self._value, spec)
         if unit in UNITS:
-            return format(self._value / UNITS[unit], rest)
+            return format(self._value / UNITS[unit], number_format)
         noun = len(spec) > 1 and spec[0].isalpha()
         return plural(self._value, spec) if noun else format(self._value, spec)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.files import checkpoint_name
 from cputrain.checkpoint.writer import CheckpointWriter
 from cputrain.checksums import crc32c_of_file
 from cputrain.comm.store import SignedKeys
@@ -165,7 +165,7 @@ def measure(trial: Trial, rounds: int, seconds: float, every_s: float) -> Second
 
 def beside(trial: Trial, folder: Path) -> Seconds:
     """Time the parts of a checkpoint on rank 0, without a training."""
-    path = folder / name_of(trial.step)
+    path = folder / checkpoint_name(trial.step)
     if not path.is_dir():
         path = max(folder.glob("step-*"))
     repeated: dict[str, Callable[[], Any]] = {

@@ -20,10 +20,10 @@ from statistics import median
 
 import torch
 
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.views import processor
-from cputrain.comm.ccl.environment import Transport, find_libraries, settings
+from cputrain.affinity.views import processor_text
+from cputrain.comm.ccl.environment import Transport, ccl_settings, find_libraries
 from cputrain.mpi.supervise.run import free_port
 from cputrain.native_build import compiler
 
@@ -79,7 +79,7 @@ def show_allreduce(rounds: int, bare: Path, scratch: Path) -> None:
         for name, run in contenders.items():
             print(f"round {number + 1}/{rounds}  {name}", file=sys.stderr)
             measured[name].append(run())
-    print(f"{processor(this_machine())}\n")
+    print(f"{processor_text(this_machine())}\n")
     names = " | ".join(f"{name}, us" for name in contenders)
     print(f"| bytes | {names} | ccl/bare, mpi | ccl/bare, ofi | gloo/ccl, mpi |")
     print("|---" * (len(contenders) + 4) + "|")
@@ -120,7 +120,7 @@ def environment(transport: str, rank: int) -> dict[str, str]:
     """Return the environment of one of two ranks for a transport."""
     place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, convention="env")
     variables = {
-        name: value for name, value, _ in settings(LIBRARIES, place, Transport(name=transport, why="compared"), {})
+        name: value for name, value, _ in ccl_settings(LIBRARIES, place, Transport(name=transport, why="compared"), {})
     }
     return {**variables, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}
 

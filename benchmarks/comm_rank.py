@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
+from cputrain.affinity.rank import rank_from_env, rendezvous
 from cputrain.models.networks import build_model
 from cputrain.models.settings import ModelSettings
 

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 
-from cputrain.affinity.ranks.rank import Rank, rendezvous
+from cputrain.affinity.rank import Rank, rendezvous
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 
 

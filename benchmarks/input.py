@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.views import processor
+from cputrain.affinity.views import processor_text
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import RECORD, Shards
 from cputrain.data.formats.source import VERSION
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches
 from cputrain.data.order import epoch_order
-from cputrain.data.pixels import decode_by_pillow, load
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.pixels import decode_by_pillow, load_decoder
+from cputrain.data.prepare import Options, pack_dataset
 from cputrain.studies.bench.figures import seconds_of
 from cputrain.studies.bench.limits import (
     COUNT,
@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    originals = photos_of(options.folder, load(os.environ)) if options.folder else generated_photos(COUNT)
+    originals = photos_of(options.folder, load_decoder(os.environ)) if options.folder else generated_photos(COUNT)
     # several times each, as some peers take a while to start
     sets = {"original": TIMES * originals, "prepared": TIMES * [prepared(data) for data in originals]}
     contenders = {
@@ -72,7 +72,7 @@ def main() -> None:
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in tqdm([turn for _ in range(options.rounds) for turn in runs], file=sys.stderr):
         rates.setdefault(turn, []).append(images_per_cpu_s(runs[turn], TIMES * len(originals)))
-    print(f"{processor(this_machine())}\n")
+    print(f"{processor_text(this_machine())}\n")
     print(f"| images per CPU-second, {len(originals)} files | original | of ours | prepared | of ours |")
     print("|---|---|---|---|---|")
     for name in contenders:
@@ -90,7 +90,7 @@ def main() -> None:
 
 def ours(files: list[bytes]) -> Run:
     """Decode as the loader's threads do."""
-    decoder, places = load(os.environ), np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
+    decoder, places = load_decoder(os.environ), np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
 
     def run() -> None:
         for first in range(0, len(files), IMAGES_PER_CALL):
@@ -107,7 +107,7 @@ def ours_by_pillow(files: list[bytes]) -> Run:
 
 def entropy_only(files: list[bytes]) -> Run:
     """Decode only the last pixel, so that everything before it is read but not transformed."""
-    decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
+    decoder, place = load_decoder(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
     return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], last_pixel, place))
 
 
@@ -123,8 +123,8 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
             for i, data in enumerate(files):
                 (Path(folder) / f"in/{split}/a/{i}.jpg").write_bytes(data)
         out = Path(folder) / "out"
-        prepare(open_dataset(str(Path(folder) / "in")), out, Options(kind="imagefolder", source="in"))
-        images, decoder = Shards(out, "train"), load(os.environ)
+        pack_dataset(open_dataset(str(Path(folder) / "in")), out, Options(kind="imagefolder", source="in"))
+        images, decoder = Shards(out, "train"), load_decoder(os.environ)
 
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: np.ndarray) -> list[str | None]:
             assert all(decoder.decode(encoded, RANDOM.crops(numbers, seed=1), places))

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.launch_overhead import MPI, environment
 from cputrain.affinity.terminal import markdown_table
-from cputrain.mpi.supervise.activity import tree
+from cputrain.mpi.supervise.activity import process_tree
 from tests.support.fake_hosts import FakeHosts
 
 PPN, MANY_HOSTS = 2, 2048
@@ -98,7 +98,7 @@ def main() -> None:
 def measured(hosts: FakeHosts, launcher: str, *, cut: bool) -> Case:
     """Start a job and interrupt it; with `cut`, start another one and disconnect its last host."""
     with running(hosts, launcher, hosts.folder / "a") as job:
-        below = [pid for pid in tree(job.launch)[1:] if not is_agent(pid)]
+        below = [pid for pid in process_tree(job.launch)[1:] if not is_agent(pid)]
         launch, beside = resources_of([job.launch]), resources_of(below)
         os.kill(job.launch, signal.SIGINT)
         interrupt_s = job.seconds_to_end()
@@ -154,7 +154,7 @@ def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
         took = time.monotonic() - started
         checked = re.search(r"hosts? checked in ([\d.]+) s", errors.read_text(encoding="utf-8"))
         preflight_s = float(checked[1]) if checked else 0.0
-        inner = tree(process.pid)[1]  # the process inside the namespace, for which nsenter waits
+        inner = process_tree(process.pid)[1]  # the process inside the namespace, for which nsenter waits
         yield Running(process=process, launch=inner, errors=errors, preflight_s=preflight_s, start_s=took - preflight_s)
     finally:
         process.kill()

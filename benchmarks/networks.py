@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import cputrain
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.views import processor
+from cputrain.affinity.views import processor_text
 from cputrain.models.vision import import_torchvision
 
 NETWORKS = (
@@ -89,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     images = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (options.batch,))
-    print(f"{processor(this_machine())}\n")
+    print(f"{processor_text(this_machine())}\n")
     print(f"{options.batch} images of {options.size} x {options.size}, {options.threads} threads, s a step\n")
     print(f"| network | type | {' | '.join(WAYS)} | times as fast: kernels | + optimize |")
     print("|---" * (len(WAYS) + 4) + "|")

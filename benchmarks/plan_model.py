@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.domains import SMALL_HOST_CORES
+from cputrain.affinity.planner.layouts import SMALL_HOST_CORES
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH
@@ -19,7 +19,7 @@ from cputrain.affinity.terminal import markdown_table
 from cputrain.affinity.topology.catalog import catalog_machines, described_machines, find_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.predict.host import host_model
-from cputrain.predict.next_best import LOSES, Choice, Comparison, compared_plan
+from cputrain.predict.next_best import LOSES, ComparedChoice, Comparison, compared_plan
 
 HOSTS, GBIT = (1, 16, 256), (100.0, 200.0)
 HEAD = ("machine", "hosts", "Gbit/s", "by the rules", "slower than the best number", "plan", "still slower")
@@ -54,7 +54,7 @@ def layout(plan: Plan) -> str:
     return f"{len(plan.workers)} x {first.intra_op}, {comm} + {loader}"
 
 
-def worst(choices: tuple[Choice, ...]) -> tuple[float, str]:
+def worst(choices: tuple[ComparedChoice, ...]) -> tuple[float, str]:
     """Return the largest loss of one of a plan's values, and what would be better."""
     choice = max(choices, key=lambda each: each.loss)
     return choice.loss, f"{choice.what} {choice.value}, best {choice.best}"

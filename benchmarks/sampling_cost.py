@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cputrain.mpi.usage import EVERY_S, FOLDER, MOST_OF_A_CORE, HostUse, Sampler, read_records
+from cputrain.mpi.usage import EVERY_S, FOLDER, MAX_CORE_FRACTION, HostUse, Sampler, read_usage_records
 
 RANK = """
 import subprocess, threading, time
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
-    print(f"a sample every {EVERY_S:g} s, fewer if they took more than {100 * MOST_OF_A_CORE:g} % of a core")
+    print(f"a sample every {EVERY_S:g} s, fewer if they took more than {100 * MAX_CORE_FRACTION:g} % of a core")
     print("| ranks | processes on the host | samples | ms a sample | % of a core | without | sampler alone |")
     print("|---|---|---|---|---|---|---|")
     for ranks, others in ((1, 0), (8, 0), (8, 1000)):
@@ -48,7 +48,7 @@ def main() -> None:
                 spent = watched(options.seconds, sampler)
                 sampler.close()
                 (path,) = (Path(scratch) / FOLDER).glob("host-*")
-                samples = len(read_records(path, HostUse))
+                samples = len(read_usage_records(path, HostUse))
             share, without = 100 * spent / options.seconds, 100 * bare / options.seconds
             each = 1e3 * (spent - bare) / samples
             cells = (f"{each:.1f}", f"{share:.2f}", f"{without:.2f}", f"{share - without:.2f}")

@@ -18,7 +18,7 @@ from statistics import mean
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.filesystem import shipped_folder
 from cputrain.affinity.terminal import align_columns, markdown_table
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.predict.assumptions import CONSTANTS, PublishedRun, link_of, published_runs
@@ -55,7 +55,7 @@ class PublishedEfficiency:
 
 def published_efficiencies() -> tuple[PublishedEfficiency, ...]:
     """Return all published efficiencies without a rate."""
-    text = (shipped("published") / "speeds.yaml").read_text(encoding="utf-8")
+    text = (shipped_folder("published") / "speeds.yaml").read_text(encoding="utf-8")
     return tuple(PublishedEfficiency(**each) for each in yaml.safe_load(text)["efficiencies"])
 
 

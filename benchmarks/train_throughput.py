@@ -25,7 +25,7 @@ from PIL import Image
 
 from cputrain.affinity.planner.openmp import find_runtime, target_of
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.views import processor
+from cputrain.affinity.views import processor_text
 from cputrain.runs.events import read_events
 
 GLOBAL_BATCH, CORES = 32, 2
@@ -65,7 +65,7 @@ def main() -> None:
                 rates[name].append(run(i))
                 print(f"round {i + 1}/{options.rounds}  {rates[name][-1]:5.2f} img/s  {name}", file=sys.stderr)
     precision = "bf16" if options.bf16 else "float32"
-    print(f"{processor(this_machine())}\n")
+    print(f"{processor_text(this_machine())}\n")
     show(rates, f"{precision}, {options.workers} x {CORES // options.workers} threads{', AVX2' * options.avx2}")
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes, errors that name the file, the file names of a run, and the names of shipped recipes.
+"""Atomic file writes, errors that name the file, the file names of a run, and the names of shipped_folder recipes.
 
 Imports no recipe code, so that `cputrain launch` starts fast.
 """
@@ -9,7 +9,7 @@ from io import RawIOBase
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import errors_name, shipped, write_bytes
+from cputrain.affinity.filesystem import errors_name, shipped_folder, write_bytes
 from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.terminal import CODES
 
@@ -62,9 +62,9 @@ def check_downloaded(path: Path) -> None:
         raise InputError(f"{path} is {message}")
 
 
-RECIPES = shipped("recipes")
+RECIPES = shipped_folder("recipes")
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes."""
+    """Return the names of the shipped_folder recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -49,7 +49,7 @@ def rate_record(machine: Machine, name: str, repeats: tuple[float, float, float]
     return new_record(machine, RATE, name, dict(zip(("value", "low", "high"), repeats, strict=True)), command=command)
 
 
-def keep(record: Record, env: Mapping[str, str]) -> Path:
+def save_measurement(record: Record, env: Mapping[str, str]) -> Path:
     """Write a record, replacing one of the same name, and return its path. Raises RunError if writing fails."""
     path = record_path(record, env)
     try:
@@ -77,7 +77,7 @@ def save_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
     only a line of advice depends on it."""
     machine = read_machine(Path("/"))  # the whole host, not the part that this process is bound to
     with suppress(RunError):
-        keep(rate_record(machine, BF16, spread_of(speedups), command="cputrain train"), env)
+        save_measurement(rate_record(machine, BF16, spread_of(speedups), command="cputrain train"), env)
 
 
 VARIABLE = "CCL_ATL_TRANSPORT"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import FULL, cache_folder, cause, check_execution
-from cputrain.affinity.ranks.rank import local_rank_of
+from cputrain.affinity.filesystem import FULL, cache_folder, check_execution, write_failure
+from cputrain.affinity.rank import local_rank_of
 from cputrain.affinity.wording import plural
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
         room = " with free space" if error.errno in FULL else ""
         raise RunError(
             f"{extension.requested_by}: cannot compile {extension.title} into {path.parent}: "
-            f"{cause(error, path.parent)}; set CPUTRAIN_CACHE to a writable folder{room}, or {extension.alternative}"
+            f"{write_failure(error, path.parent)}; set CPUTRAIN_CACHE to a writable folder{room}, or "
+            f"{extension.alternative}"
         ) from None
     return path
 

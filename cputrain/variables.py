@@ -4,7 +4,7 @@ rank its job and whether the job was restarted."""
 import re
 from collections.abc import Mapping
 
-from cputrain.affinity.ranks import rank
+from cputrain.affinity import rank
 
 PREFIXES = (
     *("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "ATEN_", "MALLOC_", "TCMALLOC_", "GLIBC_TUNABLES"),

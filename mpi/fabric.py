@@ -7,6 +7,13 @@ Setting = tuple[str, str, str]
 """Environment variable, value, reason."""
 ALL_REDUCE = "CCL_ALLREDUCE"  # the variable of oneCCL's algorithm
 
+# CCL_ATL_TRANSPORT is not set here: oneCCL can use MPI only if Intel MPI, MPICH or srun's PMI started the ranks, which
+# each rank detects itself.
+COMMON_MPI: tuple[Setting, ...] = (
+    ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
+)
+LARGE_GRADIENTS = "assumed, not measured: bandwidth dominates for large gradients"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
@@ -22,12 +29,6 @@ class Fabric:
         return next((value for name, value, _ in self.settings if name == ALL_REDUCE), None)
 
 
-# CCL_ATL_TRANSPORT is not set here: oneCCL can use MPI only if Intel MPI, MPICH or srun's PMI started the ranks, which
-# each rank detects itself.
-COMMON_MPI: tuple[Setting, ...] = (
-    ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
-)
-LARGE_GRADIENTS = "assumed, not measured: bandwidth dominates for large gradients"
 FABRICS = {
     fabric.name: fabric
     for fabric in (

@@ -22,9 +22,9 @@ from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.terminal import exit_status, use_utf8
 from cputrain.affinity.wording import plural, spread
 from cputrain.mpi.fabric import FABRICS, Fabric, fabric_between
-from cputrain.mpi.hosts.hostfile import HostGroup, read_hostfile
-from cputrain.mpi.launchers.command import launch_command, on_job_hosts
-from cputrain.mpi.launchers.programs import LAUNCHERS, Job, LaunchCommand, Variables, local_commands
+from cputrain.mpi.hostfile import HostGroup, read_hostfile
+from cputrain.mpi.launch_command import build_launch_command, on_job_hosts
+from cputrain.mpi.launchers import LAUNCHERS, Job, LaunchCommand, Variables, local_commands
 from cputrain.mpi.supervise.processes import write_files
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
@@ -59,7 +59,7 @@ def command_of_ranks(
     if job.world_size == 1:  # needs no launcher; under srun a single task would not be recognized as a rank
         (alone,) = local_commands(job, port)
         return LaunchCommand(argv=("env", *(f"{name}={value}" for name, value in alone.variables)))
-    return launch_command(job, on_job_hosts(launcher), (), folder)
+    return build_launch_command(job, on_job_hosts(launcher), (), folder)
 
 
 def shell_lines(command: LaunchCommand) -> str:
@@ -95,9 +95,9 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         write_files(command.files)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "first host")
-    here, workers = socket.gethostname(), plural(len(plan.workers), "worker")
+    hostname, workers = socket.gethostname(), plural(len(plan.workers), "worker")
     threads = spread([worker.intra_op for worker in plan.workers], "thread")
-    where = f"planned on {here} for {plural(len(hosts), 'host')}"
+    where = f"planned on {hostname} for {plural(len(hosts), 'host')}"
     print(f"{where}: {workers} per host, {threads} per worker, fabric {fabric.name}", file=sys.stderr)
     print(shell_lines(command), end="")
     return 0

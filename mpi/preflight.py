@@ -26,22 +26,22 @@ import psutil
 from msgspec import Meta, structs
 
 from cputrain.affinity.filesystem import installed_version
+from cputrain.affinity.host_names import network_name
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.ranks.host_names import network_name
-from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.rank import rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, use_utf8
 from cputrain.affinity.topology.machine import Machine, name_cpus
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, first_named
-from cputrain.mpi.hosts.hostfile import own_address
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.programs import InstalledLauncher, Job
+from cputrain.mpi.hostfile import own_address
+from cputrain.mpi.launch_command import build_launch_command
+from cputrain.mpi.launchers import InstalledLauncher, Job
 from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
 from cputrain.mpi.supervise.signals import StopSignals
 from cputrain.mpi.supervise.wire import (
     HEARTBEAT_TIMEOUT_S,
-    MOST_ITEMS,
+    MAX_ITEMS,
     TOKEN_VARIABLE,
     Connection,
     Hello,
@@ -52,7 +52,7 @@ from cputrain.mpi.supervise.wire import (
     Stop,
     Text,
     connect,
-    join,
+    join_job,
     new_token,
 )
 
@@ -71,7 +71,15 @@ FI_INFO_S = 10.0  # limit of a fi_info, which looks for network cards
 MAX_FILES = 64  # words of the command that are compared: the programs and scripts come first
 
 
-Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MOST_ITEMS)]
+Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_ITEMS)]
+
+M = TypeVar("M")
+MAX_SILENCE_S = 3600.0  # for a message from the launching host, which may have vanished without closing the connection
+RING_S = 1.0
+RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
+STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # foreign connections that are refused before the neighbor's, and time for each
+CHUNK = bytes(1 << 20)
+MAX_BYTES = 16 << 20  # content of larger files is not compared: they are data, not programs or settings
 
 
 class HostReport(Message, frozen=True):
@@ -86,7 +94,7 @@ class HostReport(Message, frozen=True):
     clock_s: Number
     memory_bytes: Integer
     scratch_bytes: Integer
-    allowed_pus: Annotated[tuple[Integer, ...], Meta(max_length=MOST_ITEMS)]
+    allowed_pus: Annotated[tuple[Integer, ...], Meta(max_length=MAX_ITEMS)]
     no_provider: Text | None = None
     link_gbit: Number | None = None
 
@@ -127,9 +135,9 @@ class Findings:
 
 def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Findings:
     """Compare the hosts' reports with each other and with the hosts' plans (by host name)."""
-    known, findings = list(reports), Findings()
-    _compare_software(known, findings)
-    for report in known:
+    answered, findings = list(reports), Findings()
+    _compare_software(answered, findings)
+    for report in answered:
         _compare_with_plan(report, plans[report.host], findings)
         if report.no_provider:
             findings.warnings.append(
@@ -142,8 +150,8 @@ def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Find
             findings.warnings.append(
                 f"{report.host} has {report.scratch_bytes / GIB:.1f} GiB free in its temporary folder"
             )
-    speeds = [report.link_gbit for report in known if report.link_gbit is not None]
-    for report in known:
+    speeds = [report.link_gbit for report in answered if report.link_gbit is not None]
+    for report in answered:
         if report.link_gbit is not None and report.link_gbit < SLOW * median(speeds):
             findings.warnings.append(
                 f"{report.host} sends {report.link_gbit:.2f} Gbit/s to the next host, the median is "
@@ -179,15 +187,6 @@ def _compare_with_plan(report: HostReport, plan: Plan, findings: Findings) -> No
             f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, but its plan needs "
             f"{need / GIB:.1f}: stop other programs there or reduce the batch"
         )
-
-
-M = TypeVar("M")
-LONGEST_S = 3600.0  # for a message from the launching host, which may have vanished without closing the connection
-RING_S = 1.0
-RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
-STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # foreign connections that are refused before the neighbor's, and time for each
-CHUNK = bytes(1 << 20)
-MAX_BYTES = 16 << 20  # content of larger files is not compared: they are data, not programs or settings
 
 
 def inspect_host(
@@ -258,12 +257,12 @@ def _digest(path: Path) -> str:
 
 def _next(connection: Connection, message_type: type[M]) -> M:
     """Return the next message of that type; exit this process if the launching host closes the connection or is silent
-    for LONGEST_S."""
-    deadline = time.monotonic() + LONGEST_S
+    for MAX_SILENCE_S."""
+    deadline = time.monotonic() + MAX_SILENCE_S
     while messages := connection.wait(deadline):
-        found = next((message for message in messages if isinstance(message, message_type)), None)
-        if found is not None:
-            return found
+        matching = next((message for message in messages if isinstance(message, message_type)), None)
+        if matching is not None:
+            return matching
     sys.exit(ExitStatus.FAILED)
 
 
@@ -340,7 +339,7 @@ def run_preflight(
         )
         options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
         probe = (*isolated_command("cputrain.mpi.preflight"), *options, "--", *files)
-        command = launch_command(one_a_host, installed, probe, folder.resolve())
+        command = build_launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:
             process = start_launcher(command, env)
@@ -387,7 +386,7 @@ def _collect(
         if answers.missing and (ended or now - looked > SILENT_S):
             looked = now
             missing = [hosts[i] for i in answers.missing]
-            silent = unreachable(missing)  # one dead host keeps a launcher from starting the others
+            silent = unreachable_hosts(missing)  # one dead host keeps a launcher from starting the others
             waited_for = [hosts[i] for i in answers.missing if not sending or i in sending or ended]
             if silent or ended or now - answered > PATIENCE_S:
                 lacking = tuple(silent or waited_for)
@@ -397,7 +396,7 @@ def _collect(
     return [structs.replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
 
 
-def unreachable(hosts: list[str]) -> list[str]:
+def unreachable_hosts(hosts: list[str]) -> list[str]:
     """Return the hosts without an address or a response on the ssh port; a refused connection is a response."""
 
     def is_silent(host: str) -> bool:
@@ -452,7 +451,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     options = parser.parse_args(arguments)
     token, rank = env.get(TOKEN_VARIABLE, ""), rank_from_env(env)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
-    connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
+    connection, answer = join_job(options.report_to, token, (Clock, LinkPeer, Stop), hello)
     if not isinstance(answer[0], Clock):  # this host was refused
         return ExitStatus.FAILED
     clock = answer[0]

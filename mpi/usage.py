@@ -23,18 +23,21 @@ from msgspec.structs import asdict
 
 from cputrain.affinity.terminal import printable
 
-MOST_RECORDS = 600  # per worker or host, however long the run is
-MOST = 1 << 62  # limit of every number in a record
-MOST_INTERFACES = 8  # per host and record, the busiest: hosts of containers have hundreds
+MAX_RECORDS = 600  # per worker or host, however long the run is
+MAX_NUMBER = 1 << 62  # limit of every number in a record
+MAX_INTERFACES = 8  # per host and record, the busiest: hosts of containers have hundreds
 EVERY_S = 2.0
-MOST_OF_A_CORE = 0.003  # share of a core: after a slow sample (hundreds of processes) the next one comes later
+MAX_CORE_FRACTION = 0.003  # share of a core: after a slow sample (hundreds of processes) the next one comes later
 CHILDREN_LISTED = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
 RDMA_WORD = 4  # bytes per count in port_rcv_data (InfiniBand Architecture Specification, volume 1, PortCounters)
 logger = logging.getLogger(__name__)
 
-Number = Annotated[float, Meta(ge=0, lt=MOST)]
-Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Number = Annotated[float, Meta(ge=0, lt=MAX_NUMBER)]
+Count = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 Network = dict[str, tuple[Count, Count]]  # interface -> bytes received, bytes sent
+
+FOLDER = "usage"  # in the run folder, beside the logs
+MIN_PERIOD_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
 
 
 class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +78,7 @@ def merged(earlier: Use, later: Use) -> Use:
     return type(earlier)(**{name: MERGE[name](getattr(earlier, name), getattr(later, name)) for name in names})
 
 
-def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
+def sum_networks(*parts: Mapping[str, tuple[int, int]]) -> Network:
     """Sum bytes by interface."""
     summed: Network = {}
     for part in parts:
@@ -87,17 +90,17 @@ def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
 
 def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Network:
     """Return bytes by interface between two readings, without interfaces that were idle, new or reset."""
-    found = {
+    deltas = {
         name: (received - before[name][0], sent - before[name][1])
         for name, (received, sent) in after.items()
         if name in before
     }
-    return busiest({name: both for name, both in found.items() if min(both) >= 0 and max(both) > 0})
+    return busiest({name: both for name, both in deltas.items() if min(both) >= 0 and max(both) > 0})
 
 
 def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
-    """Return the MOST_INTERFACES interfaces with the most bytes."""
-    return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MOST_INTERFACES])
+    """Return the MAX_INTERFACES interfaces with the most bytes."""
+    return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MAX_INTERFACES])
 
 
 MERGE: dict[str, Callable[[Any, Any], Any]] = {
@@ -105,30 +108,30 @@ MERGE: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("seconds", "cpu_s"), operator.add),
     **dict.fromkeys(("rss_bytes", "processes"), max),
     "memory_available_bytes": min,
-    "network": lambda earlier, later: busiest(total(earlier, later)),
+    "network": lambda earlier, later: busiest(sum_networks(earlier, later)),
 }
 """Field -> function that merges its values in two successive records."""
 
 
 def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
     """Merge successive records until each covers at least the period; the last one may cover less."""
-    made: list[Use] = []
+    merged_records: list[Use] = []
     for record in records:
-        if made and made[-1].seconds < period_s:
-            made[-1] = merged(made[-1], record)
+        if merged_records and merged_records[-1].seconds < period_s:
+            merged_records[-1] = merged(merged_records[-1], record)
         else:
-            made.append(record)
-    return made
+            merged_records.append(record)
+    return merged_records
 
 
-def thinned(records: Sequence[Use], most: int = MOST_RECORDS) -> list[Use]:
-    """Merge records of about equal length into at most `most` / 2 + 1; no second, byte or peak is lost."""
-    return grouped(records, fitting_period(records, most))
+def merge_records(records: Sequence[Use], limit: int = MAX_RECORDS) -> list[Use]:
+    """Merge records of about equal length into at most `limit` / 2 + 1; no second, byte or peak is lost."""
+    return grouped(records, fitting_period(records, limit))
 
 
-def fitting_period(records: Iterable[Use], most: int = MOST_RECORDS) -> float:
-    """Return the seconds per record at which these records' total time fits into `most` / 2 records."""
-    return sum(record.seconds for record in records) / (most // 2)
+def fitting_period(records: Iterable[Use], limit: int = MAX_RECORDS) -> float:
+    """Return the seconds per record at which these records' total time fits into `limit` / 2 records."""
+    return sum(record.seconds for record in records) / (limit // 2)
 
 
 def to_line(record: Use) -> bytes:
@@ -145,10 +148,6 @@ def from_line(line: bytes, kind: type[Use]) -> Use:
         raise ValueError(str(error)) from None
 
 
-FOLDER = "usage"  # in the run folder, beside the logs
-SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
-
-
 def worker_file(folder: Path, rank: int) -> Path:
     """Path of a rank's records."""
     return folder / f"rank-{rank}.jsonl"
@@ -159,7 +158,7 @@ def host_file(folder: Path, host: str) -> Path:
     return folder / f"host-{host}.jsonl"
 
 
-def read_records(path: Path, kind: type[Use]) -> list[Use]:
+def read_usage_records(path: Path, kind: type[Use]) -> list[Use]:
     """Read a file's records, oldest first, up to the first damaged line (a crash can truncate one)."""
     records: list[Use] = []
     for line in path.read_bytes().splitlines():
@@ -171,13 +170,13 @@ def read_records(path: Path, kind: type[Use]) -> list[Use]:
 
 
 class UsageFile(Generic[Use]):
-    """A file of at most MOST_RECORDS records: a full file is merged into half as many, longer records."""
+    """A file of at most MAX_RECORDS records: a full file is merged into half as many, longer records."""
 
     def __init__(self, path: Path, kind: type[Use]) -> None:
         self._path = path
-        self._records: list[Use] = read_records(path, kind) if path.is_file() else []
+        self._records: list[Use] = read_usage_records(path, kind) if path.is_file() else []
         self._pending: Use | None = None
-        self._period_s = SHORTEST_S
+        self._period_s = MIN_PERIOD_S
         self._file = self._rewritten()
 
     def add(self, record: Use) -> None:
@@ -203,7 +202,7 @@ class UsageFile(Generic[Use]):
         self._pending = None
         if self._file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        if len(self._records) >= MOST_RECORDS:
+        if len(self._records) >= MAX_RECORDS:
             self._rewrite()
 
     def _rewrite(self) -> None:
@@ -212,9 +211,9 @@ class UsageFile(Generic[Use]):
 
     def _rewritten(self) -> BinaryIO:
         """Rewrite the file without truncated lines, thinned if it is too long, and open it for appending."""
-        if len(self._records) > MOST_RECORDS // 2:
+        if len(self._records) > MAX_RECORDS // 2:
             self._period_s = max(self._period_s, fitting_period(self._records))
-            self._records = thinned(self._records)
+            self._records = merge_records(self._records)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
@@ -249,8 +248,8 @@ class Sampler:
     """Write folder/rank-N.jsonl for each rank and, with `whole_host`, host-NAME.jsonl.
 
     Use counts from now, also that of the ranks of `pids` (rank -> process); ranks that this process starts are added
-    with `started`. Sampling takes less than MOST_OF_A_CORE of a core. If a file cannot be written or a counter cannot
-    be read, a warning is logged and the run continues without sampling.
+    with `started`. Sampling takes less than MAX_CORE_FRACTION of a core. If a file cannot be written or a counter
+    cannot be read, a warning is logged and the run continues without sampling.
     """
 
     def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
@@ -327,7 +326,7 @@ class Sampler:
 
     def _wait(self, spent: float) -> None:
         """Schedule the next sample; `spent` is this thread's CPU time when the last one began."""
-        self._due = self._at + max(EVERY_S, (time.thread_time() - spent) / MOST_OF_A_CORE)
+        self._due = self._at + max(EVERY_S, (time.thread_time() - spent) / MAX_CORE_FRACTION)
 
     def _add(self, rank: int, before: Tree, after: Tree, seconds: float) -> None:
         use = WorkerUse(
@@ -376,16 +375,16 @@ def read_tree(root: int) -> Tree:
 def children_of(pid: int) -> list[int]:
     """Return a process's children from the kernel's per-thread lists if it has them: psutil scans all processes of the
     host, which are thousands on a large one."""
-    found: list[int] = []
+    pids: list[int] = []
     if not CHILDREN_LISTED:
         with suppress(psutil.Error):
-            found = [child.pid for child in psutil.Process(pid).children()]
-        return found
+            pids = [child.pid for child in psutil.Process(pid).children()]
+        return pids
     with suppress(OSError):  # the process ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # the thread ended meanwhile
-                found += map(int, (thread / "children").read_text(encoding="utf-8").split())
-    return found
+                pids += map(int, (thread / "children").read_text(encoding="utf-8").split())
+    return pids
 
 
 def read_host(root: Path = Path("/")) -> HostCounters:
@@ -404,7 +403,7 @@ def read_host(root: Path = Path("/")) -> HostCounters:
 
 def read_rdma(root: Path) -> Network:
     """Return bytes received and sent by each RDMA port (InfiniBand, Omni-Path, RoCE) below a file system's root."""
-    found: Network = {}
+    by_interface: Network = {}
     for counters in sorted(root.glob("sys/class/infiniband/*/ports/*/counters")):
         try:
             both = [
@@ -412,8 +411,8 @@ def read_rdma(root: Path) -> Network:
             ]
         except (OSError, ValueError):
             continue  # a port without counters
-        found[f"{counters.parents[2].name}:{counters.parent.name} (RDMA)"] = (both[0], both[1])
-    return found
+        by_interface[f"{counters.parents[2].name}:{counters.parent.name} (RDMA)"] = (both[0], both[1])
+    return by_interface
 
 
 def _reaped_s() -> float:

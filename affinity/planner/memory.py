@@ -18,7 +18,7 @@ from cputrain.affinity.planner.workload import (
     largest_batch,
 )
 from cputrain.affinity.topology.machine import Machine, NumaNode, format_list, one_of
-from cputrain.affinity.wording import GIB, formatted, plural
+from cputrain.affinity.wording import GIB, numbers_text, plural
 
 MemoryPolicy = Annotated[str, one_of("default", "bind", "preferred", "interleave")]
 USABLE = 0.95
@@ -119,13 +119,13 @@ def _memory_of(machine: Machine, domains: tuple[Domain, ...]) -> _HostMemory:
 
     def near(nodes: frozenset[int | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Usable memory next to these nodes: with HBM, with DRAM."""
-        found = [node for node in usable.values() if not nodes.isdisjoint(node.near)]
-        fast = tuple(node.id for node in found if node.kind == "hbm" and not node.pus)
-        return fast, tuple(node.id for node in found if node.kind == "dram" or node.pus)
+        nearby = [node for node in usable.values() if not nodes.isdisjoint(node.near)]
+        fast = tuple(node.id for node in nearby if node.kind == "hbm" and not node.pus)
+        return fast, tuple(node.id for node in nearby if node.kind == "dram" or node.pus)
 
     beside = [frozenset(core.numa_node for core in domain.cores) for domain in domains]
-    found = {nodes: near(nodes) for nodes in set(beside)}
-    fast, local = zip(*(found[nodes] for nodes in beside), strict=True)
+    by_nodes = {nodes: near(nodes) for nodes in set(beside)}
+    fast, local = zip(*(by_nodes[nodes] for nodes in beside), strict=True)
     common = tuple(node.id for node in usable.values() if node.kind == "dram" or node.pus) or tuple(usable)
     local_users = Counter(node for nodes in local for node in nodes)
     return _HostMemory(
@@ -148,7 +148,7 @@ def _decide(
     near_share, fast_share = memory.near_share(local), memory.fast_share(fast)
 
     def chosen(policy: MemoryPolicy, nodes: tuple[int, ...], room: float, why: str) -> Memory:
-        text = formatted(why, need=need or 0, near=near_share, spare=format_list(memory.spare))
+        text = numbers_text(why, need=need or 0, near=near_share, spare=format_list(memory.spare))
         reason = Reason(what="memory policy", value=policy, why=text)
         return Memory(policy=policy, nodes=nodes, room_bytes=min(room, memory.limit), reason=reason)
 
@@ -200,8 +200,8 @@ def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tu
     for node in machine.numa_nodes:
         if node.memory_bytes and not node.pus and node.id in machine.allowed_nodes and node.id not in used:
             left_out.setdefault(_why_left_out(node, beside), []).append(node.id)
-    named = {why: f"NUMA node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}" for why, nodes in left_out.items()}
-    return [Reason(what="memory left out", value=value, why=why) for why, value in named.items() if why]
+    labels = {why: f"NUMA node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}" for why, nodes in left_out.items()}
+    return [Reason(what="memory left out", value=value, why=why) for why, value in labels.items() if why]
 
 
 def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:
@@ -229,7 +229,7 @@ def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tupl
     return ("MCDRAM" if is_phi(machine) else "HBM") + (" + DRAM" if policy == "preferred" else "")
 
 
-def check_fit(
+def check_memory_fit(
     workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]
 ) -> tuple[str, ...]:
     """Return a warning if an assumed workload, or for an unknown one even a Python with torch, does not fit.
@@ -242,13 +242,13 @@ def check_fit(
         peak = peak_bytes(workload, batch)
         if peak is None or peak <= memory.room_bytes:
             continue
-        most = largest_batch(workload, int(memory.room_bytes))
+        largest = largest_batch(workload, int(memory.room_bytes))
         misfit = (
             f"{workload.name} with {plural(batch or 0, 'image')} per step needs "
             f"{_needed_and_available(peak, worker, memory)}: {_remedy(workload, peak, memory, memories)}"
         )
         if not workload.assumed:
-            raise DoesNotFitError(misfit, largest=most)
+            raise DoesNotFitError(misfit, largest=largest)
         return (f"a typical training would not fit in memory, as {misfit}",)
     return ()
 
@@ -271,10 +271,10 @@ def _needed_and_available(need: int, worker: int, memory: Memory) -> str:
 
 def _remedy(workload: Workload, need: int, memory: Memory, memories: tuple[Memory, ...]) -> str:
     """Suggest a smaller batch if one fits, and fewer workers if one worker with the memory of all would fit."""
-    most, together = largest_batch(workload, int(memory.room_bytes)), sum(each.room_bytes for each in memories)
+    largest, together = largest_batch(workload, int(memory.room_bytes)), sum(memory.room_bytes for memory in memories)
     fewer = len(memories) > 1 and need <= together
-    if most:
-        return f"set {{local_batch}} to {most} or fewer{' or use fewer workers' if fewer else ''}"
+    if largest:
+        return f"set {{local_batch}} to {largest} or fewer{' or use fewer workers' if fewer else ''}"
     if fewer:
         return "use fewer workers"
     alone = largest_batch(workload, int(together)) if len(memories) > 1 and together < inf else 0

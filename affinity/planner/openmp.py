@@ -40,6 +40,24 @@ print(spec.origin if spec else "")
 """
 PROBE_TIMEOUT_S = 20.0
 
+# Activations are large and freed every step. By default glibc maps and unmaps each of them, and jemalloc returns their
+# pages to the kernel: the page faults cost ResNet-50 a fifth to a third of its speed.
+KEEP_MEMORY = {
+    "glibc": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+    "jemalloc": {"MALLOC_CONF": "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+    "tcmalloc": {},
+}
+# Each of these binds threads or processes; with two of them the result is undefined.
+BINDERS = (
+    *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
+    *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
+)
+OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that disable MPI's binding
+
+# Waiting ranks of Intel MPI and oneCCL spin, and on an oversubscribed host block a core for other workers. Measured
+# with more ranks than cores: a small all-reduce of Intel MPI takes 12.8 ms by spinning, 0.24 ms in wait mode.
+YIELDING = {"I_MPI_WAIT_MODE": "1", "CCL_YIELD": "sched_yield"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
@@ -66,14 +84,14 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TargetPython:
     """The Python that will run: its prefix, and the folder of torch's libraries if torch is installed."""
 
     prefix: Path
     torch_lib: Path | None
 
 
-def target_of(command: tuple[str, ...]) -> Target:
+def target_of(command: tuple[str, ...]) -> TargetPython:
     """Return the Python that a command starts; this Python if the command is not a Python.
 
     Another Python is run to find its torch, which takes about 30 ms. Raises InputError if that fails.
@@ -93,12 +111,12 @@ def target_of(command: tuple[str, ...]) -> Target:
     return _target(prefix, origin)
 
 
-def _target(prefix: str, origin: str) -> Target:
-    return Target(prefix=Path(prefix), torch_lib=Path(origin).parent / "lib" if origin else None)
+def _target(prefix: str, origin: str) -> TargetPython:
+    return TargetPython(prefix=Path(prefix), torch_lib=Path(origin).parent / "lib" if origin else None)
 
 
 def find_runtime(
-    target: Target,
+    target: TargetPython,
     env: Mapping[str, str],
     system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES)),
     *,
@@ -111,13 +129,13 @@ def find_runtime(
     provides; so are tcmalloc or jemalloc. Libraries that are already loaded are not preloaded. Raises RequestError if
     the requested runtime or allocator is not available.
     """
-    named = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
-    preloaded = [path for path in named if _is_found(path, env, system)]
-    places = (target.prefix / "lib", *system)
-    runtime, origin, preload = _openmp(target, preloaded, places, openmp)
-    allocator, libraries = _allocator(preloaded, places, allocator)
-    known = (*IOMP, *(f"lib{name}" for name, _ in ALLOCATORS))
-    missing = tuple(path for path in named if path not in preloaded and _named([path], known))
+    preload_paths = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
+    preloaded = [path for path in preload_paths if _is_found(path, env, system)]
+    folders = (target.prefix / "lib", *system)
+    runtime, origin, preload = _openmp(target, preloaded, folders, openmp)
+    allocator, libraries = _allocator(preloaded, folders, allocator)
+    names = (*IOMP, *(f"lib{name}" for name, _ in ALLOCATORS))
+    missing = tuple(path for path in preload_paths if path not in preloaded and _named([path], names))
     return Runtime(
         openmp=runtime,
         allocator=allocator,
@@ -128,10 +146,12 @@ def find_runtime(
     )
 
 
-def installed_allocators(target: Target, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))) -> list[str]:
+def installed_allocators(
+    target: TargetPython, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))
+) -> list[str]:
     """List the allocators that are available to a target: glibc and the installed ones."""
-    places = (target.prefix / "lib", *system)
-    return ["glibc", *(name for name, files in ALLOCATORS if _first(files, places))]
+    folders = (target.prefix / "lib", *system)
+    return ["glibc", *(name for name, files in ALLOCATORS if _first(files, folders))]
 
 
 def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
@@ -145,17 +165,17 @@ def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str,
 
 
 def _openmp(
-    target: Target, preloaded: list[str], places: tuple[Path, ...], requested: str
+    target: TargetPython, preloaded: list[str], folders: tuple[Path, ...], requested: str
 ) -> tuple[str, str, tuple[str, ...]]:
     """Return the OpenMP runtime, its origin, and the libraries to preload."""
-    named, bundled = _named(preloaded, IOMP), _bundled_with_torch(target, IOMP)
-    if named or bundled:
-        origin = f"{named}, from LD_PRELOAD" if named else f"{bundled}, loaded by torch"
+    preloaded_path, bundled = _named(preloaded, IOMP), _bundled_with_torch(target, IOMP)
+    if preloaded_path or bundled:
+        origin = f"{preloaded_path}, from LD_PRELOAD" if preloaded_path else f"{bundled}, loaded by torch"
         if requested == "libgomp":
-            remedy = "remove it from LD_PRELOAD" if named else "remove {openmp}"
+            remedy = "remove it from LD_PRELOAD" if preloaded_path else "remove {openmp}"
             raise RequestError(f"{{openmp=libgomp}}, but the OpenMP runtime here is {origin}: {remedy}")
         return "libiomp5", origin, ()
-    if requested != "libgomp" and (path := _first(IOMP[:1], places)):
+    if requested != "libgomp" and (path := _first(IOMP[:1], folders)):
         return "libiomp5", f"{path}, preloaded", (path,)
     if bundled := _bundled_with_torch(target, ("libgomp",)):
         origin = f"{bundled}, loaded by torch"
@@ -169,15 +189,15 @@ def _openmp(
     return "libgomp", origin, ()
 
 
-def _allocator(preloaded: list[str], places: tuple[Path, ...], requested: str) -> tuple[str, tuple[str, ...]]:
+def _allocator(preloaded: list[str], folders: tuple[Path, ...], requested: str) -> tuple[str, tuple[str, ...]]:
     """Return the memory allocator, and the libraries to preload."""
-    named = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
-    if named and requested not in ("auto", named):
-        raise RequestError(f"{{allocator={requested}}}, but {named} is in LD_PRELOAD: remove it there")
-    if named or requested == "glibc":
-        return named or requested, ()
+    preloaded_name = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
+    if preloaded_name and requested not in ("auto", preloaded_name):
+        raise RequestError(f"{{allocator={requested}}}, but {preloaded_name} is in LD_PRELOAD: remove it there")
+    if preloaded_name or requested == "glibc":
+        return preloaded_name or requested, ()
     for name, files in ALLOCATORS:
-        if requested in ("auto", name) and (path := _first(files, places)):
+        if requested in ("auto", name) and (path := _first(files, folders)):
             return name, (path,)
     if requested != "auto":
         raise RequestError(f"{{allocator={requested}}} is not installed here: install it, or remove {{allocator}}")
@@ -189,8 +209,8 @@ def _named(paths: list[str], names: tuple[str, ...]) -> str | None:
     return next((path for path in paths if Path(path).name.startswith(names)), None)
 
 
-def _first(names: tuple[str, ...], places: tuple[Path, ...]) -> str | None:
-    return next((str(place / name) for name in names for place in places if (place / name).is_file()), None)
+def _first(names: tuple[str, ...], folders: tuple[Path, ...]) -> str | None:
+    return next((str(folder / name) for name in names for folder in folders if (folder / name).is_file()), None)
 
 
 def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bool:
@@ -205,31 +225,16 @@ def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bo
     return cached or any((folder / path).is_file() for folder in folders)
 
 
-def _bundled_with_torch(target: Target, names: tuple[str, ...]) -> str | None:
+def _bundled_with_torch(target: TargetPython, names: tuple[str, ...]) -> str | None:
     """Find an OpenMP runtime in torch/lib, or in torch.libs, where wheels bundle shared libraries."""
     if target.torch_lib is None:
         return None
     folders = (target.torch_lib, target.torch_lib.parents[1] / "torch.libs")
-    found = (path for folder in folders for name in names for path in sorted(folder.glob(f"{name}*")))
-    return next((str(path) for path in found), None)
+    paths = (path for folder in folders for name in names for path in sorted(folder.glob(f"{name}*")))
+    return next((str(path) for path in paths), None)
 
 
-# Activations are large and freed every step. By default glibc maps and unmaps each of them, and jemalloc returns their
-# pages to the kernel: the page faults cost ResNet-50 a fifth to a third of its speed.
-KEEP_MEMORY = {
-    "glibc": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
-    "jemalloc": {"MALLOC_CONF": "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"},
-    "tcmalloc": {},
-}
-# Each of these binds threads or processes; with two of them the result is undefined.
-BINDERS = (
-    *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
-    *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
-)
-OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that disable MPI's binding
-
-
-def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool) -> dict[str, str]:
+def worker_environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool) -> dict[str, str]:
     """Return one worker's variables; with `pin` exactly one of them binds each thread to a PU, else none does.
 
     `packed`: see CoreRoles.
@@ -243,14 +248,14 @@ def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool,
             env["KMP_AFFINITY"] = f"granularity=fine,{'compact,1,0' if packed else listed}"
         env["KMP_BLOCKTIME"] = "1"
     elif pin:
-        env |= {"OMP_PLACES": places(compute_pus), "OMP_PROC_BIND": "close"}
+        env |= {"OMP_PLACES": omp_places(compute_pus), "OMP_PROC_BIND": "close"}
     env |= KEEP_MEMORY[runtime.allocator]
     if runtime.preload:
         env["LD_PRELOAD"] = ":".join(runtime.preload)
     return env
 
 
-def places(pus: tuple[int, ...]) -> str:
+def omp_places(pus: tuple[int, ...]) -> str:
     """Write one place per PU in the format of OMP_PLACES: (4, 6, 8) -> "{4}:3:2", which means {4},{6},{8}."""
     steps = {b - a for a, b in pairwise(pus)}
     if len(pus) > 2 and len(steps) == 1:
@@ -277,14 +282,15 @@ def planned_runtime(runtime: Runtime, requested: str, why: str, allocator: str) 
     return replace(runtime, openmp=requested, origin=why + needs), warnings
 
 
-def allocator_why(found: Runtime | None, requested: str, why: str) -> str:
+def allocator_why(runtime: Runtime | None, requested: str, why: str) -> str:
     """Return the reason for the plan's allocator; "" if it is the one that was found on this host.
 
-    `why` if it was requested; otherwise the allocators of another machine (`found` None or without origin) are unknown.
+    `why` if it was requested; otherwise the allocators of another machine (`runtime` None or without origin) are
+    unknown.
     """
-    if requested == (found or Runtime()).allocator:
+    if requested == (runtime or Runtime()).allocator:
         return why
-    return "" if found and found.origin else "the allocators on that machine are unknown"
+    return "" if runtime and runtime.origin else "the allocators on that machine are unknown"
 
 
 def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, allocator_why: str) -> list[Reason]:
@@ -316,7 +322,7 @@ def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, alloc
     ]
 
 
-def reconciled(
+def reconciled_environment(
     inherited: Mapping[str, str], planned: Mapping[str, str], *, keep: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Merge inherited and planned variables, and list the inherited ones that contradict the plan.
@@ -342,20 +348,15 @@ def reconciled(
     return env, clashes
 
 
-# Waiting ranks of Intel MPI and oneCCL spin, and on an oversubscribed host block a core for other workers. Measured
-# with more ranks than cores: a small all-reduce of Intel MPI takes 12.8 ms by spinning, 0.24 ms in wait mode.
-YIELDING = {"I_MPI_WAIT_MODE": "1", "CCL_YIELD": "sched_yield"}
-
-
-def ccl_environment(comm_pus: tuple[tuple[int, ...], ...], most: int | None, *, shared_cores: bool) -> dict[str, str]:
+def ccl_environment(comm_pus: tuple[tuple[int, ...], ...], limit: int | None, *, shared_cores: bool) -> dict[str, str]:
     """Return CCL_WORKER_COUNT and CCL_WORKER_AFFINITY for the workers' comm PUs, unless a worker has none.
 
-    `most` limits the threads per worker. The affinity list has exactly workers x count entries, by local rank, and is
+    `limit` limits the threads per worker. The affinity list has exactly workers x count entries, by local rank, and is
     the same for all workers: oneCCL throws on any other length. `shared_cores` adds the variables that make waiting
     ranks yield their core.
     """
     count = min(map(len, comm_pus))
-    count = count if most is None else min(count, most)
+    count = count if limit is None else min(count, limit)
     waiting = YIELDING if shared_cores else {}
     if not count:
         return waiting

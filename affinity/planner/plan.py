@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from cputrain.affinity.errors import InputError, Wording, render
+from cputrain.affinity.errors import InputError, Wording, render_message
 from cputrain.affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
 from cputrain.affinity.planner.memory import (
     Memory,
     MemoryPolicy,
-    check_fit,
+    check_memory_fit,
     left_out_reasons,
     memory_name,
     peak_bytes,
@@ -23,9 +23,9 @@ from cputrain.affinity.planner.openmp import (
     Runtime,
     allocator_why,
     ccl_environment,
-    environment,
     planned_runtime,
     runtime_reasons,
+    worker_environment,
 )
 from cputrain.affinity.planner.request import (
     SET,
@@ -46,9 +46,15 @@ from cputrain.affinity.planner.rules import (
 )
 from cputrain.affinity.planner.workload import PROCESS_BYTES, USUAL_BATCH, footprint
 from cputrain.affinity.topology.machine import Count, Ids, Machine, OneOrMore, format_list
-from cputrain.affinity.wording import formatted
+from cputrain.affinity.wording import numbers_text
 
 VariableName = Annotated[str, Meta(pattern="^[^=]+$")]
+
+__all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
+NOTHING_MEASURED = Measured()
+Chosen = Mapping[str, tuple[int, str]]
+"""Numbers that replace those of the rules, by field of the request, each with its reason."""
+NOTHING_CHOSEN: Chosen = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,29 +102,29 @@ def batch_reasons(
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
     why = "the default, as neither a recipe nor {local_batch} sets it" if default else SET
     if request.global_batch is not None:
-        why = formatted(
+        why = numbers_text(
             "equal parts of the global batch of {global_batch:image} on {workers:worker}, in as few backward passes "
             "as possible",
             global_batch=request.global_batch,
             workers=request.nodes * len(workers),
         )
     if request.balance == "batch":
-        why = formatted(
+        why = numbers_text(
             "proportional to compute threads, {average} on average, so that all workers take the same time",
             average=request.local_batch or 0,
         )
-    reasons = [Reason(what="local batch", value=formatted("{images}", images=tuple(batches)), why=why)]
+    reasons = [Reason(what="local batch", value=numbers_text("{images}", images=tuple(batches)), why=why)]
     if request.workload is not None:
         parts = footprint(request.workload, batches[-1])
         room = min(memory.room_bytes for memory in memories)
         kinds = {memory_name(machine, w.memory_policy, w.memory_nodes, w.pus) for w in workers}
-        value = formatted(
+        value = numbers_text(
             "{need:GiB .1f} GiB of {kinds}" if room == inf else "{need:GiB .1f} of {room:GiB .1f} GiB of {kinds}",
             need=parts.total,
             room=room,
             kinds=" or ".join(sorted(kinds)),
         )
-        why = formatted(
+        why = numbers_text(
             "{network}, {images:image} per step: activations {activations:GiB .2f}, weights {weights:GiB .2f}, "
             "gradients {gradients:GiB .2f}, optimizer {optimizer:GiB .2f}, process {process:GiB .2f} GiB",
             network=f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}",
@@ -138,7 +144,7 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
         *(["{images:image} in one backward pass of all workers"] if images else []),
         *(["{memory:GiB .1f} GiB on a host"] if memory else []),
     ]
-    value = formatted(", ".join(costs), ranks=ranks, images=request.nodes * sum(images), memory=sum(memory))
+    value = numbers_text(", ".join(costs), ranks=ranks, images=request.nodes * sum(images), memory=sum(memory))
     why = "each worker has its own process, weights and gradients; fewer workers with more threads cost less"
     return [Reason(what="cost of the workers", value=value, why=why)] if ranks > 1 else []
 
@@ -148,19 +154,12 @@ def ccl_reasons(variables: Mapping[str, str], default_why: str | None) -> list[R
     reasons = []
     if "CCL_WORKER_COUNT" in variables:
         why = default_why or "one for each comm CPU; CCL_WORKER_AFFINITY lists the CPUs of all workers"
-        value = formatted("{threads}", threads=int(variables["CCL_WORKER_COUNT"]))
+        value = numbers_text("{threads}", threads=int(variables["CCL_WORKER_COUNT"]))
         reasons.append(Reason(what="oneCCL threads per worker", value=value, why=why))
     if "CCL_YIELD" in variables:
         why = "workers share cores, so a waiting rank yields its core instead of spinning"
         reasons.append(Reason(what="waiting of MPI and oneCCL", value="yields", why=why))
     return reasons
-
-
-__all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
-NOTHING_MEASURED = Measured()
-Chosen = Mapping[str, tuple[int, str]]
-"""Numbers that replace those of the rules, by field of the request, each with its reason."""
-NOTHING_CHOSEN: Chosen = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +182,8 @@ class NextBest:
 class Plan:
     """Plan of a host: its workers, with a reason for every value, and the measurements it is based on.
 
-    Texts have settings in braces, `{balance=batch}`, which command lines and recipes spell differently: see `render`.
+    Texts have settings in braces, `{balance=batch}`, which command lines and recipes spell differently: see
+    `render_message`.
     """
 
     machine: Machine
@@ -213,12 +213,12 @@ class Plan:
         """Return the plan with the settings in its texts spelled by `wording(name, value)`."""
         return replace(
             self,
-            unused=tuple(replace(item, why=render(item.why, wording)) for item in self.unused),
+            unused=tuple(replace(item, why=render_message(item.why, wording)) for item in self.unused),
             reasons=tuple(
-                replace(reason, value=render(reason.value, wording), why=render(reason.why, wording))
+                replace(reason, value=render_message(reason.value, wording), why=render_message(reason.why, wording))
                 for reason in self.reasons
             ),
-            warnings=tuple(render(text, wording) for text in self.warnings),
+            warnings=tuple(render_message(text, wording) for text in self.warnings),
         )
 
     def memory_kind(self, worker: WorkerPlan) -> str:
@@ -313,8 +313,8 @@ def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
         threads = tuple(len(domain.cores) for domain in domains)
         batch = _local_batch(request, len(domains))
         batches = local_batches(domains, threads, batch, proportional=proportional)
-        known = request.workload is not None and not request.workload.assumed
-        needs = tuple((peak_bytes(request.workload, b) if known else None) or PROCESS_BYTES for b in batches)
+        requested = request.workload is not None and not request.workload.assumed
+        needs = tuple((peak_bytes(request.workload, b) if requested else None) or PROCESS_BYTES for b in batches)
         rooms = (memory.room_bytes for memory in place_memory(machine, domains, needs))
         return min(room / need for room, need in zip(rooms, needs, strict=True))
 
@@ -322,7 +322,7 @@ def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
         machine,
         request.ppn,
         ppn_why=ppn_why,
-        most=request.most_per_host,
+        max_workers=request.most_per_host,
         proportional=proportional,
         headroom=headroom,
     )
@@ -351,7 +351,7 @@ def _workers(
     batches = local_batches(domains, threads, request.local_batch, proportional=request.balance == "batch")
     peaks = tuple(peak_bytes(request.workload, batch) for batch in batches)
     memories = place_memory(machine, domains, peaks)
-    misfit = check_fit(request.workload, batches, memories)
+    misfit = check_memory_fit(request.workload, batches, memories)
     comm = tuple(role.comm for role in roles)
     ccl = ccl_environment(comm, request.comm_threads, shared_cores=len(roles) > len(machine.allowed_cores))
     workers = tuple(
@@ -366,7 +366,7 @@ def _workers(
             intra_op=size.intra_op,
             inter_op=size.inter_op,
             local_batch=batch,
-            env=environment(role.compute, runtime, packed=role.packed, pin=_pins(machine, request, role)) | ccl,
+            env=worker_environment(role.compute, runtime, packed=role.packed, pin=_pins(machine, request, role)) | ccl,
         )
         for i, (role, size, batch, peak, memory) in enumerate(zip(roles, sizes, batches, peaks, memories, strict=True))
     )
@@ -406,5 +406,5 @@ def _check(plan: Plan) -> None:
     assert sum(batches) == (_local_batch(plan.request, len(plan.workers)) or 0) * len(plan.workers), (
         "batches do not add up"
     )
-    named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
-    assert named == allowed, f"PUs {format_list(allowed ^ named)} are neither used nor listed as unused"
+    planned = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
+    assert planned == allowed, f"PUs {format_list(allowed ^ planned)} are neither used nor listed as unused"

@@ -11,10 +11,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cputrain.affinity.errors import InputError, RequestError
+from cputrain.affinity.host_names import find_host, find_this_host
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NextBest, Plan, Request, WorkerPlan
 from cputrain.affinity.planner.request import Measured, Reason, Unused, check_request
-from cputrain.affinity.ranks.host_names import find_host, find_this_host
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import Core, Count, Ids, Machine, NumaNode, OneOrMore
 from cputrain.affinity.wording import plural
@@ -23,10 +23,11 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 PLAN_FILE = "plan.json"
 """The name of a plan's file in the folder of a job or run."""
-MOST = 1 << 63
+MAX_NUMBER = 1 << 63
 # Control characters, which a terminal would interpret, and surrogates, which cannot be encoded; except surrogates that
 # stand for non-UTF-8 bytes of a file name.
 UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+SAME_IN_FILE = ("name", "model", "isa", "allowed_pus", "allowed_nodes", "cpu_quota", "memory_limit_bytes", "warnings")
 
 
 class WrittenMachine(Struct, kw_only=True):
@@ -85,9 +86,6 @@ class WrittenPlan(Struct, kw_only=True):
     warnings: tuple[str, ...]
 
 
-SAME_IN_FILE = ("name", "model", "isa", "allowed_pus", "allowed_nodes", "cpu_quota", "memory_limit_bytes", "warnings")
-
-
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Convert a plan to JSON data; the inverse of `plan_from_dict`."""
     machine = plan.machine
@@ -119,21 +117,21 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_to_json(plan: Plan) -> str:
     """Convert a plan to JSON text, with a line for each field of a worker, each core and each NUMA node."""
-    return dumps(plan_to_dict(plan))
+    return plan_json(plan_to_dict(plan))
 
 
-def dumps(value: Any, indent: str = "") -> str:
+def plan_json(value: Any, indent: str = "") -> str:
     """Write JSON with small dictionaries, and values without dictionaries, on one line."""
     flat = json.dumps(value)
     if not isinstance(value, dict | list | tuple) or not value or _is_leaf(value, len(flat)):
         return flat
     deeper = indent + " "
     if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {dumps(item, deeper)}" for key, item in value.items()]
+        items = [f"{json.dumps(key)}: {plan_json(item, deeper)}" for key, item in value.items()]
     else:
-        items = [dumps(item, deeper) for item in value]
-    left, right = "{}" if isinstance(value, dict) else "[]"
-    return f"{left}\n{deeper}" + f",\n{deeper}".join(items) + f"\n{indent}{right}"
+        items = [plan_json(item, deeper) for item in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{deeper}" + f",\n{deeper}".join(items) + f"\n{indent}{closing}"
 
 
 def _is_leaf(value: Any, length: int) -> bool:
@@ -146,9 +144,9 @@ def _is_leaf(value: Any, length: int) -> bool:
 
 def plan_from_dict(data: Any) -> Plan:
     """Convert JSON data of `plan_to_dict` to a plan. Raises InputError if it is damaged or of another schema."""
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    if found != SCHEMA_VERSION or isinstance(found, bool):
-        shown = json.dumps(found)[:60]
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        shown = json.dumps(version)[:60]
         raise InputError(f"the plan has schema_version {shown}, but this version reads {SCHEMA_VERSION}: plan again")
     try:
         written = _checked(data, WrittenPlan)
@@ -180,36 +178,36 @@ def plan_from_dict(data: Any) -> Plan:
 def _checked(data: Any, kind: type[T]) -> T:
     """Convert JSON data to a type. Raises ValueError with the place of the first error."""
     try:
-        found = msgspec.convert(data, kind)
+        converted = msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at `$.")
-        raise ValueError(f"{place.removesuffix('`')}: {problem}" if place else problem) from None
-    for problem in _problems(data, msgspec.to_builtins(found), ""):
+        problem, _, path = str(error).partition(" - at `$.")
+        raise ValueError(f"{path.removesuffix('`')}: {problem}" if path else problem) from None
+    for problem in _problems(data, msgspec.to_builtins(converted), ""):
         raise ValueError(problem)
-    return found
+    return converted
 
 
-def _problems(value: Any, kept: Any, place: str) -> Iterator[str]:
+def _problems(value: Any, known_value: Any, path: str) -> Iterator[str]:
     """Find errors in JSON data that conversion to the types does not: unknown names, duplicates, unprintable text,
-    numbers out of range. `kept` is the data after conversion and back."""
+    numbers out of range. `known_value` is the data after conversion and back."""
     if isinstance(value, dict):
         for name, item in value.items():
             if UNSHOWN.search(name):
-                yield f"{place}{name[:60]!a} has characters that cannot be shown"
-            elif name not in kept:
-                yield f"{place}{name[:60]} is not a field of a plan"
+                yield f"{path}{name[:60]!a} has characters that cannot be shown"
+            elif name not in known_value:
+                yield f"{path}{name[:60]} is not a field of a plan"
             else:
-                yield from _problems(item, kept[name], f"{place}{name}.")
+                yield from _problems(item, known_value[name], f"{path}{name}.")
     elif isinstance(value, list):
         if value and type(value[0]) is int and len(set(value)) < len(value):
-            yield f"{place[:-1]} has a duplicate value"
-        for number, (item, kept_item) in enumerate(zip(value, kept, strict=True)):
-            yield from _problems(item, kept_item, f"{place[:-1]}[{number}].")
+            yield f"{path[:-1]} has a duplicate value"
+        for number, (item, kept_item) in enumerate(zip(value, known_value, strict=True)):
+            yield from _problems(item, kept_item, f"{path[:-1]}[{number}].")
     elif isinstance(value, str):
         if UNSHOWN.search(value):
-            yield f"{place[:-1]} is {value[:60]!a}, which has characters that cannot be shown"
-    elif value is not None and not abs(value) < MOST:
-        yield f"{place[:-1]} is {value}"
+            yield f"{path[:-1]} is {value[:60]!a}, which has characters that cannot be shown"
+    elif value is not None and not abs(value) < MAX_NUMBER:
+        yield f"{path[:-1]} is {value}"
 
 
 def _inconsistencies(plan: Plan) -> Iterator[str]:
@@ -279,10 +277,10 @@ def _plan_in_groups(data: Any, host: str, find: Callable[[Sequence[str]], int | 
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         raise InputError("the plan is damaged: host_groups is not a list of hosts and plans; plan again")
     hosts = [(name, group["plan"]) for group in groups for name in group["hosts"]]
-    place = find([name for name, _ in hosts])
-    if place is None:
+    index = find([name for name, _ in hosts])
+    if index is None:
         raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
-    return hosts[place][1]
+    return hosts[index][1]
 
 
 def _is_group(group: Any) -> bool:
@@ -293,6 +291,6 @@ def _is_group(group: Any) -> bool:
 def worker_of(plan: Plan, local_rank: int) -> WorkerPlan:
     """Return a plan's worker by its local rank. Raises InputError if there is none."""
     if not 0 <= local_rank < len(plan.workers):
-        found = f"{plural(len(plan.workers), 'worker')} per host"
-        raise InputError(f"local rank {local_rank} is not in the plan, which has {found}")
+        counted = f"{plural(len(plan.workers), 'worker')} per host"
+        raise InputError(f"local rank {local_rank} is not in the plan, which has {counted}")
     return plan.workers[local_rank]

@@ -34,7 +34,7 @@ PACKAGES = {
     "Intel MPI": "impi-rt",
     "IPEX": "intel-extension-for-pytorch",
 }
-LEAST, MOST = 1e-9, 1e18  # limits of a plausible rate
+MIN_RATE, MAX_RATE = 1e-9, 1e18  # limits of a plausible rate
 MODULE_GIB = 8
 
 
@@ -164,7 +164,7 @@ def rate_of(record: Record) -> Rate:
     rate = _converted(record, Rate)
     if not rate.low <= rate.value <= rate.high:
         raise ValueError("value is not between low and high")
-    if not LEAST <= rate.low <= rate.high <= MOST:
+    if not MIN_RATE <= rate.low <= rate.high <= MAX_RATE:
         raise ValueError("low or high is not a plausible rate")
     return rate
 
@@ -186,8 +186,10 @@ def _converted(record: Record, kind: type[T]) -> T:
 def read_measured(machine: Machine, request: Request, env: Mapping[str, str]) -> Measured:
     """Read the measurements of a machine that apply to a request."""
     records, name = read_records(machine, env), tuning_name(request)
-    kept = [each for each in records.usable if each.kind == RATE or (each.kind, each.name) == (TUNED, name)]
-    return replace(measured_of(kept), notes=(*records.notes, *_tuned_for_others(records.of(TUNED), name)))
+    applicable = [
+        record for record in records.usable if record.kind == RATE or (record.kind, record.name) == (TUNED, name)
+    ]
+    return replace(measured_of(applicable), notes=(*records.notes, *_tuned_for_others(records.of(TUNED), name)))
 
 
 def _tuned_for_others(tuned: Sequence[Record], name: str | None) -> list[str]:
@@ -195,10 +197,10 @@ def _tuned_for_others(tuned: Sequence[Record], name: str | None) -> list[str]:
     if name is None or any(record.name == name for record in tuned):
         return []
     network, _, now = name.partition(", ")
-    others = [record for record in tuned if record.name.partition(", ")[0] == network]
-    if not others:
+    candidates = [record for record in tuned if record.name.partition(", ")[0] == network]
+    if not candidates:
         return []
-    newest = max(others, key=lambda record: record.date)
+    newest = max(candidates, key=lambda record: record.date)
     before = newest.name.partition(", ")[2]
     return [
         f"the plan that `{newest.command}` found on {newest.date} is for {before}, not for {now}: run it again with "

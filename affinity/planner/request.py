@@ -10,10 +10,30 @@ from msgspec import Meta
 
 from cputrain.affinity.errors import RequestError
 from cputrain.affinity.planner.workload import Workload
-from cputrain.affinity.topology.machine import MOST_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
+from cputrain.affinity.topology.machine import MAX_IDS, Count, Ids, Machine, OneOrMore, one_of, parse_list
 from cputrain.affinity.wording import Number, join_or, numbers_of
 
 SET = "set by the recipe or an option"  # the reason for a value that the user has set
+
+WORKERS_PER_HOST = "workers per host"
+COMM_CORES, LOADER_CORES = "comm cores per worker", "loader cores per worker"
+"""Decisions that the predicted step time compares with others."""
+
+TWO_WORKERS_A_PACKAGE = 28  # cores; the 24-core package of a Xeon 8160 had one worker
+MIN_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
+
+DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
+BF16 = "convolution, bf16 to float32"
+Speed = Annotated[float, Meta(gt=0)]
+STANDARD = "resnet50 at 224 x 224"  # its training rate is used for networks without a measurement
+
+# Kinds of options: a number or "auto", a number, Gbit/s, a CPU list as for taskset, one of several words, auto|on|off
+# for a boolean field, and a flag.
+NUMBER, COUNT, SPEED, CPUS, CHOICE, SWITCH, FLAG = "number", "count", "speed", "CPUs", "choice", "switch", "flag"
+# Sections of --help.
+WORKERS, RUNTIME, NETWORK = "Workers and cores", "OpenMP and memory", "Network and launcher"
+
+TUNED = ("ppn", "comm_cores", "loader_cores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +67,6 @@ class Unused:
     why: str
 
 
-WORKERS_PER_HOST = "workers per host"
-COMM_CORES, LOADER_CORES = "comm cores per worker", "loader cores per worker"
-"""Decisions that the predicted step time compares with others."""
-
-TWO_WORKERS_A_PACKAGE = 28  # cores; the 24-core package of a Xeon 8160 had one worker
-FEWEST_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Published settings: their source, and the request fields that they set for a machine and the requested ppn."""
@@ -75,7 +87,7 @@ def _bkm_2018(machine: Machine, ppn: int | None) -> dict[str, Any]:
     a_package = 4 if is_phi(machine) else 2 if cores // packages >= TWO_WORKERS_A_PACKAGE else 1
     ppn = ppn or min(cores, max(nodes, packages * a_package))
     servers = 4 if is_phi(machine) else 2
-    large = cores // ppn >= FEWEST_CORES_WITH_SERVERS
+    large = cores // ppn >= MIN_CORES_WITH_SERVERS
     return {
         "ppn": ppn,
         "comm_cores": servers if large else 0,
@@ -111,12 +123,6 @@ PROFILES = {
     ),
     "mlperf-spr": Profile(source="Intel's MLPerf v2.1 submission on Sapphire Rapids", decide=_mlperf_spr),
 }
-
-
-DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
-BF16 = "convolution, bf16 to float32"
-Speed = Annotated[float, Meta(gt=0)]
-STANDARD = "resnet50 at 224 x 224"  # its training rate is used for networks without a measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +182,13 @@ class Measured:
 
     def rate(self, *names: str) -> Rate | None:
         """Return the first of these rates that was measured; None if none was."""
-        known = {rate.name: rate for rate in self.rates}
-        return next((known[name] for name in names if name in known), None)
+        by_name = {rate.name: rate for rate in self.rates}
+        return next((by_name[name] for name in names if name in by_name), None)
 
 
 def training_name(workload: str, precision: str) -> str:
     """Return the name of a network's training rate: "training resnet50 at 224 x 224, float32"."""
     return f"training {workload}, {precision}"
-
-
-# Kinds of options: a number or "auto", a number, Gbit/s, a CPU list as for taskset, one of several words, auto|on|off
-# for a boolean field, and a flag.
-NUMBER, COUNT, SPEED, CPUS, CHOICE, SWITCH, FLAG = "number", "count", "speed", "CPUs", "choice", "switch", "flag"
-# Sections of --help.
-WORKERS, RUNTIME, NETWORK = "Workers and cores", "OpenMP and memory", "Network and launcher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +334,7 @@ OPTION_OF = {option.name: option for option in OPTIONS}
 RECIPE_OPTIONS = tuple(option for option in OPTIONS if option.manual)
 # Options that are passed on from the command line of `cputrain job` to the job's hosts.
 JOB_OPTIONS = tuple(option for option in RECIPE_OPTIONS if option.kind != FLAG and option.name != "ppn")
-SMALLEST = {
+MIN_VALUES = {
     **{option.name: option.least for option in OPTIONS if option.kind in (NUMBER, COUNT, SPEED)},
     **{"nodes": 1, "global_batch": 1, "most_workers": 1},
 }
@@ -409,14 +408,14 @@ class Request:
 
 def check_request(request: Request) -> None:
     """Raise RequestError if a value is invalid on any machine."""
-    for name, smallest in SMALLEST.items():
+    for name, smallest in MIN_VALUES.items():
         value = getattr(request, name)
         if value is not None and value < smallest:
             raise RequestError(f"{{{name}={value}}}: must be {smallest} or more")
     if not isfinite(request.link_gbit):
         raise RequestError(f"{{link_gbit={request.link_gbit:g}}}: must be a number of Gbit/s")
-    if request.ppn is not None and request.ppn > MOST_IDS:
-        raise RequestError(f"{{ppn={request.ppn}}}: must be {MOST_IDS:,} or fewer, the most CPUs of a host")
+    if request.ppn is not None and request.ppn > MAX_IDS:
+        raise RequestError(f"{{ppn={request.ppn}}}: must be {MAX_IDS:,} or fewer, the most CPUs of a host")
     if request.profile not in PROFILES:
         near = get_close_matches(request.profile, PROFILES, n=1, cutoff=0.0)[0]
         raise RequestError(
@@ -427,9 +426,6 @@ def check_request(request: Request) -> None:
             raise RequestError(f"{{{option.name}={value}}}: must be {join_or(option.choices)}")
     if request.balance == "batch" and request.local_batch is None:
         raise RequestError("{balance=batch} needs a batch to balance: train a recipe, or set {local_batch}")
-
-
-TUNED = ("ppn", "comm_cores", "loader_cores")
 
 
 def with_defaults(machine: Machine, request: Request, measured: Measured) -> tuple[Request, dict[str, str]]:

@@ -26,14 +26,14 @@ from cputrain.affinity.planner.request import (
 )
 from cputrain.affinity.planner.workload import RESNET50, USUAL_BATCH, Workload
 from cputrain.affinity.topology.machine import Core, Machine
-from cputrain.affinity.wording import formatted, plural
+from cputrain.affinity.wording import numbers_text, plural
 
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # mean over a whole training step
 BF16_GFLOPS = {"avx512_bf16": 150.0}  # processors with AMX have avx512_bf16, too; without it bf16 is emulated
 # Of Arm cores: Neoverse N1 (asimd), V1 (sve), V2 (sve2); A64FX counts as sve. Sources are in CORE_RATE_FIGURES.
 PHI_GFLOPS = 20.0  # of a Xeon Phi's core, which has AVX-512 as well, at 1.3 to 1.5 GHz
 ASSUMED_GFLOPS = {"asimd": 20.0, "sve": 40.0, "sve2": 50.0}
-LEAST_GFLOPS = 20.0
+MIN_GFLOPS = 20.0
 DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # per pixel of the JPEG for a training crop
 COMM_BYTES_PER_CORE_S = 8e9
 COMM_BYTES_PER_PHI_CORE_S = 3.2e9
@@ -47,7 +47,7 @@ CORE_RATE_FIGURES = (
                 **CORE_GFLOPS,
                 "Xeon Phi": PHI_GFLOPS,
                 **ASSUMED_GFLOPS,
-                "others": LEAST_GFLOPS,
+                "others": MIN_GFLOPS,
                 **BF16_GFLOPS,
             }.items()
         ),
@@ -74,6 +74,24 @@ CORE_RATE_FIGURES = (
     ),
 )
 UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of the figures, in units of the measured rates
+
+CORES_TO_SPARE_ONE = 8
+MAX_COMM_CORES = 4
+NEGLIGIBLE = 0.005
+RULE_FIGURES = (
+    Reason(
+        what="cores to spare",
+        value=f"one in {CORES_TO_SPARE_ONE}",
+        why="assumed: a smaller worker would lose more than communication and loading cost; SURFsara-Intel 2018, 256 "
+        "hosts, reserved two in 24 for communication",
+    ),
+    Reason(what=COMM_CORES, value=f"at most {MAX_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
+    Reason(
+        what="negligible communication",
+        value=f"{NEGLIGIBLE:.1%} of a step",
+        why="assumed: less communication is not worth a core, even of a large worker",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,37 +120,37 @@ class CoreRates:
 def core_rates(machine: Machine, workload: Workload, measured: Measured) -> CoreRates:
     """Return a core's rates for a workload: measured if possible, else cited or assumed."""
     cited = {**CORE_GFLOPS, **(BF16_GFLOPS if workload.precision == "bf16" else {})}
-    known = {**ASSUMED_GFLOPS, **cited}
-    gflops = max((known[flag] for flag in machine.isa if flag in known), default=LEAST_GFLOPS)
+    gflops_by_flag = {**ASSUMED_GFLOPS, **cited}
+    gflops = max((gflops_by_flag[flag] for flag in machine.isa if flag in gflops_by_flag), default=MIN_GFLOPS)
     gflops = min(gflops, PHI_GFLOPS) if is_phi(machine) else gflops
     comm = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
-    found = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
+    rates = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
 
     def value(what: str, default: float) -> float:
-        return found[what].value if what in found else default
+        return rates[what].value if what in rates else default
 
     return CoreRates(
         gflops=value(TRAINING, gflops),
         decoded_per_s=1e9 / (value(DECODED, DECODING_NS[workload.decoder]) * workload.image_pixels),
         comm_bytes_per_s=value(REDUCED, comm),
-        measured={what: rate.date for what, rate in found.items()},
+        measured={what: rate.date for what, rate in rates.items()},
         assumed=not {*cited} & {*machine.isa},
     )
 
 
 def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason]:
     """Return the figures that were measured on this machine, by name, with the cited value in the reason."""
-    found: dict[str, Reason] = {}
+    reasons: dict[str, Reason] = {}
     for figure in CORE_RATE_FIGURES:
         rate = _measured(workload, measured)[figure.what]
         if rate is not None:
-            value, low, high = (each / UNITS[figure.what] for each in (rate.value, rate.low, rate.high))
-            found[figure.what] = Reason(
+            value, low, high = (bound / UNITS[figure.what] for bound in (rate.value, rate.low, rate.high))
+            reasons[figure.what] = Reason(
                 what=figure.what,
                 value=f"{value:.3g} ({low:.3g}-{high:.3g})",
                 why=f"measured here on {rate.date} by `{rate.command}` ({rate.name}); elsewhere {figure.value}",
             )
-    return found
+    return reasons
 
 
 def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
@@ -189,10 +207,10 @@ def reserve(domain: Domain, count: int, *, at_end: bool) -> Reserved:
 
     First cores, because a host's first cores also handle its interrupts.
     """
-    spare, taken = domain.spare[:count], max(0, count - len(domain.spare))
-    kept = len(domain.cores) - taken
-    reserved = domain.cores[kept:] if at_end else domain.cores[:taken]
-    compute = domain.cores[:kept] if at_end else domain.cores[taken:]
+    spare, from_compute = domain.spare[:count], max(0, count - len(domain.spare))
+    computing = len(domain.cores) - from_compute
+    reserved = domain.cores[computing:] if at_end else domain.cores[:from_compute]
+    compute = domain.cores[:computing] if at_end else domain.cores[from_compute:]
     return Reserved(reserved=spare + reserved, compute=compute, idle=domain.spare[count:])
 
 
@@ -250,25 +268,6 @@ def _idle(cores: Reserved, busy_pus: set[int], threads: int) -> tuple[Unused, ..
     return tuple(item for item in idle if item.pus)
 
 
-CORES_TO_SPARE_ONE = 8
-MOST_COMM_CORES = 4
-NEGLIGIBLE = 0.005
-RULE_FIGURES = (
-    Reason(
-        what="cores to spare",
-        value=f"one in {CORES_TO_SPARE_ONE}",
-        why="assumed: a smaller worker would lose more than communication and loading cost; SURFsara-Intel 2018, 256 "
-        "hosts, reserved two in 24 for communication",
-    ),
-    Reason(what=COMM_CORES, value=f"at most {MOST_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
-    Reason(
-        what="negligible communication",
-        value=f"{NEGLIGIBLE:.1%} of a step",
-        why="assumed: less communication is not worth a core, even of a large worker",
-    ),
-)
-
-
 def comm_cores(
     domain: Domain, rates: CoreRates, workload: Workload, *, ppn: int, nodes: int, link_gbit: float, local_batch: int
 ) -> tuple[int, str]:
@@ -277,14 +276,14 @@ def comm_cores(
         why = "on one host an all-reduce over loopback costs a few percent of a step on Xeon and EPYC, less than a core"
         return 0, f"{why} would"
     if not _to_spare(domain):
-        return 0, formatted("a worker of {cores:core} has none to spare", cores=len(domain.cores))
+        return 0, numbers_text("a worker of {cores:core} has none to spare", cores=len(domain.cores))
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
     wire_s = 2 * workload.gradient_bytes / bytes_per_s  # a ring sends every byte twice (Patarasuk and Yuan 2009)
     step_s = local_batch / (domain.capacity * rates.gflops / workload.gflop)
     if wire_s < NEGLIGIBLE * step_s:
         why = "{wire_s:ms .1f} ms of communication in a step of {step_s:.1f} s is not worth a core"
-        return 0, formatted(why, wire_s=wire_s, step_s=step_s)
-    return min(ceil(bytes_per_s / rates.comm_bytes_per_s), MOST_COMM_CORES, _to_spare(domain)), formatted(
+        return 0, numbers_text(why, wire_s=wire_s, step_s=step_s)
+    return min(ceil(bytes_per_s / rates.comm_bytes_per_s), MAX_COMM_CORES, _to_spare(domain)), numbers_text(
         "on several hosts the all-reduce overlaps the backward pass; {link_gbit:g} Gbit/s per host is "
         "{link_bytes_per_s:GB .1f} GB/s per worker, and one core reduces about {core_bytes_per_s:GB .3g} GB/s{since}",
         link_gbit=link_gbit,
@@ -299,9 +298,9 @@ def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[
     cores = len(domain.cores)
     if not _to_spare(domain):
         why = "a worker of {cores:core} has none to spare; images are decoded on the compute cores"
-        return 0, formatted(why, cores=cores)
+        return 0, numbers_text(why, cores=cores)
     rate = domain.capacity * rates.gflops / workload.gflop
-    return min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain)), formatted(
+    return min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain)), numbers_text(
         "{network} trains at most {trained_per_s:,.0f} images/s{precision} on {cores:core}{trained_since}; one core "
         "decodes about {decoded_per_s:,.0f} images/s by {decoder}{decoded_since}",
         network=workload.name,
@@ -354,7 +353,7 @@ def local_batches(
     speeds = [min(core.speed for core in domain.cores) * count for domain, count in zip(domains, threads, strict=True)]
     total = local_batch * len(domains)
     exact = [total * speed / sum(speeds) for speed in speeds]
-    batches = [max(1, int(share)) for share in exact]
+    batches = [max(1, int(size)) for size in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (batches[i] - exact[i], i))
     for i in by_remainder[: max(0, total - sum(batches))]:
         batches[i] += 1
@@ -392,14 +391,14 @@ def worker_sizes(
             f"{{threads={request.threads}}}: worker {local_rank} has compute cores for {len(candidates)}; set "
             f"{{threads}} to {len(candidates)} or fewer"
         )
-    each = f"one for each {'hardware thread' if request.smt else 'core'} that is not reserved"
-    intra, why_intra = _chosen((len(candidates), each), request.threads, default_why.get("threads"))
+    placement = f"one for each {'hardware thread' if request.smt else 'core'} that is not reserved"
+    intra, why_intra = _chosen((len(candidates), placement), request.threads, default_why.get("threads"))
     inter, why_inter = _chosen(inter_op_threads(intra, request.workload), request.inter_op, default_why.get("inter_op"))
     siblings = len(second_threads(compute, candidates[:intra], request.comm_siblings))
     if siblings:
         why_comm = default_why.get("comm_siblings", SET)
     comm_value = "{comm_cores} and {comm_siblings} hyper-threads" if siblings else "{comm_cores}"
-    found = (
+    decisions = (
         (COMM_CORES, comm_value, why_comm),
         (LOADER_CORES, "{loader_cores}", why_loader),
         ("intra-op threads", "{intra_op}", why_intra),
@@ -414,7 +413,7 @@ def worker_sizes(
     }
     return WorkerSizes(
         **sizes,
-        reasons=tuple(Reason(what=what, value=formatted(value, **sizes), why=why) for what, value, why in found),
+        reasons=tuple(Reason(what=what, value=numbers_text(value, **sizes), why=why) for what, value, why in decisions),
     )
 
 
@@ -427,16 +426,16 @@ def _reserved_cores(
         domain, rates, workload, ppn=ppn, nodes=request.nodes, link_gbit=request.link_gbit, local_batch=batch
     )
     loader_rule = loader_cores(replace(domain, spare=domain.spare[comm_rule[0] :]), rates, workload)
-    most = len(domain.cores) + len(domain.spare) - 1  # limits a default on a small domain
-    loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), most)
-    return _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), most - loader[0]), loader
+    limit = len(domain.cores) + len(domain.spare) - 1  # limits a default on a small domain
+    loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), limit)
+    return _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), limit - loader[0]), loader
 
 
 def _chosen(
-    rule: tuple[int, str], requested: int | None, default_why: str | None, most: int | None = None
+    rule: tuple[int, str], requested: int | None, default_why: str | None, limit: int | None = None
 ) -> tuple[int, str]:
-    """Choose the requested value, else the default limited to `most`, else the rule's, with the reason."""
+    """Choose the requested value, else the default limited to `limit`, else the rule's, with the reason."""
     if requested is None:
         return rule
-    value = requested if default_why is None or most is None else min(requested, most)
+    value = requested if default_why is None or limit is None else min(requested, limit)
     return value, default_why or SET

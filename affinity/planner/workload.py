@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.filesystem import shipped_folder
 from cputrain.affinity.topology.machine import Count
 
 BYTES = 4  # float32
@@ -77,7 +77,7 @@ class Footprint:
 
 def _resnet50() -> Workload:
     """ResNet-50 as traced by tools/network_table.py."""
-    traced = json.loads((shipped("networks") / "resnet50.json").read_text(encoding="utf-8"))
+    traced = json.loads((shipped_folder("networks") / "resnet50.json").read_text(encoding="utf-8"))
     sizes = {key: traced[key] for key in ("parameters", "gflop", "activation_bytes")}
     return Workload(name="ResNet-50 at 224 x 224", network="resnet50", assumed=True, **sizes)
 
@@ -102,5 +102,5 @@ def footprint(workload: Workload, local_batch: int) -> Footprint:
 
 def largest_batch(workload: Workload, room_bytes: int) -> int:
     """Return the largest local batch whose footprint fits; 0 if not even the weights fit."""
-    left = room_bytes - footprint(workload, 0).total
-    return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
+    free = room_bytes - footprint(workload, 0).total
+    return max(0, int(free / (PEAK_OVER_KEPT * workload.activation_bytes)))

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import is_tarball, read_yaml, shipped
-from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
+from cputrain.affinity.filesystem import is_tarball, read_yaml, shipped_folder
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered_cores
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.affinity.wording import GIB
 
 ACHIEVED = 0.8  # achieved share of the memory channels' nominal bandwidth
-MACHINES = shipped("machines")
+MACHINES = shipped_folder("machines")
 
 
 def find_machine(spec: str) -> Machine:
@@ -35,9 +35,11 @@ def _read_description(spec: str, path: Path) -> Machine:
     if path.is_dir():
         return read_machine(tree_root(path))
     if is_tarball(spec) or (path.is_file() and _holds_tarball(path)):
-        from cputrain.affinity.topology.tarball import unpacked  # imports decompressors, which are rarely needed
+        from cputrain.affinity.topology.tarball import (
+            unpacked_tarball,  # imports decompressors, which are rarely needed
+        )
 
-        with unpacked(path) as folder:
+        with unpacked_tarball(path) as folder:
             return read_machine(tree_root(folder), name=path.name.split(".")[0])
     if (spec.endswith(".xml") and (path.is_file() or not path.exists())) or (path.is_file() and _starts_as_xml(path)):
         from cputrain.affinity.topology.hwloc import read_lstopo  # imports XML, which is rarely needed
@@ -56,9 +58,9 @@ def tree_root(folder: Path) -> Path:
     """Return the folder, or the nearest one below it, that has sys/devices. Raises InputError if there is none."""
     pattern = "sys/devices/system/cpu"
     for depth in ("", "*/", "*/*/"):
-        found = sorted(folder.glob(depth + pattern))
-        if found:
-            return found[0].parents[3]
+        paths = sorted(folder.glob(depth + pattern))
+        if paths:
+            return paths[0].parents[3]
     raise InputError(f"{folder} contains no {pattern}: give a folder or tarball with a host's sys/ and proc/")
 
 
@@ -80,16 +82,16 @@ def described_machines(folder: Path) -> tuple[Path, ...]:
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: name a folder with machine descriptions")
-    found = []
-    for place, folders, files in os.walk(folder):
-        if "sys" in folders and (Path(place) / "sys/devices/system/cpu").is_dir():
-            found.append(Path(place))
+    paths = []
+    for folder_path, folders, files in os.walk(folder):
+        if "sys" in folders and (Path(folder_path) / "sys/devices/system/cpu").is_dir():
+            paths.append(Path(folder_path))
             folders.clear()
         folders.sort()
-        found += [Path(place) / file for file in files if is_tarball(file) or file.endswith(".xml")]
-    if not found:
+        paths += [Path(folder_path) / file for file in files if is_tarball(file) or file.endswith(".xml")]
+    if not paths:
         raise InputError(f"{folder} contains no tarball, XML file or folder that describes a machine: name another one")
-    return tuple(sorted(found))
+    return tuple(sorted(paths))
 
 
 def machine_names() -> list[str]:
@@ -101,15 +103,15 @@ def machine_names() -> list[str]:
 def catalog_machines() -> tuple[Machine, ...]:
     """Return all machines in the catalog, sorted by name."""
     entries = ((path, read_yaml(path)) for path in MACHINES.glob("*.yaml"))
-    found = (
+    matches = (
         _build_machine(f"{path.stem}-{variant}", entry, **sizes)
         for path, entry in entries
         for variant, sizes in entry["variants"].items()
     )
-    return tuple(sorted(found, key=lambda machine: machine.name))
+    return tuple(sorted(matches, key=lambda machine: machine.name))
 
 
-def description_of(machine: Machine) -> str:
+def machine_description(machine: Machine) -> str:
     """Return the first comment in a catalog machine's file: the processor's code name and special features."""
     files = [path for path in MACHINES.glob("*.yaml") if machine.name.startswith(f"{path.stem}-")]
     return files[0].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
@@ -171,7 +173,7 @@ def _build_machine(
     sizes = cores * packages
     total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
     threads = range(entry["smt"])
-    made = [
+    entries = [
         Core(
             pus=tuple(start + i + t * total for t in threads),
             package=node // len(cores),
@@ -184,7 +186,7 @@ def _build_machine(
     nodes = [
         NumaNode(
             id=node,
-            pus=tuple(sorted(pu for core in made if core.numa_node == node for pu in core.pus)),
+            pus=tuple(sorted(pu for core in entries if core.numa_node == node for pu in core.pus)),
             memory_bytes=gib * GIB,
             memory_assumed=kind == "dram",
             kind=kind,
@@ -201,7 +203,7 @@ def _build_machine(
         name=name,
         model=entry["model"],
         isa=tuple(entry["isa"]),
-        cores=ordered(made),
+        cores=ordered_cores(entries),
         numa_nodes=tuple(nodes),
         allowed_pus=tuple(range(total * entry["smt"])),
         allowed_nodes=tuple(node.id for node in nodes),

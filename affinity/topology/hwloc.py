@@ -11,26 +11,18 @@ from xml.etree import ElementTree
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import (
-    MOST_IDS,
+    MAX_IDS,
     Core,
     Machine,
     NumaNode,
     format_list,
     missing_node_warnings,
-    ordered,
+    ordered_cores,
     parse_mask,
 )
 from cputrain.affinity.topology.memory import Sizes, on_package_gib, with_kinds, without_dram
 from cputrain.affinity.topology.sysfs import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
 from cputrain.affinity.wording import GIB
-
-
-def plain_number(text: str) -> int:
-    """Parse a number of digits only. Raises ValueError on anything else, such as a sign, a blank, "nan"."""
-    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
-        raise ValueError(f"{text[:40]!r} is not a number")
-    return int(text)
-
 
 # hwloc's kinds of memory -> ours; others (SPM) are unknown.
 KINDS = {
@@ -38,9 +30,43 @@ KINDS = {
     **{"NVM": "slow", "CXL-DRAM": "slow", "CXL-NVM": "slow", "GPUMemory": "slow"},
 }
 # Sizes of equal memories differ, as the kernel reserves a part of one.
-NEARLY_EQUAL = 0.1
+EQUAL_SIZE_TOLERANCE = 0.1
 # If several memories are next to the same PUs, the first in this order is in the PUs' NUMA node.
 ORDER = {"dram": 0, "hbm": 1, "slow": 2}
+
+Speeds = dict[int, float]
+Kinds = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind (one per core), and its attributes
+
+MAX_FILE_BYTES = 1 << 26  # a host with 4,096 PUs needs a few MiB
+MAX_LEVELS = 100  # depth of nested objects; real hosts have about thirty
+REMEDY = "write it again with lstopo --of xml FILE"
+
+NAMES = {
+    **{"pack": "pack", "package": "pack", "socket": "pack", "die": "die", "numa": "numa", "numanode": "numa"},
+    **{"node": "numa", "l3": "l3", "l3cache": "l3", "l2": "l2", "l2cache": "l2", "core": "core", "pu": "pu"},
+}
+# Levels that a plan does not use; they only multiply the levels inside, and `group` may be repeated.
+OTHERS = re.compile(r"group\d*|cluster|l1[di]?(cache)?|l[45](cache)?|l[23]i(cache)?|memcache|memorysidecache")
+TOKEN = re.compile(
+    r"\s*(?:\[(?P<attached>numa|numanode|node)(?:\((?P<of>[^()]*)\))?\]|"
+    r"(?P<kind>[a-z0-9]+):(?P<count>\d{1,6})(?:\((?P<attributes>[^()]*)\))?)(?=\s|\[|$)"
+)
+LOOPS = re.compile(r"[1-9]\d{0,5}\*[1-9]\d{0,5}(:[1-9]\d{0,5}\*[1-9]\d{0,5})*")
+LISTED = re.compile(r"\d{1,6}(,\d{1,6})*")
+SIZE = re.compile(r"(\d{1,18})(?:([KMGT])(I?B)?)?")
+UNITS = {"B": 1000, "IB": 1024}  # kB and KiB, as in hwloc 2; K alone, which hwloc rejects, is KiB
+IGNORED = ("size", "memorysidecachesize")
+
+# Assumed memory of a NUMA node in a description without sizes: large, so that memory does not limit the number of
+# workers (hwloc assumes 1 GiB).
+ASSUMED_NODE_BYTES = 256 * GIB
+
+
+def plain_number(text: str) -> int:
+    """Parse a number of digits only. Raises ValueError on anything else, such as a sign, a blank, "nan"."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise ValueError(f"{text[:40]!r} is not a number")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +97,20 @@ def figures_of(root: ElementTree.Element) -> Figures:
     """Read the file's memory attributes; empty if it has none. Raises ValueError if a value is not a number."""
 
     def values(*names: str) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        values: dict[str, list[int]] = {}
         for table in root.findall("memattr"):
             if table.get("name") in names:
                 for value in table.findall("memattr_value"):
-                    found.setdefault(value.get("target_obj_gp_index", ""), []).append(
+                    values.setdefault(value.get("target_obj_gp_index", ""), []).append(
                         plain_number(value.get("value", ""))
                     )
-        return found
+        return values
 
     bandwidths = values("ReadBandwidth") or values("Bandwidth")
     latencies = values("ReadLatency") or values("Latency")
     return Figures(
-        bandwidth={index: max(found) for index, found in bandwidths.items()},
-        latency={index: min(found) for index, found in latencies.items()},
+        bandwidth={index: max(values) for index, values in bandwidths.items()},
+        latency={index: min(values) for index, values in latencies.items()},
     )
 
 
@@ -108,13 +134,13 @@ def machine_nodes(
         if {*near} != every.intersection(memory.inside):
             listed, inside = format_list(memory.pus), format_list(memory.inside) or "none"
             raise ValueError(f"NUMA node {memory.id} lists CPUs {listed}, but its enclosing object has {inside}")
-        own = () if any(pu in owner for pu in near) else near
-        owner |= dict.fromkeys(own, memory.id)
+        unclaimed = () if any(pu in owner for pu in near) else near
+        owner |= dict.fromkeys(unclaimed, memory.id)
         nodes[memory.id] = NumaNode(
             id=memory.id,
-            pus=own,
+            pus=unclaimed,
             memory_bytes=memory.memory_bytes,
-            near=(memory.id,) if own else tuple(sorted({owner[pu] for pu in near if pu in owner})),
+            near=(memory.id,) if unclaimed else tuple(sorted({owner[pu] for pu in near if pu in owner})),
             bandwidth_mb_s=figures.bandwidth.get(memory.gp_index or "") or None,
             latency_ns=figures.latency.get(memory.gp_index or "") or None,
         )
@@ -132,16 +158,12 @@ def _refuse_ambiguous(nodes: tuple[NumaNode, ...]) -> None:
     by_id = {node.id: node for node in nodes}
     for node in nodes:
         owners = [by_id[i] for i in node.near if node.kind == "unknown" and node.memory_bytes]
-        for other in owners:
-            if abs(node.memory_bytes - other.memory_bytes) < NEARLY_EQUAL * other.memory_bytes:
+        for owner in owners:
+            if abs(node.memory_bytes - owner.memory_bytes) < EQUAL_SIZE_TOLERANCE * owner.memory_bytes:
                 raise ValueError(
-                    f"NUMA nodes {other.id} and {node.id} list the same CPUs {format_list(other.pus)} and equal "
+                    f"NUMA nodes {owner.id} and {node.id} list the same CPUs {format_list(owner.pus)} and equal "
                     "memory, as written by lstopo without groups"
                 )
-
-
-Speeds = dict[int, float]
-Kinds = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind (one per core), and its attributes
 
 
 def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | None) -> tuple[Speeds, tuple[str, ...]]:
@@ -150,8 +172,8 @@ def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | No
 
     `pus` is one PU of each core. Sources, best first: Linux's capacities, clocks, names of the types, hwloc's ranks.
     """
-    kinds = [(tuple(pu for pu in pus if pu in mask), known) for mask, known in map(_core_kind, root.findall("cpukind"))]
-    kinds = [(members, known) for members, known in kinds if members]
+    kinds = [(tuple(pu for pu in pus if pu in mask), infos) for mask, infos in map(_core_kind, root.findall("cpukind"))]
+    kinds = [(members, infos) for members, infos in kinds if members]
     if len(kinds) < 2 or sorted(pu for members, _ in kinds for pu in members) != sorted(pus):
         return {}, ()
     for source in (_by_capacity, _by_clock(vendor), _by_name):
@@ -162,14 +184,14 @@ def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | No
 
 
 def _core_kind(element: ElementTree.Element) -> tuple[frozenset[int], dict[str, str]]:
-    known = {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
+    infos = {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
     rank = element.get("forced_efficiency", element.get("efficiency"))
-    return frozenset(parse_mask(element.get("cpuset", "0"))), known if rank is None else {**known, "rank": rank}
+    return frozenset(parse_mask(element.get("cpuset", "0"))), infos if rank is None else {**infos, "rank": rank}
 
 
 def _numbers(kinds: Kinds, name: str) -> Speeds:
     """Map PUs to a figure by name; empty unless all kinds have it."""
-    values = {pu: float(plain_number(known.get(name, "0"))) for members, known in kinds for pu in members}
+    values = {pu: float(plain_number(infos.get(name, "0"))) for members, infos in kinds for pu in members}
     return values if all(value > 0 for value in values.values()) else {}
 
 
@@ -185,47 +207,42 @@ def _by_clock(vendor: str | None) -> Callable[[Kinds], Speeds | None]:
         clocks = _numbers(kinds, "FrequencyMaxMHz")
         if not clocks:
             return None
-        named: dict[str, tuple[int, ...]] = {}
-        for members, known in kinds:
-            name = known.get("CoreType", "")
-            named[name] = named.get(name, ()) + members
-        if "" in named:
+        types: dict[str, tuple[int, ...]] = {}
+        for members, infos in kinds:
+            name = infos.get("CoreType", "")
+            types[name] = types.get(name, ()) + members
+        if "" in types:
             groups = nearly_equal(_numbers(kinds, "FrequencyBaseMHz") or clocks)
             slow = tuple(pu for group in groups[:-1] for pu in group)
-            named = {"IntelAtom": slow} if vendor == "GenuineIntel" else {}
+            types = {"IntelAtom": slow} if vendor == "GenuineIntel" else {}
         else:
-            groups = split_by_speed(list(named.values()), clocks)
-        return relative_speeds(groups, {pu: clock * work_per_clock(named, pu) for pu, clock in clocks.items()})
+            groups = split_by_speed(list(types.values()), clocks)
+        return relative_speeds(groups, {pu: clock * work_per_clock(types, pu) for pu, clock in clocks.items()})
 
     return speeds
 
 
 def _by_name(kinds: Kinds) -> Speeds | None:
     """Return the assumed speeds of Intel's core types."""
-    if not all(known.get("CoreType") in ASSUMED for _, known in kinds):
+    if not all(infos.get("CoreType") in ASSUMED for _, infos in kinds):
         return None
-    speeds = {pu: ASSUMED[known["CoreType"]] for members, known in kinds for pu in members}
+    speeds = {pu: ASSUMED[infos["CoreType"]] for members, infos in kinds for pu in members}
     return {pu: speed / max(speeds.values()) for pu, speed in speeds.items()}
 
 
 def _by_rank(kinds: Kinds) -> tuple[Speeds, tuple[str, ...]]:
     """Order types by hwloc's ranks, with the assumed speeds of Intel's types, as ranks have no speeds."""
-    ranks = sorted({plain_number(known.get("rank", "0")) for _, known in kinds}, reverse=True)
+    ranks = sorted({plain_number(infos.get("rank", "0")) for _, infos in kinds}, reverse=True)
     if len(ranks) < 2:
         return {}, ()
     steps = tuple(ASSUMED.values())
     speeds = {
-        pu: steps[min(ranks.index(plain_number(known.get("rank", "0"))), len(steps) - 1)]
-        for members, known in kinds
+        pu: steps[min(ranks.index(plain_number(infos.get("rank", "0"))), len(steps) - 1)]
+        for members, infos in kinds
         for pu in members
     }
     shown = ", ".join(f"{speed:g}" for speed in sorted(set(speeds.values()), reverse=True))
     return speeds, (f"the XML ranks {len(ranks)} types of cores without their speeds: assumed {shown}",)
-
-
-MOST_BYTES = 1 << 26  # a host with 4,096 PUs needs a few MiB
-MOST_LEVELS = 100  # depth of nested objects; real hosts have about thirty
-REMEDY = "write it again with lstopo --of xml FILE"
 
 
 @dataclass(slots=True)
@@ -253,73 +270,75 @@ def read_lstopo(path: Path) -> Machine:
 
 def _parsed(path: Path) -> ElementTree.Element:
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
     return ElementTree.fromstring(data)
 
 
 def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> Machine:
     """Build the machine. Raises ValueError on objects that no host can have."""
-    found = _Found(info=_info(root))
-    _walk(top, (), Core(pus=(), package=0, numa_node=None), found)
-    cores = _online_cores(found.cores, top.get("online_cpuset"))
+    objects = _Found(info=_info(root))
+    _walk(top, (), Core(pus=(), package=0, numa_node=None), objects)
+    cores = _online_cores(objects.cores, top.get("online_cpuset"))
     if not cores:
         raise ValueError("it has no CPUs")
     pus = tuple(sorted(pu for core in cores for pu in core.pus))
     if len(set(pus)) < len(pus):
         raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
     if "version" not in root.attrib:  # hwloc 1
-        _check_nodes(found.memories, _allowed(top, "nodeset"))
-    if not found.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
-        found.memories.append(replace(_memory(top, ()), id=0))
-    model = printable(found.info.get("CPUModel", "unknown model"))
-    on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
-    nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
+        _check_nodes(objects.memories, _allowed(top, "nodeset"))
+    if not objects.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
+        objects.memories.append(replace(_memory(top, ()), id=0))
+    model = printable(objects.info.get("CPUModel", "unknown model"))
+    on_package = on_package_gib(objects.info.get("CPUFamilyNumber"), objects.info.get("CPUModelNumber"), model)
+    nodes = machine_nodes(objects.memories, pus, figures_of(root), on_package_gib=on_package)
     cached = top.find(".//object[@type='MemCache']") is not None
     nodes, uncertain = without_dram(nodes, len({core.package for core in cores}), model, cached=cached)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
-    speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
-    made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])
+    speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), objects.info.get("CPUVendor"))
+    cores_of_machine = ordered_cores(
+        [replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores]
+    )
     allowed, nodeset = (_allowed(top, attribute) for attribute in ("allowed_cpuset", "allowed_nodeset"))
     return Machine(
-        name=printable(found.info.get("HostName", name)),
+        name=printable(objects.info.get("HostName", name)),
         model=model,
         isa=(),  # not in lstopo's XML
-        cores=made,
+        cores=cores_of_machine,
         numa_nodes=nodes,
         allowed_pus=tuple(pu for pu in pus if allowed is None or pu in allowed),
         allowed_nodes=tuple(node.id for node in nodes if nodeset is None or node.id in nodeset),
-        warnings=(*speed_warnings, *uncertain, *missing_node_warnings(made)),
+        warnings=(*speed_warnings, *uncertain, *missing_node_warnings(cores_of_machine)),
     )
 
 
-def _walk(element: ElementTree.Element, around: tuple[ElementTree.Element, ...], place: Core, found: _Found) -> None:
-    """Collect objects from the outside in; `place` has the enclosing objects. A PU outside any core becomes a core."""
-    if len(around) > MOST_LEVELS:
-        raise ValueError(f"its objects are nested more than {MOST_LEVELS} levels deep")
-    found.info = {**_info(element), **found.info}
+def _walk(element: ElementTree.Element, around: tuple[ElementTree.Element, ...], core: Core, objects: _Found) -> None:
+    """Collect objects from the outside in; `core` has the enclosing objects. A PU outside any core becomes a core."""
+    if len(around) > MAX_LEVELS:
+        raise ValueError(f"its objects are nested more than {MAX_LEVELS} levels deep")
+    objects.info = {**_info(element), **objects.info}
     kind = _kind(element)
     match kind:
         case "Package":
-            place = replace(place, package=_number(element, found.packages))
-            found.packages += 1
+            core = replace(core, package=_number(element, objects.packages))
+            objects.packages += 1
         case "Die":
-            place = replace(place, die=_number(element, 0))
+            core = replace(core, die=_number(element, 0))
         case "L3Cache":
-            place = replace(place, l3=min(_pus_inside(element), default=None))
+            core = replace(core, l3=min(_pus_inside(element), default=None))
         case "L2Cache":
-            place = replace(place, l2=min(_pus_inside(element), default=None))
+            core = replace(core, l2=min(_pus_inside(element), default=None))
         case "NUMANode":
-            found.memories.append(_memory(element, around))
+            objects.memories.append(_memory(element, around))
         case "Core" | "PU":
             pus = _pus_inside(element)
             if not pus:
                 raise ValueError(f"core {element.get('os_index', '')} has no CPUs")
-            found.cores.append(replace(place, pus=pus))
+            objects.cores.append(replace(core, pus=pus))
             return
     for child in element.findall("object"):
-        _walk(child, (*around, element), place, found)
+        _walk(child, (*around, element), core, objects)
 
 
 def _kind(element: ElementTree.Element) -> str:
@@ -357,13 +376,13 @@ def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
     return [core for core in narrow if core.pus]
 
 
-def _check_nodes(memories: list[MemoryObject], named: frozenset[int] | None) -> None:
+def _check_nodes(memories: list[MemoryObject], listed: frozenset[int] | None) -> None:
     """Raise ValueError if a file of hwloc 1 names NUMA nodes that it does not describe.
 
     Its format has only one node around a set of PUs: next to a memory pool, lstopo drops the PUs' nodes.
     """
     described = {memory.id for memory in memories}
-    if described and named and (lost := named - described):
+    if described and listed and (lost := listed - described):
         nodes = f"NUMA node{'s' if len(lost) > 1 else ''} {format_list(sorted(lost))}"
         raise ValueError(f"it names {nodes} without describing them, which hwloc 1's format cannot")
 
@@ -377,8 +396,8 @@ def _allowed(top: ElementTree.Element, attribute: str) -> frozenset[int] | None:
 def _number(element: ElementTree.Element, default: int | None) -> int:
     """Return the kernel's id of an object; if there is none, hwloc omits it or writes -1 as an unsigned number."""
     written = element.get("os_index")
-    number = MOST_IDS if written is None else plain_number(written)
-    if number < MOST_IDS:
+    number = MAX_IDS if written is None else plain_number(written)
+    if number < MAX_IDS:
         return number
     if default is None:
         raise ValueError(f"a {element.get('type')} has {'no number' if written is None else f'the number {written}'}")
@@ -387,23 +406,6 @@ def _number(element: ElementTree.Element, default: int | None) -> int:
 
 def _info(element: ElementTree.Element) -> dict[str, str]:
     return {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
-
-
-NAMES = {
-    **{"pack": "pack", "package": "pack", "socket": "pack", "die": "die", "numa": "numa", "numanode": "numa"},
-    **{"node": "numa", "l3": "l3", "l3cache": "l3", "l2": "l2", "l2cache": "l2", "core": "core", "pu": "pu"},
-}
-# Levels that a plan does not use; they only multiply the levels inside, and `group` may be repeated.
-OTHERS = re.compile(r"group\d*|cluster|l1[di]?(cache)?|l[45](cache)?|l[23]i(cache)?|memcache|memorysidecache")
-TOKEN = re.compile(
-    r"\s*(?:\[(?P<attached>numa|numanode|node)(?:\((?P<of>[^()]*)\))?\]|"
-    r"(?P<kind>[a-z0-9]+):(?P<count>\d{1,6})(?:\((?P<attributes>[^()]*)\))?)(?=\s|\[|$)"
-)
-LOOPS = re.compile(r"[1-9]\d{0,5}\*[1-9]\d{0,5}(:[1-9]\d{0,5}\*[1-9]\d{0,5})*")
-LISTED = re.compile(r"\d{1,6}(,\d{1,6})*")
-SIZE = re.compile(r"(\d{1,18})(?:([KMGT])(I?B)?)?")
-UNITS = {"B": 1000, "IB": 1024}  # kB and KiB, as in hwloc 2; K alone, which hwloc rejects, is KiB
-IGNORED = ("size", "memorysidecachesize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,11 +422,6 @@ class _Levels:
     memory_bytes: tuple[int | None, ...]
     indexes: str | None
     node_indexes: str | None
-
-
-# Assumed memory of a NUMA node in a description without sizes: large, so that memory does not limit the number of
-# workers (hwloc assumes 1 GiB).
-ASSUMED_NODE_BYTES = 256 * GIB
 
 
 def read_synthetic(
@@ -447,41 +444,41 @@ def read_synthetic(
     counts = [count for _, count in levels.counts]
     core_levels = [kind for kind, _ in levels.counts].index("core") + 1
     smt, total = prod(counts[core_levels:]), prod(counts)
-    if total > MOST_IDS:
-        raise InputError(f"machine {text!r} has {total:,} PUs: describe a host with at most {MOST_IDS:,}")
+    if total > MAX_IDS:
+        raise InputError(f"machine {text!r} has {total:,} PUs: describe a host with at most {MAX_IDS:,}")
     number = _numbering(levels.indexes, total, "PUs", text)
     node_ids = _node_ids(levels, text)
-    shares: dict[tuple[str, int], list[int]] = {}
-    places = []
+    groups: dict[tuple[str, int], list[int]] = {}
+    positions = []
     for core in range(total // smt):
         pus = tuple(sorted(number[core * smt : (core + 1) * smt]))
-        place = {}
+        position = {}
         for depth in range(core_levels):
             kind, ordinal = levels.counts[depth][0], core // prod(counts[depth + 1 : core_levels])
-            place[kind] = ordinal
+            position[kind] = ordinal
             if depth == levels.node_level:
-                place["numa"] = min(node_ids[ordinal])
-        places.append((pus, place))
-        for key in place.items():
-            shares.setdefault(key, []).extend(pus)
+                position["numa"] = min(node_ids[ordinal])
+        positions.append((pus, position))
+        for key in position.items():
+            groups.setdefault(key, []).extend(pus)
     dies_per_package = dict(levels.counts).get("die", 1)
     cores = [
         Core(
             pus=pus,
-            package=place.get("pack", 0),
-            numa_node=place.get("numa", min(node_ids[0])),
-            die=place["die"] % dies_per_package if dies_per_package > 1 else None,
-            l3=min(shares["l3", place["l3"]]) if "l3" in place else None,
-            l2=min(shares["l2", place["l2"]]) if "l2" in place else None,
+            package=position.get("pack", 0),
+            numa_node=position.get("numa", min(node_ids[0])),
+            die=position["die"] % dies_per_package if dies_per_package > 1 else None,
+            l3=min(groups["l3", position["l3"]]) if "l3" in position else None,
+            l2=min(groups["l2", position["l2"]]) if "l2" in position else None,
         )
-        for pus, place in places
+        for pus, position in positions
     ]
     nodes = _nodes(cores, levels, node_ids, memory_bytes)
     return Machine(
         name=name,
         model=model,
         isa=isa,
-        cores=ordered(cores),
+        cores=ordered_cores(cores),
         numa_nodes=nodes,
         allowed_pus=tuple(sorted(number)),
         allowed_nodes=tuple(node.id for node in nodes),
@@ -490,9 +487,9 @@ def read_synthetic(
 
 def _node_ids(levels: _Levels, text: str) -> list[tuple[int, ...]]:
     """Return the node ids of each object with nodes, consecutive as in hwloc; the lowest has the object's PUs."""
-    objects, each = prod(count for _, count in levels.counts[: levels.node_level + 1]), len(levels.memory_bytes)
-    number = _numbering(levels.node_indexes, objects * each, "NUMA nodes", text)
-    return [number[i * each : (i + 1) * each] for i in range(objects)]
+    objects, sizes_given = prod(count for _, count in levels.counts[: levels.node_level + 1]), len(levels.memory_bytes)
+    number = _numbering(levels.node_indexes, objects * sizes_given, "NUMA nodes", text)
+    return [number[i * sizes_given : (i + 1) * sizes_given] for i in range(objects)]
 
 
 def _nodes(cores: list[Core], levels: _Levels, ids: list[tuple[int, ...]], memory_bytes: int) -> tuple[NumaNode, ...]:
@@ -555,21 +552,21 @@ def _levels(text: str) -> _Levels:
     )
 
 
-def _check_order(kind: str, found: dict[str, int], text: str) -> None:
-    repeated = kind in found and kind in NAMES.values()
-    if repeated or "pu" in found or (kind != "pu" and kind in NAMES.values() and "core" in found):
+def _check_order(kind: str, counts: dict[str, int], text: str) -> None:
+    repeated = kind in counts and kind in NAMES.values()
+    if repeated or "pu" in counts or (kind != "pu" and kind in NAMES.values() and "core" in counts):
         raise InputError(f"machine {text!r}: {kind} is out of order; write each level once, core and pu last")
 
 
 def _attributes(written: str, kind: str, text: str) -> dict[str, str]:
     """Parse memory of numa and indexes of pu; ids of other objects and sizes of caches are ignored."""
-    found = {}
+    by_level = {}
     for pair in written.split():
         name, equals, value = pair.partition("=")
         if not equals or name not in ("memory", "indexes", *IGNORED) or (name == "memory" and kind != "numa"):
             raise InputError(f"machine {text!r}: {kind} takes no {name}; indexes belong to pu, memory to numa")
-        found[name] = value
-    return found
+        by_level[name] = value
+    return by_level
 
 
 def _bytes(size: str, text: str) -> int:

@@ -9,21 +9,20 @@ from msgspec import Meta
 
 from cputrain.affinity.wording import plural
 
-MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS; a larger id means damaged input
+MAX_IDS = 1 << 16  # far beyond any kernel's NR_CPUS; a larger id means damaged input
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
+
+# Types with constraints, which are checked when plan.json is read.
+Count = Annotated[int, Meta(ge=0)]
+OneOrMore = Annotated[int, Meta(ge=1)]
+Ids = Annotated[tuple[Count, ...], Meta(extra_json_schema={"uniqueItems": True})]
 
 
 def one_of(*words: str) -> Meta:
     """Restrict a text to one of these words."""
     # Python's $ also matches before a final line break, and JSON Schema has no \Z.
     return Meta(pattern=f"^({'|'.join(words)})(?!\\n)$", extra_json_schema={"enum": [*words]})
-
-
-# Types with constraints, which are checked when plan.json is read.
-Count = Annotated[int, Meta(ge=0)]
-OneOrMore = Annotated[int, Meta(ge=1)]
-Ids = Annotated[tuple[Count, ...], Meta(extra_json_schema={"uniqueItems": True})]
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -35,7 +34,7 @@ def parse_list(text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = RANGE.fullmatch(part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if high < low or high >= MOST_IDS:
+        if high < low or high >= MAX_IDS:
             raise ValueError(f"bad range {part!r} in CPU list {text.strip()!r}")
         ids.update(range(low, high + 1))
     return tuple(sorted(ids))
@@ -64,7 +63,7 @@ def parse_mask(text: str) -> tuple[int, ...]:
     The kernel writes "1,00000003", hwloc "0x1,,0x3" with empty words for zero. Raises ValueError on anything else.
     """
     words = [word.strip() for word in text.strip().split(",")]
-    if len(words) * 32 > MOST_IDS or not all(WORD.fullmatch(word) and len(word) <= MOST_IDS // 4 for word in words):
+    if len(words) * 32 > MAX_IDS or not all(WORD.fullmatch(word) and len(word) <= MAX_IDS // 4 for word in words):
         raise ValueError(f"bad CPU mask {text.strip()[:40]!r}")
     mask = 0
     for word in words:
@@ -192,7 +191,7 @@ class Machine:
         return tuple(core for core in narrow if core.pus)
 
 
-def ordered(cores: list[Core]) -> tuple[Core, ...]:
+def ordered_cores(cores: list[Core]) -> tuple[Core, ...]:
     """Sort cores for `Machine.cores`, so that consecutive cores share as many levels as possible.
 
     Cores without a NUMA node come last in their package.
@@ -205,7 +204,7 @@ def ordered(cores: list[Core]) -> tuple[Core, ...]:
     return tuple(sorted(cores, key=place))
 
 
-def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None = None) -> Machine:
+def narrow_machine(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None = None) -> Machine:
     """Restrict a machine's allowed PUs and memory nodes to these; None keeps all of them."""
     return replace(
         machine,

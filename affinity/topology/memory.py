@@ -6,7 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
+from cputrain.affinity.topology.kernel_files import (
+    first_file,
+    number_if_any,
+    numbered_entries,
+    read_ids,
+    read_numbers,
+    read_text,
+)
 from cputrain.affinity.topology.machine import NumaNode, format_list
 from cputrain.affinity.wording import GIB
 
@@ -28,6 +35,11 @@ UNCERTAIN_HBM = (
     "as HBM"
 )
 
+PusOf = Mapping[int, tuple[int, ...]]
+# A host's only node has all of its memory. In guests that initialize memory at first use, the node's file counts only
+# the memory touched so far; elsewhere it agrees with /proc/meminfo except for rounding.
+MIN_KNOWN_FRACTION = 0.95
+
 
 def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
     """Return the possible sizes of a NUMA node of HBM or MCDRAM of this processor; () if it has no such memory."""
@@ -44,56 +56,58 @@ def without_dram(
     `cached`: memory has a memory-side cache, so it is DRAM, and HBM caches it. Firmware that reports neither such a
     cache nor the memory's bandwidth may just not report the cache: a warning says so.
     """
-    least, most = MAX_GIB[-1]
+    low, high = MAX_GIB[-1]
     each_gib = sum(node.memory_bytes for node in nodes) / GIB / packages
-    alone = all(node.pus for node in nodes) and least <= each_gib <= most
+    alone = all(node.pus for node in nodes) and low <= each_gib <= high
     if cached or not alone or not XEON_MAX.search(model):
         return nodes, ()
-    found = tuple(replace(node, kind="hbm") for node in nodes)
-    return found, () if all(node.bandwidth_mb_s for node in nodes) else (UNCERTAIN_HBM,)
+    all_hbm = tuple(replace(node, kind="hbm") for node in nodes)
+    return all_hbm, () if all(node.bandwidth_mb_s for node in nodes) else (UNCERTAIN_HBM,)
 
 
-def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
+def with_kinds(
+    nodes: tuple[NumaNode, ...], reported: Mapping[int, str], *, on_package_gib: Sizes
+) -> tuple[NumaNode, ...]:
     """Determine the kind of all nodes without PUs.
 
-    By the first conclusive source: "slow" in `named`, latency and bandwidth (HMAT), another kind in `named`, sizes of
-    the processor's HBM (`on_package_gib`), the kernel's tiers. Tiers come last, and equal tiers are ignored: kernels
-    before 6.8 have all memory in one tier, and later ones put memory that a driver adds into a low tier.
+    By the first conclusive source: "slow" in `reported`, latency and bandwidth (HMAT), another kind in `reported`,
+    sizes of the processor's HBM (`on_package_gib`), the kernel's tiers. Tiers come last, and equal tiers are ignored:
+    kernels before 6.8 have all memory in one tier, and later ones put memory that a driver adds into a low tier.
     """
-    known = {node.id: "dram" if node.pus else _reported_kind(node, nodes, named.get(node.id)) for node in nodes}
-    fits = {node.id for node in nodes if not known[node.id] and _is_of_size(node, on_package_gib)}
+    kinds = {node.id: "dram" if node.pus else _reported_kind(node, nodes, reported.get(node.id)) for node in nodes}
+    fits = {node.id for node in nodes if not kinds[node.id] and _is_of_size(node, on_package_gib)}
 
     def kind(node: NumaNode) -> str:
-        rivals = [other for other in nodes if other.id != node.id and not {*other.near}.isdisjoint(node.near)]
-        if node.id in fits and not any(known[rival.id] == "hbm" for rival in rivals):
+        rivals = [rival for rival in nodes if rival.id != node.id and not {*rival.near}.isdisjoint(node.near)]
+        if node.id in fits and not any(kinds[rival.id] == "hbm" for rival in rivals):
             tiers = [rival.tier for rival in rivals if rival.id in fits]
             if all(tier is not None and node.tier is not None and node.tier < tier for tier in tiers):
                 return "hbm"
-        return known[node.id] or _by_tier(node, nodes)
+        return kinds[node.id] or _by_tier(node, nodes)
 
     return tuple(node if node.pus else replace(node, kind=kind(node)) for node in nodes)
 
 
-def _reported_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
+def _reported_kind(node: NumaNode, nodes: tuple[NumaNode, ...], reported: str | None) -> str | None:
     """Determine the kind by name, bandwidth and latency; None if they are inconclusive."""
-    if named == "slow":
-        return named
+    if reported == "slow":
+        return reported
     if node.near and not _nearby(node, nodes):
         return _beside_empty_nodes(node, nodes)
-    return _by_bandwidth_and_latency(node, _nearby(node, nodes)) or named
+    return _by_bandwidth_and_latency(node, _nearby(node, nodes)) or reported
 
 
 def _nearby(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
     """Return the nodes with memory among those whose PUs are next to a node."""
-    return tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
+    return tuple(neighbor for neighbor in nodes if neighbor.id in node.near and neighbor.memory_bytes)
 
 
 def _is_of_size(node: NumaNode, sizes: Sizes) -> bool:
-    return any(least <= node.memory_bytes / GIB <= most for least, most in sizes)
+    return any(low <= node.memory_bytes / GIB <= high for low, high in sizes)
 
 
 def _by_tier(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
-    tiers = [other.tier for other in _nearby(node, nodes) if other.tier is not None]
+    tiers = [neighbor.tier for neighbor in _nearby(node, nodes) if neighbor.tier is not None]
     if node.tier is None or not tiers or node.tier in tiers:
         return "unknown"
     return "hbm" if node.tier < min(tiers) else "slow"
@@ -104,10 +118,10 @@ def _by_bandwidth_and_latency(node: NumaNode, nearby: tuple[NumaNode, ...]) -> s
 
     Latency first: pools of CXL memory have the bandwidth of many links together, but the latency of one.
     """
-    latencies = [other.latency_ns for other in nearby if other.latency_ns]
+    latencies = [neighbor.latency_ns for neighbor in nearby if neighbor.latency_ns]
     if node.latency_ns and latencies and node.latency_ns > LATENCY_MARGIN * min(latencies):
         return "slow"
-    bandwidths = [other.bandwidth_mb_s for other in nearby if other.bandwidth_mb_s]
+    bandwidths = [neighbor.bandwidth_mb_s for neighbor in nearby if neighbor.bandwidth_mb_s]
     if not node.bandwidth_mb_s or not bandwidths:
         return None
     ratio = node.bandwidth_mb_s / max(bandwidths)
@@ -123,21 +137,15 @@ def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
     and faster ones are HBM; else the fastest is DRAM.
     """
     rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
-    least = min((other.latency_ns for other in rivals if other.latency_ns), default=0)
-    quick = [other for other in rivals if (other.latency_ns or least) <= LATENCY_MARGIN * least]
+    shortest = min((rival.latency_ns for rival in rivals if rival.latency_ns), default=0)
+    quick = [rival for rival in rivals if (rival.latency_ns or shortest) <= LATENCY_MARGIN * shortest]
     if node not in quick:
         return "slow"
-    bandwidths = [other.bandwidth_mb_s or 0 for other in quick]
+    bandwidths = [rival.bandwidth_mb_s or 0 for rival in quick]
     bandwidth = node.bandwidth_mb_s or 0
-    if all(bandwidths) and all(other.latency_ns for other in rivals):
+    if all(bandwidths) and all(rival.latency_ns for rival in rivals):
         return "hbm" if bandwidth > BANDWIDTH_MARGIN * min(bandwidths) else "dram"
     return "dram" if bandwidth == max(bandwidths) else "slow"
-
-
-PusOf = Mapping[int, tuple[int, ...]]
-# A host's only node has all of its memory. In guests that initialize memory at first use, the node's file counts only
-# the memory touched so far; elsewhere it agrees with /proc/meminfo except for rounding.
-NEARLY_ALL = 0.95
 
 
 def read_nodes(
@@ -148,7 +156,7 @@ def read_nodes(
     `on_package_gib`: sizes of this processor's nodes of HBM or MCDRAM, used if the firmware has no figures of them.
     A kernel without NUMA has one node with all PUs and the memory of proc/meminfo.
     """
-    folders = numbered(devices / "system/node", "node")
+    folders = numbered_entries(devices / "system/node", "node")
     meminfo = devices.parents[1] / "proc/meminfo"
     if not folders:
         return (NumaNode(id=0, pus=online, memory_bytes=_memory_bytes(meminfo), near=(0,)),), ()
@@ -164,14 +172,16 @@ def read_nodes(
     nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
     if len(nodes) == 1 and nodes[0].pus == online:
         total = _memory_bytes(meminfo)
-        nodes = (replace(nodes[0], memory_bytes=total),) if nodes[0].memory_bytes < NEARLY_ALL * total else nodes
+        nodes = (
+            (replace(nodes[0], memory_bytes=total),) if nodes[0].memory_bytes < MIN_KNOWN_FRACTION * total else nodes
+        )
     return nodes, overlap_warnings(merged_into)
 
 
 def side_cached(devices: Path) -> bool:
     """Whether memory has a memory-side cache, as DRAM has if HBM or MCDRAM is its cache (HMAT; Linux 5.2)."""
-    folders = numbered(devices / "system/node", "node").values()
-    return any(numbered(folder / "memory_side_cache", "index") for folder in folders)
+    folders = numbered_entries(devices / "system/node", "node").values()
+    return any(numbered_entries(folder / "memory_side_cache", "index") for folder in folders)
 
 
 def overlapping(listed: PusOf) -> dict[int, int]:
@@ -179,12 +189,12 @@ def overlapping(listed: PusOf) -> dict[int, int]:
 
     A PU is in one node, but buggy firmware, or numa=fake on the kernel's command line, may list it in several.
     """
-    found: list[tuple[set[int], set[int]]] = []
+    overlaps: list[tuple[set[int], set[int]]] = []
     for node, pus in listed.items():
-        touching = [pair for pair in found if not pair[1].isdisjoint(pus)]
-        found = [pair for pair in found if pair not in touching]
-        found.append(({node}.union(*(n for n, _ in touching)), set(pus).union(*(p for _, p in touching))))
-    return {node: min(nodes) for nodes, _ in found for node in nodes if node != min(nodes)}
+        touching = [pair for pair in overlaps if not pair[1].isdisjoint(pus)]
+        overlaps = [pair for pair in overlaps if pair not in touching]
+        overlaps.append(({node}.union(*(n for n, _ in touching)), set(pus).union(*(p for _, p in touching))))
+    return {node: min(nodes) for nodes, _ in overlaps for node in nodes if node != min(nodes)}
 
 
 def owners(listed: PusOf, merged_into: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
@@ -223,16 +233,16 @@ def _node(
 
 def _pus(folder: Path, online: frozenset[int]) -> tuple[int, ...]:
     path = first_file(folder, ("cpulist", "cpumap"))
-    return () if path is None else tuple(pu for pu in ids(path) if pu in online)
+    return () if path is None else tuple(pu for pu in read_ids(path) if pu in online)
 
 
 def _memory_bytes(meminfo: Path) -> int:
     if not meminfo.is_file():
         return 0
-    found = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", text(meminfo))
-    if found is None:
+    match = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", read_text(meminfo))
+    if match is None:
         raise InputError(f"{meminfo} has no line MemTotal: copy the tree again")
-    return int(found.group(1)) * 1024
+    return int(match.group(1)) * 1024
 
 
 def _initiators(node: Path, pus: PusOf) -> Path | None:
@@ -246,7 +256,7 @@ def _initiators(node: Path, pus: PusOf) -> Path | None:
 
 def _named_in(initiators: Path | None, pus: PusOf) -> tuple[int, ...]:
     """Return the nodes with PUs among the initiators."""
-    return () if initiators is None else tuple(sorted(i for i in numbered(initiators, "node") if pus.get(i)))
+    return () if initiators is None else tuple(sorted(i for i in numbered_entries(initiators, "node") if pus.get(i)))
 
 
 def _figure(initiators: Path | None, name: str) -> int | None:
@@ -258,16 +268,16 @@ def _figure(initiators: Path | None, name: str) -> int | None:
 def _nearest(node: int, folders: Mapping[int, Path], pus: PusOf) -> tuple[int, ...]:
     """Return the nodes with PUs that are nearest to a memory-only node."""
     distance = folders[node] / "distance"
-    values = numbers(distance) if distance.is_file() else ()
-    to = {other: value for other, value in zip(folders, values, strict=False) if pus[other]}
-    return tuple(other for other, value in to.items() if value == min(to.values()))
+    values = read_numbers(distance) if distance.is_file() else ()
+    to = {target: value for target, value in zip(folders, values, strict=False) if pus[target]}
+    return tuple(target for target, value in to.items() if value == min(to.values()))
 
 
 def _tiers(folder: Path) -> dict[int, int]:
     """Map nodes to their memory tier; empty on kernels without tiers."""
     return {
         node: number
-        for number, tier in numbered(folder, "memory_tier").items()
+        for number, tier in numbered_entries(folder, "memory_tier").items()
         if (tier / "nodelist").is_file()
-        for node in ids(tier / "nodelist")
+        for node in read_ids(tier / "nodelist")
     }

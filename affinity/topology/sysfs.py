@@ -10,13 +10,13 @@ from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import (
     Limits,
     first_file,
-    ids,
-    number,
     number_if_any,
-    numbered,
+    numbered_entries,
+    read_ids,
     read_limits,
-    rows,
-    text,
+    read_number,
+    read_rows,
+    read_text,
 )
 from cputrain.affinity.topology.machine import (
     Core,
@@ -25,8 +25,8 @@ from cputrain.affinity.topology.machine import (
     memory_warnings,
     missing_node_warnings,
     name_cpus,
-    narrowed,
-    ordered,
+    narrow_machine,
+    ordered_cores,
     parse_list,
     parse_mask,
 )
@@ -43,9 +43,25 @@ ASSUMED = {"IntelCore": 1.0, "IntelAtom": 0.61, "IntelLowPower": 0.4}
 # Linux's intel_pstate driver.
 ATOM_PER_CLOCK = 0.787
 # Cores whose figures differ by a smaller factor are of one type: favored cores have up to a tenth more.
-NEARLY = 1.1
+MAX_SPEED_RATIO = 1.1
 
 Types = list[tuple[int, ...]]
+
+# CPU flags that select oneDNN's kernels, oldest first: x86, then Arm.
+ISA_FLAGS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
+    *("asimd", "sve", "sve2", "bf16"),
+)
+
+# Files with the PUs of a package, newer names first.
+PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core_siblings")
+
+ALLOWED = {
+    "Cpus_allowed": parse_mask,
+    "Mems_allowed": parse_mask,
+    "Cpus_allowed_list": parse_list,
+    "Mems_allowed_list": parse_list,
+}
 
 
 def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
@@ -54,32 +70,32 @@ def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
     `devices` is sys/devices, `pus` one PU of each core. Clocks alone do not distinguish types, as favored cores of a
     type have higher clocks. A name may mean two types: Meteor Lake's low-power cores are also cpu_atom.
     """
-    named = _intel_types(devices, pus)
-    types = list(named.values()) or _types(devices, pus)
+    types_by_name = _intel_types(devices, pus)
+    types = list(types_by_name.values()) or _types(devices, pus)
     if len(types) < 2:
         return {}
     for measure in MEASURES:
         values = _values(devices, pus, measure)
         if values and measure.startswith("cpufreq"):
-            values = {pu: clock * work_per_clock(named, pu) for pu, clock in values.items()}
+            values = {pu: clock * work_per_clock(types_by_name, pu) for pu, clock in values.items()}
         if values and (speeds := relative_speeds(split_by_speed(types, values), values)):
             return speeds
-    return {pu: ASSUMED[name] for name, members in named.items() for pu in members}
+    return {pu: ASSUMED[name] for name, members in types_by_name.items() for pu in members}
 
 
 def relative_speeds(types: Types, values: Mapping[int, float]) -> dict[int, float]:
     """Map PUs to their type's smallest value, relative to the fastest type's; empty if all types have the same."""
-    least = [min(values[pu] for pu in members) for members in types]
-    if len(set(least)) < 2:
+    minima = [min(values[pu] for pu in members) for members in types]
+    if len(set(minima)) < 2:
         return {}
-    return {pu: value / max(least) for members, value in zip(types, least, strict=True) for pu in members}
+    return {pu: value / max(minima) for members, value in zip(types, minima, strict=True) for pu in members}
 
 
 def nearly_equal(values: Mapping[int, float]) -> Types:
-    """Group PUs, slowest first, so that in each group the largest value is less than NEARLY times the smallest."""
+    """Group PUs, slowest first, so that a group's largest value is less than MAX_SPEED_RATIO times its smallest."""
     groups: Types = []
     for pu in sorted(values, key=lambda pu: (values[pu], pu)):
-        if groups and values[pu] < NEARLY * values[groups[-1][0]]:
+        if groups and values[pu] < MAX_SPEED_RATIO * values[groups[-1][0]]:
             groups[-1] += (pu,)
         else:
             groups.append((pu,))
@@ -91,18 +107,22 @@ def split_by_speed(types: Types, values: Mapping[int, float]) -> Types:
     return [group for members in types for group in nearly_equal({pu: values[pu] for pu in members})]
 
 
-def work_per_clock(named: Mapping[str, tuple[int, ...]], pu: int) -> float:
+def work_per_clock(types: Mapping[str, tuple[int, ...]], pu: int) -> float:
     """Return a PU's work per clock cycle relative to performance cores; 1 if the types have no names."""
-    return 1.0 if all(pu not in members for name, members in named.items() if name != "IntelCore") else ATOM_PER_CLOCK
+    return 1.0 if all(pu not in members for name, members in types.items() if name != "IntelCore") else ATOM_PER_CLOCK
 
 
 def _intel_types(devices: Path, pus: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Map Intel's core types to their PUs; empty unless at least two types together have each PU once."""
     listed = {name: devices / counters / "cpus" for name, counters in INTEL_TYPES.items()}
-    named = {name: _members(pus, ids(path)) for name, path in listed.items() if path.is_file()}
-    named = {name: members for name, members in named.items() if members}
-    complete = sum(map(len, named.values())) == len(pus) == len({pu for members in named.values() for pu in members})
-    return named if len(named) > 1 and complete else {}
+    types_by_name = {name: _members(pus, read_ids(path)) for name, path in listed.items() if path.is_file()}
+    types_by_name = {name: members for name, members in types_by_name.items() if members}
+    complete = (
+        sum(map(len, types_by_name.values()))
+        == len(pus)
+        == len({pu for members in types_by_name.values() for pu in members})
+    )
+    return types_by_name if len(types_by_name) > 1 and complete else {}
 
 
 def _types(devices: Path, pus: tuple[int, ...]) -> Types:
@@ -121,19 +141,9 @@ def _members(pus: Iterable[int], listed: tuple[int, ...]) -> tuple[int, ...]:
 
 def _values(devices: Path, pus: tuple[int, ...], measure: str) -> dict[int, float]:
     """Map PUs to a figure; empty unless all PUs have it."""
-    found = {pu: number_if_any(devices / f"system/cpu/cpu{pu}" / measure) for pu in pus}
-    values = {pu: float(value) for pu, value in found.items() if value is not None and value > 0}
+    measured = {pu: number_if_any(devices / f"system/cpu/cpu{pu}" / measure) for pu in pus}
+    values = {pu: float(value) for pu, value in measured.items() if value is not None and value > 0}
     return values if len(values) == len(pus) else {}
-
-
-# CPU flags that select oneDNN's kernels, oldest first: x86, then Arm.
-ISA_FLAGS = (
-    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
-    *("asimd", "sve", "sve2", "bf16"),
-)
-
-# Files with the PUs of a package, newer names first.
-PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core_siblings")
 
 
 def this_machine() -> Machine:
@@ -167,7 +177,7 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     nodes, uncertain = without_dram(nodes, packages, model, cached=side_cached(root / "sys/devices"))
     hostname = root / "proc/sys/kernel/hostname"
     machine = Machine(
-        name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
+        name=printable((read_text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
         model=model,
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         cores=cores,
@@ -187,9 +197,9 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     )
     mems = frozenset(process.get("Mems") or limits.nodes or machine.allowed_nodes)
     unknown = mems.isdisjoint(machine.allowed_nodes)
-    machine = narrowed(machine, allowed, None if unknown else mems)
-    named = (*_limit_warnings(machine, limits, mems if unknown else frozenset()), *memory_warnings(machine))
-    return replace(machine, warnings=(*machine.warnings, *named))
+    machine = narrow_machine(machine, allowed, None if unknown else mems)
+    known_limits = (*_limit_warnings(machine, limits, mems if unknown else frozenset()), *memory_warnings(machine))
+    return replace(machine, warnings=(*machine.warnings, *known_limits))
 
 
 def _split_warnings(
@@ -197,60 +207,52 @@ def _split_warnings(
 ) -> tuple[str, ...]:
     """Warn of CPUs without topology if other CPUs have one, and of cores whose CPUs are in several NUMA nodes."""
     split = [pu for pus in siblings if len({node_of[pu] for pu in pus if pu in node_of}) > 1 for pu in pus]
-    found = []
+    warnings = []
     if bare and len(bare) < sum(map(len, siblings)):
-        found.append(f"CPUs {format_list(bare)} have no topology, unlike the others: each counts as a core")
+        warnings.append(f"CPUs {format_list(bare)} have no topology, unlike the others: each counts as a core")
     if split:
-        found.append(
+        warnings.append(
             f"CPUs {format_list(split)} share cores across NUMA nodes, a bug of the virtual machine or the firmware: "
             "each core is assigned to the node of its first CPU"
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _limit_warnings(machine: Machine, limits: Limits, unknown_mems: frozenset[int]) -> tuple[str, ...]:
     """Warn if the kernel's mask has CPUs outside the control group's cpuset, or memory of absent NUMA nodes."""
     beyond = () if limits.pus is None else tuple(pu for pu in machine.allowed_pus if pu not in frozenset(limits.pus))
-    found = []
+    warnings = []
     if beyond:
-        found.append(
+        warnings.append(
             f"the control group's cpuset has {name_cpus(limits.pus or ())}, but the kernel also lets this "
             f"process run on {name_cpus(beyond)}: the plan uses them, too"
         )
     if unknown_mems:
-        found.append(
+        warnings.append(
             f"the kernel lets this process use memory of NUMA nodes {format_list(unknown_mems)}, but the host has "
             f"nodes {format_list(machine.allowed_nodes)}: the plan uses memory of all of these"
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
     """Return the PUs between which the scheduler moves no thread: by isolcpus on the kernel's command line, or in this
     process's isolated cpuset partition."""
     path = root / "sys/devices/system/cpu/isolated"
-    at_boot = ids(path) if path.is_file() else ()
+    at_boot = read_ids(path) if path.is_file() else ()
     return frozenset((*at_boot, *((limits.pus or ()) if limits.isolated else ())))
-
-
-ALLOWED = {
-    "Cpus_allowed": parse_mask,
-    "Mems_allowed": parse_mask,
-    "Cpus_allowed_list": parse_list,
-    "Mems_allowed_list": parse_list,
-}
 
 
 def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
     """Read a process's allowed PUs ("Cpus") and memory nodes ("Mems"), as far as the file lists them."""
-    found = {}
-    for name, listed in rows(status, 2, ":") if status.is_file() else ():
+    values = {}
+    for name, listed in read_rows(status, 2, ":") if status.is_file() else ():
         if name in ALLOWED:
             try:
-                found[name[:4]] = ALLOWED[name](listed)
+                values[name[:4]] = ALLOWED[name](listed)
             except ValueError:
                 raise InputError(f"{status} contains {listed[:40]!r}, which is not a set of ids") from None
-    return found
+    return values
 
 
 def _online_pus(
@@ -261,7 +263,7 @@ def _online_pus(
     Allowed PUs of a running process (`live`) are online; in a saved proc/self/status, offline PUs may be allowed.
     """
     path = cpu_dir / "online"
-    listed = frozenset(ids(path)) if path.is_file() else _online_by_folders(cpu_dir)
+    listed = frozenset(read_ids(path)) if path.is_file() else _online_by_folders(cpu_dir)
     pus = listed
     warnings: tuple[str, ...] = ()
     if allowed is not None and not allowed <= listed:
@@ -286,7 +288,7 @@ def _online_by_folders(cpu_dir: Path) -> frozenset[int]:
     """Return the PUs that are online by their own files, for kernels without cpu/online."""
     return frozenset(
         pu
-        for pu, folder in numbered(cpu_dir, "cpu").items()
+        for pu, folder in numbered_entries(cpu_dir, "cpu").items()
         if (folder / "topology").is_dir() and number_if_any(folder / "online") != 0
     )
 
@@ -303,16 +305,16 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> tuple[list[tuple[in
         path = first_file(cpu_dir / f"cpu{pu}/topology", ("core_cpus_list", "thread_siblings_list", "thread_siblings"))
         if path is None:
             bare.append(pu)
-        siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in every)
+        siblings = (pu,) if path is None else tuple(i for i in read_ids(path) if i in every)
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
             raise InputError(f"{path} contradicts the other CPUs' siblings: copy the tree again")
         core_of[pu] = siblings
     for pu, siblings in core_of.items():
-        for other in siblings:
-            if core_of[other] != siblings:
+        for sibling in siblings:
+            if core_of[sibling] != siblings:
                 raise InputError(
-                    f"{cpu_dir}/cpu{pu}/topology lists CPU {other} as a sibling, but cpu{other}/topology does not list "
-                    f"CPU {pu}: copy the tree again"
+                    f"{cpu_dir}/cpu{pu}/topology lists CPU {sibling} as a sibling, but cpu{sibling}/topology does not "
+                    f"list CPU {pu}: copy the tree again"
                 )
     return sorted(set(core_of.values())), tuple(bare)
 
@@ -323,10 +325,10 @@ def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, in
     speeds = core_speeds(devices, tuple(pus[0] for pus in siblings))
     packages = _packages(cpu_dir, siblings, node_of)
     dies = _dies(cpu_dir, siblings, packages)
-    made = []
+    cores = []
     for pus in siblings:
         caches = _caches(cpu_dir / f"cpu{pus[0]}/cache")
-        made.append(
+        cores.append(
             Core(
                 pus=pus,
                 package=packages[pus[0]],
@@ -337,7 +339,7 @@ def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, in
                 speed=speeds.get(pus[0], 1.0),
             )
         )
-    return ordered(made)
+    return ordered_cores(cores)
 
 
 def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]], node_of: Mapping[int, int]) -> dict[int, int]:
@@ -349,39 +351,39 @@ def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]], node_of: Mapping[i
     firsts = [pus[0] for pus in siblings]
     topology = {pu: cpu_dir / f"cpu{pu}/topology" for pu in firsts}
     files = {pu: topology[pu] / "physical_package_id" for pu in firsts}
-    known = {pu: package for pu, file in files.items() if file.is_file() and (package := number(file)) >= 0}
-    if known:
-        of_node = {node_of.get(pu): package for pu, package in known.items()}
-        return {pu: known.get(pu, of_node.get(node_of.get(pu), min(known.values()))) for pu in firsts}
+    packages = {pu: package for pu, file in files.items() if file.is_file() and (package := read_number(file)) >= 0}
+    if packages:
+        of_node = {node_of.get(pu): package for pu, package in packages.items()}
+        return {pu: packages.get(pu, of_node.get(node_of.get(pu), min(packages.values()))) for pu in firsts}
     paths = {pu: first_file(topology[pu], PACKAGE_SETS) for pu in firsts}
-    lowest = {pu: min(ids(path), default=pu) for pu, path in paths.items() if path is not None}
+    lowest = {pu: min(read_ids(path), default=pu) for pu, path in paths.items() if path is not None}
     order = sorted(set(lowest.values()))
     return {pu: order.index(lowest[pu]) if pu in lowest else 0 for pu in firsts}
 
 
 def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]], packages: dict[int, int]) -> dict[int, int]:
     """Map the first PU of each core to its die; empty if each package is a single die."""
-    found = {pus[0]: number_if_any(cpu_dir / f"cpu{pus[0]}/topology/die_id") for pus in siblings}
-    dies = {pu: die for pu, die in found.items() if die is not None}
+    die_ids = {pus[0]: number_if_any(cpu_dir / f"cpu{pus[0]}/topology/die_id") for pus in siblings}
+    dies = {pu: die for pu, die in die_ids.items() if die is not None}
     several = len({(packages[pu], die) for pu, die in dies.items()}) > len({packages[pu] for pu in dies})
     return dies if several else {}
 
 
 def _caches(folder: Path) -> dict[int, int]:
     """Map cache levels to the lowest PU that shares the data cache of that level."""
-    found = {}
-    for _, index in sorted(numbered(folder, "index").items()):
+    caches = {}
+    for _, index in sorted(numbered_entries(folder, "index").items()):
         shared = first_file(index, ("shared_cpu_list", "shared_cpu_map"))
         level = number_if_any(index / "level")
-        if shared is not None and level is not None and (pus := ids(shared)):
-            found[level] = pus[0]
-    return found
+        if shared is not None and level is not None and (pus := read_ids(shared)):
+            caches[level] = pus[0]
+    return caches
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
     """Read the first PU's fields; empty if the tree has no cpuinfo."""
     fields: dict[str, str] = {}
-    for line in text(path).splitlines() if path.is_file() else ():
+    for line in read_text(path).splitlines() if path.is_file() else ():
         key, colon, value = line.partition(":")
         if colon:
             fields.setdefault(key.strip(), value.strip())

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import is_tarball
-from cputrain.affinity.topology.kernel_files import MOST_BYTES, limit_files, text
+from cputrain.affinity.topology.kernel_files import MAX_FILE_BYTES, limit_files, read_text
 
 # The files that are read; a host's tarball may have thousands of others, which take long to unpack.
 CPU = (
@@ -44,9 +44,9 @@ OPENED: dict[bytes, Any] = {  # functions of a path that return a binary file
     b"\xfd7zXZ\0": lzma.open,
     b"]\0\0": lzma.open,
 }
-MOST_UNPACKED = 1 << 30  # bytes of a tarball; the whole /sys and /proc of a host with 4,096 CPUs has less
-MOST_MEMBERS = 1 << 19
-MOST_WRITTEN, MOST_FILES = 1 << 26, 1 << 17  # limits of bytes, and of files and folders, that are unpacked
+MAX_UNPACKED_BYTES = 1 << 30  # bytes of a tarball; the whole /sys and /proc of a host with 4,096 CPUs has less
+MAX_MEMBERS = 1 << 19
+MAX_WRITTEN_BYTES, MAX_FILES = 1 << 26, 1 << 17  # limits of bytes, and of files and folders, that are unpacked
 DAMAGE = (OSError, EOFError, ValueError, KeyError, tarfile.TarError, zlib.error, lzma.LZMAError)
 # Places of the files; only files that match `READ` or `HWLOC` are saved.
 PLACES = (
@@ -72,7 +72,7 @@ LINES = {
 
 
 @contextmanager
-def unpacked(archive: Path) -> Iterator[Path]:
+def unpacked_tarball(archive: Path) -> Iterator[Path]:
     """Unpack the necessary files of a tarball to a temporary folder, which is removed after the block.
 
     Nothing is written outside it, and the only links are to a CPU's clock. Raises InputError if the file is missing,
@@ -90,8 +90,8 @@ def unpacked(archive: Path) -> Iterator[Path]:
 class _Bounded:
     """A tarball's bytes for tarfile, with limits against decompression bombs.
 
-    Raises InputError if more than MOST_UNPACKED would be unpacked, or more than MOST_BYTES at once, as headers may
-    claim any size.
+    Raises InputError if more than MAX_UNPACKED_BYTES would be unpacked, or more than MAX_FILE_BYTES at once, as headers
+    may claim any size.
     """
 
     def __init__(self, file: IO[bytes], archive: Path) -> None:
@@ -100,8 +100,8 @@ class _Bounded:
 
     def read(self, count: int) -> bytes:
         """Read the next bytes."""
-        if count > MOST_BYTES:
-            raise _too_large(self._archive, f"a header of {count:,} bytes, above the limit of {MOST_BYTES:,}")
+        if count > MAX_FILE_BYTES:
+            raise _too_large(self._archive, f"a header of {count:,} bytes, above the limit of {MAX_FILE_BYTES:,}")
         self._check(self.tell() + count)
         return self._file.read(count)
 
@@ -111,12 +111,12 @@ class _Bounded:
         return self._file.seek(position)
 
     def _check(self, position: int) -> None:
-        if position > MOST_UNPACKED:
-            raise _too_large(self._archive, f"more than {MOST_UNPACKED >> 20:,} MiB, the limit for unpacking")
+        if position > MAX_UNPACKED_BYTES:
+            raise _too_large(self._archive, f"more than {MAX_UNPACKED_BYTES >> 20:,} MiB, the limit for unpacking")
 
 
-def _too_large(archive: Path, found: str) -> InputError:
-    return InputError(f"{archive} has {found}: pack only the host's sys/devices and proc/")
+def _too_large(archive: Path, what: str) -> InputError:
+    return InputError(f"{archive} has {what}: pack only the host's sys/devices and proc/")
 
 
 def _open_tarball(archive: Path) -> IO[bytes]:
@@ -135,16 +135,16 @@ def _unpack(archive: Path, folder: Path) -> None:
     try:
         with _open_tarball(archive) as file, tarfile.open(fileobj=_Bounded(file, archive), mode="r:") as tar:  # type: ignore[call-overload]
             for number, packed in enumerate(tar, 1):
-                if number > MOST_MEMBERS:
-                    raise _too_large(archive, f"more than {MOST_MEMBERS:,} members, the limit for reading")
+                if number > MAX_MEMBERS:
+                    raise _too_large(archive, f"more than {MAX_MEMBERS:,} members, the limit for reading")
                 name = posixpath.normpath(packed.name)
                 member = _resolve_hard_link(packed, name, contents)
-                if READ.search(name) and not name.startswith(("/", "..")) and member.size <= MOST_BYTES:
+                if READ.search(name) and not name.startswith(("/", "..")) and member.size <= MAX_FILE_BYTES:
                     written, files = written + member.size, files + 1
-                    if written > MOST_WRITTEN:
-                        raise _too_large(archive, f"more than {MOST_WRITTEN >> 20} MiB of topology files")
-                    if files > MOST_FILES:
-                        raise _too_large(archive, f"more than {MOST_FILES:,} topology files")
+                    if written > MAX_WRITTEN_BYTES:
+                        raise _too_large(archive, f"more than {MAX_WRITTEN_BYTES >> 20} MiB of topology files")
+                    if files > MAX_FILES:
+                        raise _too_large(archive, f"more than {MAX_FILES:,} topology files")
                     _write(tar, member, folder / name)
             _check_end(tar)
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     end = tar.fileobj.read(tarfile.BLOCKSIZE)
-    while tar.fileobj.read(MOST_BYTES):
+    while tar.fileobj.read(MAX_FILE_BYTES):
         pass
     if end != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError("it is damaged or truncated")
@@ -225,7 +225,7 @@ def save_machine(root: Path, file: Path) -> int:
 def _contents(root: Path) -> dict[str, bytes | None]:
     """Map names to contents; None for folders of which only the name matters (initiators/node0)."""
     contents: dict[str, bytes | None] = {}
-    for path in sorted({*(path for place in PLACES for path in root.glob(place)), *limit_files(root)}):
+    for path in sorted({*(path for pattern in PLACES for path in root.glob(pattern)), *limit_files(root)}):
         name = str(path.relative_to(root))
         if READ.search(name) or HWLOC.search(name):
             if path.is_dir() and path.parent.name == "initiators":
@@ -234,14 +234,14 @@ def _contents(root: Path) -> dict[str, bytes | None]:
                 contents[name] = content
     for name, pattern in LINES.items():
         if (root / name).is_file():
-            kept = (line for line in text(root / name).splitlines() if pattern.match(line))
-            contents[name] = "".join(f"{line}\n" for line in kept).encode()
+            matching = (line for line in read_text(root / name).splitlines() if pattern.match(line))
+            contents[name] = "".join(f"{line}\n" for line in matching).encode()
     return contents
 
 
 def _content(path: Path) -> bytes | None:
     """Read a file; None if the kernel refuses, for lack of a value or of permission."""
     try:
-        return text(path).encode() + b"\n"
+        return read_text(path).encode() + b"\n"
     except InputError:
         return None

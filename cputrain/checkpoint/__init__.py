@@ -1,9 +1,8 @@
 """Checkpoints for any training loop: `from cputrain.checkpoint import AsyncCheckpoint`.
 
 async_checkpoint.py has the public class, loop_state.py what it saves; cputrain/training/saving.py uses the same parts
-for the trainer. Both copy the state (state.py; tree.py for any object's state dict), hand it to the writer's thread
-(writer.py), and find the newest intact checkpoint (folder.py). files.py has the format: safetensors and
-checkpoint.json, with checksums and without pickle.
+for the trainer. Both copy the state (state.py), hand it to the writer's thread (writer.py), and find the newest intact
+checkpoint (files.py, which also has the format: safetensors and checkpoint.json, with checksums and without pickle).
 """
 
 from cputrain import names_of

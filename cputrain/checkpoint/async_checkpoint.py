@@ -21,14 +21,14 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import refusal
+from cputrain.affinity.filesystem import filesystem_refusal
 from cputrain.affinity.wording import plural
-from cputrain.checkpoint.folder import list_checkpoints, load_newest, quarantine, remove_partial, step_of
+from cputrain.checkpoint.files import list_checkpoints, load_newest_intact, quarantine, remove_partial, step_of
 from cputrain.checkpoint.loop_state import (
     RANDOM,
     LoopState,
     apply_state,
-    check_fit,
+    check_objects_fit,
     differing_state,
     load_state,
     set_random_state,
@@ -92,18 +92,18 @@ class AsyncCheckpoint:
             except InputError as error:
                 problem = error
             except OSError as error:
-                problem = RunError(refusal(error) or str(error))
+                problem = RunError(filesystem_refusal(error) or str(error))
         try:
-            of_ranks = _gather_or_raise(problem, (token, sums))
+            gathered = _gather_or_raise(problem, (token, sums))
         except RunError:
             if rank == 0:  # every rank has stopped writing
                 with suppress(OSError):
                     remove_partial(self.folder)
             raise
         assert state is not None
-        differing = differing_state([each for _, each in of_ranks])
+        differing = differing_state([sums_of_rank for _, sums_of_rank in gathered])
         if self._writer is None:
-            keys = _StoreKeys(of_ranks[0][0]) if ranks > 1 else None
+            keys = _StoreKeys(gathered[0][0]) if ranks > 1 else None
             self._writer = CheckpointWriter(
                 folder=self.folder, keys=keys, rank=rank, world_size=ranks, keep=self.keep, enter=use_all_cpus
             )
@@ -126,17 +126,17 @@ class AsyncCheckpoint:
         network = unwrapped(model)
         problem: Exception | None = self._take_error()
         _gather_or_raise(problem, None)
-        found = load_newest(
+        newest = load_newest_intact(
             self.folder,
             lambda path: load_state(path, rank, ranks, wants_optimizer=optimizer is not None),
             _gather,
             "move them away to start again",
         )
-        if found is None:
+        if newest is None:
             return None
-        loaded, damaged = found
+        loaded, damaged = newest
         try:
-            check_fit(loaded, network, optimizer, objects)
+            check_objects_fit(loaded, network, optimizer, objects)
         except InputError as error:
             problem = error
         _gather_or_raise(problem, None)
@@ -167,7 +167,7 @@ class AsyncCheckpoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
             self.close()
@@ -187,7 +187,7 @@ class AsyncCheckpoint:
         error = self._writer.take_error() if self._writer is not None else None
         if error is None:
             return None
-        text = (refusal(error) if isinstance(error, OSError) else None) or str(error)
+        text = (filesystem_refusal(error) if isinstance(error, OSError) else None) or str(error)
         failed = RunError(f"the checkpoint was not saved: {text}")
         failed.__cause__ = None if isinstance(error, OSError | RunError) else error  # the line says all
         return failed
@@ -255,11 +255,11 @@ def _gather(value: Any) -> list[Any]:
 def _gather_or_raise(problem: Exception | None, value: Any) -> list[Any]:
     """Return the values of all ranks; if a rank has a problem, RunError or InputError, all raise the first one."""
     text = None if problem is None else (isinstance(problem, RunError), str(problem))
-    of_ranks = _gather((text, value))
-    found = next((each for each, _ in of_ranks if each is not None), None)
-    if found is None:
-        return [each for _, each in of_ranks]
-    ran, message = found
+    gathered = _gather((text, value))
+    first_problem = next((text for text, _ in gathered if text is not None), None)
+    if first_problem is None:
+        return [value for _, value in gathered]
+    ran, message = first_problem
     if problem is not None and str(problem) == message:
         raise problem
     raise (RunError if ran else InputError)(message)

@@ -1,22 +1,27 @@
 """Files of a checkpoint, without pickle: safetensors with a CRC-32C for every tensor, and checkpoint.json, whose own
-checksum and those of the other files are in it.
+checksum and those of the other files are in it; and the folder of checkpoints: their names, which of them are complete,
+and how one replaces another or is removed.
 
 The command line uses this module to find checkpoints; only functions that read or write tensors import torch and numpy.
 """
 
 import json
 import os
+import re
+import shutil
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import google_crc32c
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import write_bytes
+from cputrain.affinity.wording import plural
 from cputrain.checksums import CHUNK_BYTES, crc32c_of, crc32c_of_file, crc32c_of_json
 
 if TYPE_CHECKING:
@@ -49,6 +54,11 @@ DTYPES = {  # torch's names -> safetensors' names
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+T = TypeVar("T")
+BEST = "best"
+REPLACED = ".replaced"
+NUMBERED = re.compile(r"step-\d{7,}")
 
 
 class DamagedError(InputError):
@@ -198,11 +208,11 @@ def _row_major(tensor: "Tensor") -> "NDArray[np.uint8]":
 
 def _wrong_tensor(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str | None:
     """Return the name of a tensor whose checksum differs from the header; None if all match."""
-    known = json.loads(metadata.get(CHECKSUMS, "{}"))
-    if not isinstance(known, dict):
+    checksums = json.loads(metadata.get(CHECKSUMS, "{}"))
+    if not isinstance(checksums, dict):
         raise ValueError("its checksums are not a JSON object")
     for name, value in tensors.items():
-        if name in known and known[name] != crc32c_of(_row_major(value)):
+        if name in checksums and checksums[name] != crc32c_of(_row_major(value)):
             return name
     return None
 
@@ -219,3 +229,156 @@ def _damage(path: Path, expected: FileRecord) -> str:
     except (SafetensorError, ValueError):
         wrong = None
     return f"the checksum of {wrong} is wrong" if wrong else "the checksum of its header is wrong"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint after a step."""
+    return f"step-{step:07d}"
+
+
+def partial_name(step: int) -> str:
+    """Return the name of a checkpoint that is being written."""
+    return f".{checkpoint_name(step)}.partial"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a numbered checkpoint was saved."""
+    return int(checkpoint.name.removeprefix(".").removesuffix(REPLACED).removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the numbered checkpoints, oldest first, including damaged ones and those being replaced during a crash."""
+    checkpoints = [path for path in folder.glob("step-*") if NUMBERED.fullmatch(path.name) and path.is_dir()]
+    replaced = ((path, _name_of_replaced(path)) for path in folder.glob(f".step-*{REPLACED}"))
+    lost = [path for path, before in replaced if NUMBERED.fullmatch(before.name) and not before.exists()]
+    return sorted((*checkpoints, *lost), key=step_of)
+
+
+def load_newest_intact(
+    folder: Path, load: Callable[[Path], T], gather: Callable[[object], list[Any]], remedy: str
+) -> tuple[T, dict[str, str]] | None:
+    """Load the newest checkpoint that every rank can load; return it with the problems of newer, damaged ones by name.
+
+    Returns None if there are none. `load` raises DamagedError for a damaged one; `gather` returns every rank's value.
+    All ranks must call this. Raises InputError on every rank if all are damaged, or if `load` raises it; `remedy` is
+    what to do then.
+    """
+    names = gather([path.name for path in list_checkpoints(folder)])[0]
+    damaged: dict[str, str] = {}
+    for name in reversed(names):
+        damage, refusal, loaded = "", "", None
+        try:
+            loaded = load(folder / name)
+        except DamagedError as error:
+            damage = str(error)
+        except InputError as error:
+            refusal = str(error)
+        problems = gather((damage, refusal))
+        if refusals := [refusal for _, refusal in problems if refusal]:
+            raise InputError(refusals[0])
+        damages = [damage for damage, _ in problems if damage]
+        if loaded is not None and not damages:
+            return loaded, damaged
+        damaged[name] = damages[0]
+    if damaged:
+        count, newest = plural(len(damaged), "checkpoint"), next(iter(damaged.values()))
+        raise InputError(
+            f"none of the {count} in {folder} can be used, the newest because {newest}: restore one from a copy, or "
+            f"{remedy}"
+        )
+    return None
+
+
+def publish_checkpoint(partial: Path, path: Path) -> None:
+    """Give a written checkpoint its name, replacing one of that name. If a crash interrupts this, `list_checkpoints`
+    still finds the old one, and `restore_replaced` restores its name."""
+    _sync(partial)
+    replaced = path.with_name(f".{path.name}{REPLACED}")
+    if path.exists() or path.is_symlink():
+        _delete(replaced)
+        path.rename(replaced)
+    partial.rename(path)
+    _sync(path.parent)
+    _delete(replaced)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Restore the name of a checkpoint that was being replaced during a crash; delete one that has been replaced."""
+    for replaced in folder.glob(f".*{REPLACED}"):
+        path = _name_of_replaced(replaced)
+        if path.exists():
+            _delete(replaced)
+        else:
+            replaced.rename(path)
+
+
+def _name_of_replaced(path: Path) -> Path:
+    return path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint that has been renamed; if it is a symbolic link, delete only the link.
+
+    Files that the file system refuses to delete are left for the next start: a file on NFS that another process still
+    reads must not end a training.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; rename it first, so that a partly deleted one is never found."""
+    gone = path.with_name(f".{path.name}.removed.partial")
+    _delete(gone)
+    path.rename(gone)
+    _delete(gone)
+
+
+def quarantine(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no longer found; return its new path."""
+    aside = path.with_name(f"{path.name}.damaged")
+    _delete(aside)
+    return path.rename(aside)
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all numbered checkpoints except the newest `keep` and the best one."""
+    best = (folder / BEST).resolve()
+    for old in list_checkpoints(folder)[:-keep]:
+        if old.resolve() != best:
+            remove_checkpoint(old)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove unfinished checkpoints of an earlier start."""
+    restore_replaced(folder)
+    for partial in folder.glob(".*.partial"):
+        _delete(partial)
+
+
+def set_best(path: Path) -> None:
+    """Link BEST to a checkpoint in the same folder; copy it if the file system has no links."""
+    best, partial = path.with_name(BEST), path.with_name(f".{BEST}.partial")
+    with suppress(FileNotFoundError):
+        partial.unlink()
+    try:
+        partial.symlink_to(path.name)
+    except OSError:
+        shutil.copytree(path, partial)
+    if best.is_dir() and not best.is_symlink():
+        publish_checkpoint(partial, best)
+    else:
+        partial.replace(best)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the names in a folder to disk, so that they survive a crash of the host."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError:  # some network file systems cannot sync folders
+        pass
+    finally:
+        os.close(opened)

@@ -34,8 +34,11 @@ from cputrain.checkpoint.files import (
 from cputrain.checkpoint.state import (
     Entries,
     Groups,
+    Tensors,
     check_savable,
     copied_weights,
+    decode_state,
+    encode_state,
     load_optimizer_state,
     load_weights,
     optimizer_problem,
@@ -43,7 +46,6 @@ from cputrain.checkpoint.state import (
     plain_name,
     weights_problem,
 )
-from cputrain.checkpoint.tree import Tensors, decoded, encoded
 from cputrain.checksums import bit_sum, crc32c_of_json
 
 VERSION = 1
@@ -68,7 +70,7 @@ class LoopState:
     """The state of a loop before it is copied: JSON and tensors of the optimizer, and of each item by name."""
 
     def __init__(self, network: nn.Module, optimizer: Optimizer | None, objects: Mapping[str, Any]) -> None:
-        self.network, self.objects = network, [name for name, each in objects.items() if is_object(each)]
+        self.network, self.objects = network, [name for name, value in objects.items() if is_object(value)]
         self.weights = _parameters(network)
         check_savable({**network.state_dict(), **dict(network.named_buffers())}, "model")
         self.optimizer: dict[str, Any] | None = None
@@ -81,17 +83,17 @@ class LoopState:
             BUFFERS: {name: value for name, value in buffers.items() if name in persistent},
             CACHES: {name: value for name, value in buffers.items() if name not in persistent},
             RANDOM: {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()},
-            **{name: _state_dict_of(each) if is_object(each) else each for name, each in objects.items()},
+            **{name: _state_dict_of(value) if is_object(value) else value for name, value in objects.items()},
         }
         self.trees: dict[str, Any] = {}
         self.tensors: dict[str, Tensors] = {name: {} for name in items}
         for name, value in items.items():
-            self.trees[name] = encoded(value, name, self.tensors[name])
+            self.trees[name] = encode_state(value, name, self.tensors[name])
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         names = {id(weight): name for name, weight in self.weights.items()}
         of_it = chain(optimizer.state, *(group["params"] for group in optimizer.param_groups))
-        if any(id(each) not in names for each in of_it):
+        if any(id(weight) not in names for weight in of_it):
             raise InputError(
                 "the optimizer has a parameter that the model has not: pass a module with all that is trained, such as "
                 "torch.nn.ModuleList([model, loss])"
@@ -99,31 +101,31 @@ class LoopState:
         groups, entries = optimizer_state(optimizer, names)
         self.optimizer = {
             "name": type(optimizer).__name__,
-            "groups": encoded(groups, "groups", self.optimizer_tensors),
-            "state": {name: encoded(each, name, self.optimizer_tensors) for name, each in entries.items()},
+            "groups": encode_state(groups, "groups", self.optimizer_tensors),
+            "state": {name: encode_state(entry, name, self.optimizer_tensors) for name, entry in entries.items()},
         }
 
     def sums(self) -> dict[str, Any]:
         """Return a checksum of the weights, of the optimizer and of each item."""
         return {
-            "weights": _sum(sorted(self.weights), {name: each.detach() for name, each in self.weights.items()}),
+            "weights": _sum(sorted(self.weights), {name: weight.detach() for name, weight in self.weights.items()}),
             "optimizers": _sum(self.optimizer, self.optimizer_tensors),
             **{name: _sum(tree, self.tensors[name]) for name, tree in self.trees.items()},
         }
 
-    def copied(self, rank: int, own: set[str]) -> tuple[dict[str, Tensors], dict[str, str]]:
-        """Return copies of the tensors that a rank writes, by file, and the header of its own file; `own` names the
+    def copied(self, rank: int, names: set[str]) -> tuple[dict[str, Tensors], dict[str, str]]:
+        """Return copies of the tensors that a rank writes, by file, and the header of its own file; `names` names the
         items that each rank writes."""
-        of_rank = {name: tree for name, tree in self.trees.items() if name in own}
+        of_rank = {name: tree for name, tree in self.trees.items() if name in names}
         files = {rank_file(rank): _copies(self.tensors[name] for name in of_rank)}
         if rank == 0:
             files[MODEL] = copied_weights(self.network)
-            files[OBJECTS] = _copies(self.tensors[name] for name in self._shared(own))
+            files[OBJECTS] = _copies(self.tensors[name] for name in self._shared(names))
             if self.optimizer is not None:
                 files[OPTIMIZER] = _copies([self.optimizer_tensors])
         return files, {STATE: json.dumps(of_rank)}
 
-    def content(self, step: int, ranks: int, own: set[str]) -> dict[str, Any]:
+    def content(self, step: int, ranks: int, names: set[str]) -> dict[str, Any]:
         """Return checkpoint.json without its files."""
         return {
             "format": LOOP_FORMAT,
@@ -133,33 +135,35 @@ class LoopState:
             "ranks": ranks,
             "optimizer": self.optimizer,
             "objects": self.objects,
-            "state": self._shared(own),
+            "state": self._shared(names),
             "files": {},
         }
 
-    def _shared(self, own: set[str]) -> dict[str, Any]:
+    def _shared(self, names: set[str]) -> dict[str, Any]:
         """Return the items that are equal on all ranks; the buffers of the state dict are in the model's file then."""
-        return {name: tree for name, tree in self.trees.items() if name not in own and name != BUFFERS}
+        return {name: tree for name, tree in self.trees.items() if name not in names and name != BUFFERS}
 
 
 def differing_state(sums: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the names of the state that is not equal on all ranks. Raises InputError if that is the step, the weights,
     the optimizer, or which objects are saved."""
     first = sums[0]
-    found = set()
-    for rank, own in enumerate(sums):
-        if own.get("step") != first.get("step"):
-            raise InputError(f"rank {rank} saves step {own['step']}, rank 0 step {first['step']}: save the same step")
-        if other := sorted(own.keys() ^ first.keys()):
-            raise InputError(f"{first_named(other)} is not saved by rank 0 and rank {rank}: save the same on all ranks")
+    differing = set()
+    for rank, sums_of_rank in enumerate(sums):
+        if sums_of_rank.get("step") != first.get("step"):
+            raise InputError(
+                f"rank {rank} saves step {sums_of_rank['step']}, rank 0 step {first['step']}: save the same step"
+            )
+        if names := sorted(sums_of_rank.keys() ^ first.keys()):
+            raise InputError(f"{first_named(names)} is not saved by rank 0 and rank {rank}: save the same on all ranks")
         for name in ("weights", "optimizers"):
-            if own.get(name) != first.get(name):
+            if sums_of_rank.get(name) != first.get(name):
                 raise InputError(
                     f"the {name} of ranks 0 and {rank} differ, and these checkpoints hold one replica, as of "
                     "DistributedDataParallel: broadcast those of rank 0, or use torch.distributed.checkpoint"
                 )
-        found |= {name for name in own if own[name] != first[name]}
-    return found
+        differing |= {name for name in sums_of_rank if sums_of_rank[name] != first[name]}
+    return differing
 
 
 def is_object(value: Any) -> bool:
@@ -171,7 +175,7 @@ def _state_dict_of(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, nn.Module):
-        return {plain_name(name): each for name, each in unwrapped(value).state_dict().items()}
+        return {plain_name(name): tensor for name, tensor in unwrapped(value).state_dict().items()}
     return value.state_dict()
 
 
@@ -248,17 +252,17 @@ def _verified(path: Path, content: dict[str, Any], rank: int, ranks: int, *, wan
 
     saved_by = int(content["ranks"])
     tensors, header = read(rank_file(rank % saved_by))
-    own = json.loads(header[STATE])
+    names = json.loads(header[STATE])
     tensors |= read(OBJECTS)[0]
     optimizer = content["optimizer"]
     if optimizer is not None and wants_optimizer:
         of_it = read(OPTIMIZER)[0]
-        groups = [dict(decoded(each, of_it)) for each in optimizer["groups"]]
-        entries = {name: dict(decoded(each, of_it)) for name, each in optimizer["state"].items()}
+        groups = [dict(decode_state(group, of_it)) for group in optimizer["groups"]]
+        entries = {name: dict(decode_state(entry, of_it)) for name, entry in optimizer["state"].items()}
         optimizer = str(optimizer["name"]), groups, entries
     elif optimizer is not None:
         optimizer = str(optimizer["name"]), [], {}
-    objects, items = list(content["objects"]), content["state"] | own
+    objects, items = list(content["objects"]), content["state"] | names
     if absent := {CACHES, RANDOM, *objects} - items.keys():
         raise LookupError(*absent)
     return LoadedState(
@@ -269,16 +273,21 @@ def _verified(path: Path, content: dict[str, Any], rank: int, ranks: int, *, wan
         weights=read(MODEL)[0],
         optimizer=optimizer,
         objects=objects,
-        items={name: decoded(tree, tensors) for name, tree in items.items()},
-        own=sorted(own),
+        items={name: decode_state(tree, tensors) for name, tree in items.items()},
+        own=sorted(names),
     )
 
 
-def check_fit(loaded: LoadedState, network: nn.Module, optimizer: Optimizer | None, objects: Mapping[str, Any]) -> None:
+def check_objects_fit(
+    loaded: LoadedState, network: nn.Module, optimizer: Optimizer | None, objects: Mapping[str, Any]
+) -> None:
     """Raise InputError if a checkpoint does not fit these objects; nothing is loaded then."""
     where = f"checkpoint {loaded.path}"
     check_savable({**network.state_dict(), **dict(network.named_buffers())}, "model")
-    modules = {"": network, **{name: unwrapped(each) for name, each in objects.items() if isinstance(each, nn.Module)}}
+    modules = {
+        "": network,
+        **{name: unwrapped(value) for name, value in objects.items() if isinstance(value, nn.Module)},
+    }
     for name, module in modules.items():
         if (not name or name in loaded.objects) and (
             problem := weights_problem(module, loaded.items[name] if name else loaded.weights)
@@ -293,17 +302,17 @@ def check_fit(loaded: LoadedState, network: nn.Module, optimizer: Optimizer | No
         names = {id(weight): name for name, weight in _parameters(network).items()}
         if optimizer_problem(optimizer, groups, names) or entries.keys() - set(names.values()):
             raise InputError(f"{where} was saved with other parameters in the optimizer: give it the same groups")
-    if stateless := [name for name, each in objects.items() if not is_object(each)]:
+    if stateless := [name for name, value in objects.items() if not is_object(value)]:
         raise InputError(f"{first_named(stateless)} has no load_state_dict: plain values are in what restore returns")
     if unknown := sorted(objects.keys() - set(loaded.objects)):
         raise InputError(f"{where} has no {first_named(unknown)}, but {first_named(loaded.objects) or 'no objects'}")
     whole = loaded.is_whole(optimizer)
     if whole and (absent := sorted(set(loaded.objects) - objects.keys())):
         raise InputError(f"{where} also has {first_named(absent)}: pass all that was saved to restore")
-    own = [name for name in loaded.own if name in objects or (whole and "/" not in name)]
-    if own and not loaded.same_ranks:
+    of_rank = [name for name in loaded.own if name in objects or (whole and "/" not in name)]
+    if of_rank and not loaded.same_ranks:
         raise InputError(
-            f"{where} was saved by {plural(loaded.ranks, 'rank')}, each with its own {first_named(own)}: start "
+            f"{where} was saved by {plural(loaded.ranks, 'rank')}, each with its own {first_named(of_rank)}: start "
             f"{plural(loaded.ranks, 'rank')}"
         )
     if whole and loaded.same_ranks and loaded.items[RANDOM]["torch"].shape != torch.get_rng_state().shape:
@@ -320,15 +329,15 @@ def apply_state(
     if loaded.same_ranks:
         saved = loaded.items.get(BUFFERS, {}) | loaded.items[CACHES]
         for name, buffer in network.named_buffers():
-            found = saved.get(plain_name(name))
+            tensor = saved.get(plain_name(name))
             # A cache may have grown: the network rebuilds it. A constant may be an expanded view: it cannot be written.
-            if found is not None and found.shape == buffer.shape and not torch.equal(found, buffer):
-                buffer.copy_(found)
+            if tensor is not None and tensor.shape == buffer.shape and not torch.equal(tensor, buffer):
+                buffer.copy_(tensor)
     if optimizer is not None and loaded.optimizer is not None:
         _, groups, entries = loaded.optimizer
         load_optimizer_state(optimizer, groups, entries, _parameters(network))
-    for name, each in objects.items():
-        _load_state_dict(where, each, loaded.items[name])
+    for name, value in objects.items():
+        _load_state_dict(where, value, loaded.items[name])
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -18,8 +18,17 @@ from torch import Tensor
 
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import errors_name
-from cputrain.checkpoint.files import FileRecord, rank_file, write_content, write_tensors
-from cputrain.checkpoint.folder import name_of, partial_name, publish_checkpoint, remove_old, set_best
+from cputrain.checkpoint.files import (
+    FileRecord,
+    checkpoint_name,
+    partial_name,
+    publish_checkpoint,
+    rank_file,
+    remove_old,
+    set_best,
+    write_content,
+    write_tensors,
+)
 
 POLL_S = 0.05
 WRITTEN_S = 600.0  # limit for a rank to write its files after rank 0 has finished
@@ -80,8 +89,8 @@ class CheckpointWriter:
             except OSError as error:
                 self._say(number, f"failed {error.errno or errno.EIO} {error.filename or self.folder}")
                 raise
-            own = sums[rank_file(self.rank)]
-            self._say(number, f"{own.bytes} {own.crc32c}")
+            record = sums[rank_file(self.rank)]
+            self._say(number, f"{record.bytes} {record.crc32c}")
             if content is not None:
                 self._complete(step, content, sums, number)
 
@@ -114,7 +123,7 @@ class CheckpointWriter:
         def work() -> None:
             assert self._content is not None
             self._content = change(self._content)
-            path = self.folder / name_of(self._content["step"])
+            path = self.folder / checkpoint_name(self._content["step"])
             write_content(path, self._content)
             if best:
                 set_best(path)
@@ -148,7 +157,7 @@ class CheckpointWriter:
             partial.mkdir(parents=True, exist_ok=True)
             for name in names:  # free each file's copies as soon as it is written
                 text = metadata if name == rank_file(self.rank) else {}
-                with errors_name(self.folder / name_of(step) / name):
+                with errors_name(self.folder / checkpoint_name(step) / name):
                     sums[name] = write_tensors(partial / name, files.pop(name), text)
         except OSError:
             with suppress(OSError):
@@ -162,13 +171,13 @@ class CheckpointWriter:
     def _complete(self, step: int, content: Mapping[str, Any], sums: dict[str, FileRecord], number: int) -> None:
         partial = self.folder / partial_name(step)
         for rank in range(1, self.world_size):
-            sums[rank_file(rank)] = found = self._await(rank, number)
-            if not wait_until_visible(partial / rank_file(rank), found.bytes):
-                file = self.folder / name_of(step) / rank_file(rank)
+            sums[rank_file(rank)] = record = self._await(rank, number)
+            if not wait_until_visible(partial / rank_file(rank), record.bytes):
+                file = self.folder / checkpoint_name(step) / rank_file(rank)
                 raise RunError(f"{file}, written by rank {rank}, is not visible on rank 0's host")
-        self._content = {**content, "files": {name: asdict(found) for name, found in sums.items()}}
+        self._content = {**content, "files": {name: asdict(record) for name, record in sums.items()}}
         write_content(partial, self._content)
-        publish_checkpoint(partial, self.folder / name_of(step))
+        publish_checkpoint(partial, self.folder / checkpoint_name(step))
         remove_old(self.folder, self.keep)
 
     def _say(self, number: int, text: str) -> None:

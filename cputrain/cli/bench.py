@@ -182,9 +182,9 @@ def _show(report: Report, output_format: str) -> None:
 
 def _save(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> None:
     """Save the measurements and print the files."""
-    from cputrain.measurements import keep
+    from cputrain.measurements import save_measurement
 
-    for path in [] if quick else [keep(record, env) for record in records]:
+    for path in [] if quick else [save_measurement(record, env) for record in records]:
         click.echo(f"saved in {path}", err=True)
 
 
@@ -269,7 +269,7 @@ def tune_command(
     sets these keys. Finally other local batches and precisions are tried with that plan; as they change what is
     trained, they are only reported. Run nothing else on the host meanwhile.
     """
-    from cputrain.measurements import keep
+    from cputrain.measurements import save_measurement
     from cputrain.studies import tune
 
     varied = tuple(axes.split(","))
@@ -300,14 +300,14 @@ def tune_command(
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
     if found.sure and (engine := tune.engine_record(found, described)) is not None:
-        click.echo(f"{engine.values['why']}: saved for engine=auto in {keep(engine, env)}", err=True)
+        click.echo(f"{engine.values['why']}: saved for engine=auto in {save_measurement(engine, env)}", err=True)
     why = _why_not_saved(planned, varied) or ("" if found.sure else "there is no clear winner")
     record = None if why else tune.tuned_record(found, described)
     if record is None:
         why = why or f"the size of {planned.recipe.model.name} is unknown"
         click.echo(f"not saved for plan and train: {why}", err=True)
     else:
-        click.echo(f"saved in {keep(record, env)}", err=True)
+        click.echo(f"saved in {save_measurement(record, env)}", err=True)
 
 
 def _list(planned: PlannedTraining, plans: Candidates, output_format: str) -> None:

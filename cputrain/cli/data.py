@@ -18,9 +18,9 @@ from cputrain.affinity.wording import MIB, join_or, plural
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import format_option, number_option, path_option, print_json, shows_bars
 from cputrain.cli.words import FullSummaryGroup
-from cputrain.data.formats.dataset import Dataset, causes
+from cputrain.data.formats.dataset import Dataset, summarize_corrupt
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.source import MANIFEST, SPLITS, read_manifest
+from cputrain.data.formats.source import MANIFEST, SPLITS, read_data_manifest
 from cputrain.data.from_settings import training_transform
 from cputrain.data.order import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import choose_decoder
@@ -31,9 +31,9 @@ from cputrain.data.prepare import (
     Options,
     contact_sheet,
     is_begun,
-    prepare,
-    problems,
-    transformed,
+    pack_dataset,
+    sample_problems,
+    transformed_squares,
 )
 from cputrain.data.sources import KINDS, TORCHVISION, open_source, write_digits
 from cputrain.recipe.resume import load_training
@@ -85,7 +85,7 @@ def _mixing(mean: float, expected: float) -> str:
 
 def _describe(folder: Path, dataset: Dataset) -> dict[str, Any]:
     """Return the JSON output of `info`."""
-    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    manifest = read_data_manifest(folder) if (folder / MANIFEST).is_file() else None
     splits = {}
     for split, images in dataset.splits.items():
         entry = manifest["splits"][split] if manifest else {}
@@ -110,12 +110,12 @@ def verify(folder: Path, output_format: str) -> int:
     """Compare every byte of a prepared folder with its index. Exit with status 1 if a sample is damaged."""
     if not (folder / MANIFEST).is_file():
         raise InputError(_not_prepared(folder))
-    splits = read_manifest(folder)["splits"]
+    splits = read_data_manifest(folder)["splits"]
     damaged: list[str] = []
     total = sum(entry["images"] for entry in splits.values())
     with tqdm(total=total, unit="img", file=sys.stderr, delay=1, disable=not shows_bars()) as bar:
         for split in splits:
-            for problem in problems(folder, split):
+            for problem in sample_problems(folder, split):
                 bar.update()
                 if problem:
                     damaged.append(problem)
@@ -183,14 +183,14 @@ def show(
     out = io.BytesIO()
     env = os.environ
     if recipe is None:
-        squares = transformed(images, choose_decoder("auto", env)[0], PLAIN)
+        squares = transformed_squares(images, choose_decoder("auto", env)[0], PLAIN)
         sheet = contact_sheet(images, dataset.classes, squares, count=count)
     else:
         training = load_training(recipe, settings)
         decode, _ = choose_decoder(training.data.decoder, env)
         now = training.at_epoch(epoch - 1)
         transform = training_transform(training.data, now.crop, now.train_crop)
-        squares = transformed(images, decode, transform, seed=training.seed, epoch=epoch - 1)
+        squares = transformed_squares(images, decode, transform, seed=training.seed, epoch=epoch - 1)
         sheet = contact_sheet(images, dataset.classes, squares, count=count, side=transform.image_size)
     sheet.save(out, FORMATS[output.suffix.lower()])
     write_bytes(output, out.getvalue())
@@ -318,7 +318,7 @@ def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) ->
         disable=not shows_bars(),
     ) as bar:
         try:
-            return prepare(dataset, out, options, threads=threads, on_image=bar.update)
+            return pack_dataset(dataset, out, options, threads=threads, on_image=bar.update)
         except OSError as error:
             raise RunError(
                 f"prepare: cannot write {out}: {error.strerror or error}; finished shards are kept: fix this and "
@@ -338,4 +338,4 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
             count = plural(len(entry["damaged"]), "unreadable image")
-            click.echo(printable(f"  {count} skipped: {causes(entry['damaged'])}"))
+            click.echo(printable(f"  {count} skipped: {summarize_corrupt(entry['damaged'])}"))

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from cputrain.affinity.bound_plan import Running, binding_report, running_processes
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.kernel.bound_plan import Running, comparison, running_processes
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import FullSummaryGroup
-from cputrain.doctor import ERROR, checks_text
+from cputrain.host_checks import ERROR, checks_text
 
 DOCTOR_TIMEOUT_S = 60.0  # for imports from a slow disk
 
@@ -27,13 +27,14 @@ def doctor_command(context: click.Context, output_format: str) -> int:
     """
     if context.invoked_subcommand is not None:
         return 0
-    from cputrain.doctor import current_limits, host_checks, probed, shm_size, software_checks, start_probe
+    from cputrain.doctor import probe_results, software_checks, start_probe
+    from cputrain.host_checks import current_limits, host_checks, shm_size
 
     env = os.environ
     Path.cwd()  # raises if it has been deleted: even an intact torch cannot be imported then
     probe = start_probe(env)
     of_host = tuple(host_checks(Path("/"), current_limits(), shm_size()))
-    checks = (*of_host, *software_checks(probed(probe, DOCTOR_TIMEOUT_S), env))
+    checks = (*of_host, *software_checks(probe_results(probe, DOCTOR_TIMEOUT_S), env))
     status = int(any(check.status == ERROR for check in checks))
     if output_format == "json":
         print_json({"status": status, "checks": [asdict(check) for check in checks]})
@@ -54,7 +55,7 @@ def affinity(pids: tuple[int, ...], output_format: str) -> int:
     if output_format == "json":
         print_json({"processes": list(map(_as_json, processes))})
     else:
-        click.echo(comparison(processes))
+        click.echo(binding_report(processes))
     return int(any(process.differs for process in processes))
 
 
@@ -85,8 +86,8 @@ def ccl(output_format: str) -> None:
     from statistics import median
 
     from cputrain.comm.ccl.check import records_of, time_transports
-    from cputrain.comm.ccl.environment import ensure_built, find_libraries
-    from cputrain.measurements import TITLES, keep
+    from cputrain.comm.ccl.environment import ensure_extension, find_libraries
+    from cputrain.measurements import TITLES, save_measurement
 
     env = os.environ
     with only_results_on_stdout(output_format):
@@ -95,7 +96,7 @@ def ccl(output_format: str) -> None:
         click.echo(f"oneCCL {version}  {libraries.ccl}")
         click.echo(f"Intel MPI     {libraries.mpi}")
         click.echo(f"libfabric     {libraries.fabric}")
-        backend = ensure_built(libraries, env)
+        backend = ensure_extension(libraries, env)
         click.echo(f"backend       {backend}")
         found, problems = time_transports(libraries, env)
         measured = [
@@ -108,7 +109,7 @@ def ccl(output_format: str) -> None:
             click.echo(f"warning: {problem}", err=True)
         try:
             for record in records_of(found):
-                click.echo(f"saved in      {keep(record, env)}")
+                click.echo(f"saved in      {save_measurement(record, env)}")
         except RunError as error:  # a cache that another user has written
             click.echo(f"warning: {error}", err=True)
     if output_format == "json":
@@ -134,12 +135,12 @@ def env_command(output_format: str) -> None:
     This works even if torch or torchvision cannot be imported, and suggests a fix. Variables whose names suggest a
     secret (TOKEN, PASSWORD, KEY and the like) are listed without their values. `cputrain doctor` checks the host.
     """
-    from cputrain.doctor import facts, facts_text, probed, start_probe, torch_check, torchvision_check
+    from cputrain.doctor import facts_text, host_facts, probe_results, start_probe, torch_check, torchvision_check
 
     env = os.environ
-    probe = probed(start_probe(env), ENV_TIMEOUT_S)
+    probe = probe_results(start_probe(env), ENV_TIMEOUT_S)
     checks = (torch_check(probe["torch"]), torchvision_check(probe["torchvision"], probe["torch"]))
-    found = facts(probe, checks, env)
+    found = host_facts(probe, checks, env)
     if output_format == "json":
         print_json(found)
     else:

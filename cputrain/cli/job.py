@@ -59,9 +59,9 @@ from cputrain.jobs.script import submit as submit_job
 from cputrain.launch.command import is_python
 from cputrain.launch.local import check_local_batch
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions, request_of_options
-from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
+from cputrain.mpi.launchers import LAUNCHERS, launchers_for
 from cputrain.mpi.supervise.wire import new_token
-from cputrain.other_launchers import binder_in
+from cputrain.other_launchers.parsing import binder_in
 from cputrain.predict.next_best import compare_plan
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import Dumper, dump_recipe, load_recipe

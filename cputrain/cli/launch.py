@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from cputrain.affinity.binding import OTHER_LAYOUT_VARIABLE
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import OTHER_LAYOUT_VARIABLE
 from cputrain.affinity.planner.plan import Request
-from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import redraws
 from cputrain.cli.options import (
     PLANNING,
@@ -35,7 +35,7 @@ from cputrain.launch.command import (
 )
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise.processes import JobFailedError
 
 # Options about all hosts and ranks; one rank of another launcher's job cannot apply them.
@@ -179,7 +179,7 @@ def _binder(command: tuple[str, ...]) -> str:
     """Return a note if the command binds its processes again, or starts ranks itself; "" if it does not."""
     if is_python(command[0]) and "-m" not in command[1:]:
         return ""
-    from cputrain.other_launchers import binder_in  # reads a file: only if the command is no script
+    from cputrain.other_launchers.parsing import binder_in  # reads a file: only if the command is no script
 
     return binder_in(command)
 

@@ -10,9 +10,11 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.output import print_file
-from cputrain.mpi.hosts.hostfile import read_hostfile
-from cputrain.mpi.launchers.command import identify
-from cputrain.other_launchers import PROGRAMS, command_and_rest, read, restore_text, split_words, translate
+from cputrain.mpi.hostfile import read_hostfile
+from cputrain.mpi.launch_command import identify_launcher
+from cputrain.other_launchers import PROGRAMS
+from cputrain.other_launchers.parsing import command_and_rest, parse_command, restore_text, split_words
+from cputrain.other_launchers.translation import translate
 
 
 @click.command("import", context_settings={"allow_interspersed_args": False})
@@ -40,7 +42,7 @@ def import_command(name: str | None, words: tuple[str, ...]) -> None:
         if len(words) == 1:
             line, rest = command_and_rest(words[0])
             words = split_words(line)
-        parsed = read(words, name, _launcher_of)
+        parsed = parse_command(words, name, _launcher_of)
         found = translate(parsed, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
     except InputError as error:
         raise InputError(restore_text(str(error))) from None
@@ -58,7 +60,7 @@ def _launcher_of(program: str) -> str | None:
     if path is not None and "pals" in Path(path).resolve().parts:  # /opt/cray/pals/VERSION/bin
         return "pals"
     try:
-        found = identify(program, os.environ)
+        found = identify_launcher(program, os.environ)
     except InputError:
         return None
     return found.launcher.name if found else None

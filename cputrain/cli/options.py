@@ -26,8 +26,8 @@ from cputrain.cli.output import FiniteRange, number_option, path_option
 from cputrain.cli.words import complete_machine, complete_setting, refuse_options_as_keys
 from cputrain.launch.options import PlanningOptions, requested_hosts, workers_per_host
 from cputrain.mpi.fabric import FABRICS
-from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.launchers import LAUNCHERS
+from cputrain.mpi.schedulers import scheduler_allocation
 
 OTHER = "Other options"
 # Parameter names of the planning options, by section of --help.
@@ -229,7 +229,7 @@ def planning_options(command: F) -> F:
 
 def _check_one_host(*hosts: Any) -> None:
     """Raise InputError for a total number of ranks if the job may have several hosts; on one host it equals --ppn."""
-    found = allocation(os.environ)
+    found = scheduler_allocation(os.environ)
     if any(hosts) or (found is not None and found.uses_one_host):
         raise InputError(
             "-n, -np or --np is the total number of ranks in other launchers; cputrain takes the workers per host: "

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.terminal import accept_any_text, discard, locale_encoding, redraws, status_of_signal
+from cputrain.affinity.terminal import accept_any_text, discard_output, locale_encoding, redraws, status_of_signal
 
 NAMES = ("stdin", "stdout", "stderr")
 
@@ -63,7 +63,7 @@ def print_line(text: str) -> None:
     try:
         click.echo(text)
     except OSError as error:
-        discard(sys.stdout)
+        discard_output(sys.stdout)
         click.echo(f"cputrain: stdout: {error.strerror}: the job goes on, and its output is in its logs", err=True)
 
 
@@ -91,7 +91,7 @@ def is_full(error: Exception) -> bool:
     try:
         os.write(1, b"\n")
     except OSError:
-        discard(sys.stdout)
+        discard_output(sys.stdout)
         click.echo(f"cputrain: stdout: {error.strerror}", err=True)
         return True
     return False
@@ -103,10 +103,10 @@ def finished(status: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard_output(sys.stdout)
         return status or status_of_signal(signal.SIGPIPE)
     except OSError as error:
-        discard(sys.stdout)
+        discard_output(sys.stdout)
         click.echo(f"cputrain: stdout: {error.strerror}", err=True)
         return status or 1
     return status

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cputrain.affinity.errors import InputError, as_option, describe, render
+from cputrain.affinity.errors import InputError, as_option, describe_error, render_message
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
@@ -23,8 +23,8 @@ from cputrain.affinity.terminal import align_columns, shows_color
 from cputrain.affinity.topology.catalog import (
     catalog_machines,
     described_machines,
-    description_of,
     find_machine,
+    machine_description,
     machine_names,
     named_machine,
 )
@@ -54,9 +54,9 @@ from cputrain.launch.options import (
     with_host_groups,
 )
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, start_command, write_plan_files
-from cputrain.mpi.hosts.hostfile import Cluster
-from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.hostfile import Cluster
+from cputrain.mpi.launchers import Job
+from cputrain.mpi.schedulers import scheduler_allocation
 from cputrain.predict.next_best import compare_plan
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def plan_command(
     options = with_host_groups(options, host_groups)
     found = None
     if options.machine == THIS_MACHINE and options.on_this_host:
-        found = allocation(env)
+        found = scheduler_allocation(env)
         options = with_allocated_hosts(options, found)
     cluster = plan_hosts(options, base, env)
     for note in allocation_notes(options, found, cluster):
@@ -250,7 +250,9 @@ def machine_table(rows: Iterable[MachineRow]) -> str:
     shown = [head]
     for row, line in zip(rows, lines, strict=True):
         warnings = row.plan.warnings if row.plan else ()
-        notes = [f"warning: {render(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
+        notes = (
+            [f"warning: {render_message(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
+        )
         shown += [line, *(f"  {note}" for note in notes)]
     return "\n".join(shown)
 
@@ -260,7 +262,7 @@ def _planned(path: Path, name: str, request: Request) -> MachineRow:
         plan = plan_machine(find_machine(str(path)), request, Runtime(), compare=compare_plan)
         return MachineRow(name=name, plan=plan, error=None)
     except InputError as error:
-        message = describe(error, wording_of(["plan"])).replace(str(path), path.name)
+        message = describe_error(error, wording_of(["plan"])).replace(str(path), path.name)
         return MachineRow(name=name, plan=None, error=message)
 
 
@@ -365,7 +367,7 @@ def show(machine: str, output_format: str) -> None:
 
 def _searched(machine: Machine) -> tuple[str, ...]:
     """Return the searchable texts of a machine; its description may name features it lacks, so only its code name."""
-    code_name = re.split(r"[,;:]| with ", description_of(machine))[0]
+    code_name = re.split(r"[,;:]| with ", machine_description(machine))[0]
     return (machine.name, machine.model, code_name, *machine.isa, *(node.kind for node in machine.numa_nodes))
 
 

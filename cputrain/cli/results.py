@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cputrain.affinity.bound_plan import bound_worker, exec_bound, plan_in_memory
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
@@ -95,7 +95,7 @@ def watch_command(run: Path, once: bool, interval: float) -> None:
     from rich.console import Console  # 0.1 s, only needed here
     from rich.live import Live
 
-    from cputrain.report.watch import EventTail, WatchState, keys_pressed, screen
+    from cputrain.report.watch import EventTail, WatchState, keys_pressed, watch_screen
 
     if not (run / FILE).is_file() and not (run / RECIPE).is_file():
         raise InputError(f"{run} contains no run ({FILE}): give the output folder of a training")
@@ -117,11 +117,11 @@ def watch_command(run: Path, once: bool, interval: float) -> None:
             Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live,
         ):
             while state.end is None:
-                live.update(screen(name, state, width=console.width, damaged=tail.damaged), refresh=True)
+                live.update(watch_screen(name, state, width=console.width, damaged=tail.damaged), refresh=True)
                 if "q" in pressed(interval).lower():
                     break
                 state = look()
-    console.print(screen(name, state, width=console.width, damaged=tail.damaged))
+    console.print(watch_screen(name, state, width=console.width, damaged=tail.damaged))
 
 
 BATCH = 32
@@ -144,7 +144,7 @@ def predict_command(
     FOLDER are used, at any depth. Files that are not images, or damaged, are listed on stderr; the others are
     classified. The exit status is then 1, or 2 if no image can be read.
     """
-    from cputrain.data.formats.dataset import causes  # numpy, only needed here
+    from cputrain.data.formats.dataset import summarize_corrupt  # numpy, only needed here
     from cputrain.data.formats.folder import image_files
 
     found = find_checkpoint(checkpoint, last=last)
@@ -162,9 +162,11 @@ def predict_command(
     head = {"checkpoint": str(found), "step": classifier.step}
     failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
     if len(failed) == len(images):
-        raise InputError(f"none of {plural(len(images), 'image')} can be read: {causes(failed)}; give other files")
+        raise InputError(
+            f"none of {plural(len(images), 'image')} can be read: {summarize_corrupt(failed)}; give other files"
+        )
     if failed:
-        raise RunError(f"{len(failed):,} of {len(images):,} images cannot be read: {causes(failed)}")
+        raise RunError(f"{len(failed):,} of {len(images):,} images cannot be read: {summarize_corrupt(failed)}")
 
 
 def find_checkpoint(named: Path, *, last: bool) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe_error
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, plural
 from cputrain.cli.options import settings_argument
@@ -26,7 +26,7 @@ from cputrain.cli.output import (
     print_json,
 )
 from cputrain.cli.words import FullSummaryGroup, complete_machine, complete_recipe, complete_setting
-from cputrain.mpi.hosts.hostfile import MAX_HOSTS
+from cputrain.mpi.hostfile import MAX_HOSTS
 from cputrain.predict.assumptions import LINKED, link_of, published_runs, runs_on
 from cputrain.predict.collectives import ALGORITHMS
 from cputrain.recipe.loading import load_recipe
@@ -228,9 +228,9 @@ def _plan(training: Recipe, env: Mapping[str, str]) -> PlannedTraining | Invalid
     try:
         return plan_training(training.model_copy(update={"sweep": SweepSection()}), env)
     except DoesNotFitError as error:
-        return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=describe(error, as_recipe_key))
+        return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=describe_error(error, as_recipe_key))
     except InputError as error:
-        return InvalidTraining(recipe=training, status=INVALID, why=describe(error, as_recipe_key))
+        return InvalidTraining(recipe=training, status=INVALID, why=describe_error(error, as_recipe_key))
 
 
 def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> None:

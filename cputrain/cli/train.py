@@ -12,7 +12,7 @@ from uuid import uuid4
 import click
 
 from cputrain.affinity.errors import InputError, as_recipe_key
-from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import plan_to_text
@@ -36,7 +36,7 @@ from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts
 from cputrain.launch.local import run_in_scratch
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
-from cputrain.mpi.hosts.schedulers import allocation
+from cputrain.mpi.schedulers import scheduler_allocation
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.recipe.derivation import explain
 from cputrain.recipe.loading import load_recipe
@@ -91,7 +91,7 @@ def train_command(
     if rank is not None:
         options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)
         return _be_rank(training, rank, env, options, check=not no_verify)
-    if (found := allocation(env)) is not None and (note := found.uses_one_host):
+    if (found := scheduler_allocation(env)) is not None and (note := found.uses_one_host):
         click.echo(f"note: {note}", err=True)
     planned, name = plan_training(training, env, resume=resume), uuid4().hex
 

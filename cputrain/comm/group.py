@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from cputrain.affinity.binding import running_on
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import running_on
 from cputrain.affinity.planner.plan import WorkerPlan
-from cputrain.affinity.ranks.rank import Rank, with_rank
+from cputrain.affinity.rank import Rank, with_rank
 from cputrain.affinity.wording import first_named
 from cputrain.comm import ccl
 from cputrain.comm.store import SignedKeys, connect_store
@@ -38,31 +38,45 @@ from cputrain.predict.collectives import MEASURED_BYTES, fit_alpha_beta
 
 FACTS = "facts"
 
+T = TypeVar("T")
+SHUTDOWN_S = 60.0  # limit for destroying the group and exiting the process
+# Causes in gloo's messages; the last one appears without "gloo", in operations after one that timed out.
+FROM_GLOO = re.compile(
+    r"gloo.*?(Connection \w+(?: by peer)?|Timed out waiting \w+|Socket closed|Broken pipe)"
+    r"|(Application timeout caused pair closure)"
+)
+
+_watchdog: Watchdog | None = None  # of the last group
+_numbers = count()  # of the groups of this process: all ranks create the same ones, whose keys differ
+_stores: dict[tuple[str, str], Store] = {}  # the store of the last group, by its address
+
+ROUNDS = 5
+
 
 def check_consistency(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
     """Check that versions, settings and data (`facts`, texts by name) equal rank 0's, and wait for every rank's check.
 
     Raises InputError on every rank if any rank differs, with the differences; RunError if the store is another job's.
     """
-    own = {"host": socket.gethostname(), "facts": dict(facts)}
+    facts_here = {"host": socket.gethostname(), "facts": dict(facts)}
     if rank.rank == 0:
-        keys.set(FACTS, json.dumps(own))
-    problem = describe_difference(rank.rank, own, json.loads(keys.read(FACTS)))
-    if found := keys.problem_of_any(FACTS, problem, rank):
-        raise InputError(found)
+        keys.set(FACTS, json.dumps(facts_here))
+    problem = describe_rank_difference(rank.rank, facts_here, json.loads(keys.read(FACTS)))
+    if reported := keys.problem_of_any(FACTS, problem, rank):
+        raise InputError(reported)
 
 
-def describe_difference(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return a line about the facts in which a rank differs from rank 0, "" if none. `own` and `first` are
+def describe_rank_difference(rank: int, facts: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return a line about the facts in which a rank differs from rank 0, "" if none. `facts` and `first` are
     {"host", "facts"}.
     """
-    ours, theirs = own["facts"], first["facts"]
+    ours, theirs = facts["facts"], first["facts"]
     pairs = ((name, ours.get(name, "nothing"), theirs.get(name, "nothing")) for name in {**theirs, **ours})
-    different = [f"{name}: {mine} instead of {other}" for name, mine, other in pairs if mine != other]
+    different = [f"{name}: {value} instead of {expected}" for name, value, expected in pairs if value != expected]
     if not different:
         return ""
     return (
-        f"rank {rank} on {own['host']} differs from rank 0 on {first['host']} in {first_named(different)}: start all "
+        f"rank {rank} on {facts['host']} differs from rank 0 on {first['host']} in {first_named(different)}: start all "
         "ranks with the same program, recipe and data"
     )
 
@@ -88,22 +102,13 @@ def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, s
         over = f"over {transport}"
     except (InputError, RunError) as error:
         problem = error
-    own = f"rank {rank.rank}: {str(problem).removeprefix('comm.backend=ccl: ')}" if problem else ""
-    found = keys.problem_of_any("ccl", own, rank)
-    if not found:
+    problem_here = f"rank {rank.rank}: {str(problem).removeprefix('comm.backend=ccl: ')}" if problem else ""
+    reported = keys.problem_of_any("ccl", problem_here, rank)
+    if not reported:
         return "ccl", over
     if requested == "ccl":
-        raise problem or RunError(f"comm.backend=ccl: {found}")
-    return "gloo", found
-
-
-T = TypeVar("T")
-SHUTDOWN_S = 60.0  # limit for destroying the group and exiting the process
-# Causes in gloo's messages; the last one appears without "gloo", in operations after one that timed out.
-FROM_GLOO = re.compile(
-    r"gloo.*?(Connection \w+(?: by peer)?|Timed out waiting \w+|Socket closed|Broken pipe)"
-    r"|(Application timeout caused pair closure)"
-)
+        raise problem or RunError(f"comm.backend=ccl: {reported}")
+    return "gloo", reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +121,15 @@ class CommGroup:
     watchdog: Watchdog
 
 
-_watchdog: Watchdog | None = None  # of the last group
-_numbers = count()  # of the groups of this process: all ranks create the same ones, whose keys differ
-_stores: dict[tuple[str, str], Store] = {}  # the store of the last group, by its address
-
-
 def _store_of_job(rank: Rank, env: Mapping[str, str]) -> Store:
     """Return the job's store. Ranks keep it for later groups: others may need it before rank 0 could serve it again."""
     if rank.world_size == 1:
         return connect_store(rank, env)
-    place = env["MASTER_ADDR"], env["MASTER_PORT"]
-    if place not in _stores:
+    address = env["MASTER_ADDR"], env["MASTER_PORT"]
+    if address not in _stores:
         _stores.clear()
-        _stores[place] = connect_store(rank, env)
-    return _stores[place]
+        _stores[address] = connect_store(rank, env)
+    return _stores[address]
 
 
 def start_group(
@@ -174,10 +174,10 @@ def _join_mpi(rank: Rank) -> None:
     """Join the group over torch's MPI, which assigns ranks itself. Raises InputError if MPI's ranks differ, because the
     ranks were not started by its mpirun."""
     dist.init_process_group("mpi")
-    found = dist.get_rank(), dist.get_world_size()
-    if found != (rank.rank, rank.world_size):
+    mpi = dist.get_rank(), dist.get_world_size()
+    if mpi != (rank.rank, rank.world_size):
         raise InputError(
-            f"comm.backend=mpi: rank {rank.rank} of {rank.world_size} is rank {found[0]} of {found[1]} in MPI: start "
+            f"comm.backend=mpi: rank {rank.rank} of {rank.world_size} is rank {mpi[0]} of {mpi[1]} in MPI: start "
             "the ranks with mpirun of the MPI that torch was built with, or set comm.backend=ccl"
         )
 
@@ -300,9 +300,6 @@ def timed_rounds(act: Callable[[], object], rounds: int) -> list[float]:
         act()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-ROUNDS = 5
 
 
 def measure_alpha_beta() -> tuple[float, float]:

@@ -91,13 +91,13 @@ class Bf16AllReduceHook(AllReduceHook):
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """All-reduce a bucket of float32 gradients."""
         self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
-        gradients, kept = bucket.buffer(), self._kept(bucket)
-        gradients.add_(kept.errors)
-        kept.compressed.copy_(gradients)
+        gradients, residual = bucket.buffer(), self._kept(bucket)
+        gradients.add_(residual.errors)
+        residual.compressed.copy_(gradients)
         # The copy converts bfloat16 to float32 first: operands of one dtype need no temporary copy.
-        torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)
+        torch.sub(gradients, residual.errors.copy_(residual.compressed), out=residual.errors)
         ranks = dist.get_world_size(group) if self.mean else 1
-        return self._all_reduce(kept.compressed, bucket, group, partial(_copied, gradients, ranks))
+        return self._all_reduce(residual.compressed, bucket, group, partial(_copied, gradients, ranks))
 
     def reset(self) -> None:
         """Discard the rounding errors of gradients that contained NaN or Inf."""
@@ -106,30 +106,30 @@ class Bf16AllReduceHook(AllReduceHook):
 
     def state_dict(self) -> dict[int, Tensor]:
         """Return the rounding errors, which continue a training exactly."""
-        kept = enumerate(self.parameters)
-        return {place: self.residuals[weight] for place, weight in kept if weight in self.residuals}
+        numbered = enumerate(self.parameters)
+        return {index: self.residuals[weight] for index, weight in numbered if weight in self.residuals}
 
     def load_state_dict(self, state: Mapping[int, Tensor]) -> None:
         """Load the rounding errors of a state dict."""
         self.reset()
-        self.residuals.update({self.parameters[place]: errors.clone() for place, errors in state.items()})
+        self.residuals.update({self.parameters[index]: errors.clone() for index, errors in state.items()})
 
     def _kept(self, bucket: GradBucket) -> Bf16Bucket:
         """Return the bucket's buffers; for a new bucket, allocate them and copy its parameters' errors into them."""
         parameters = tuple(bucket.parameters())
-        kept = self.buckets.get(bucket.index())
-        if kept is None or not kept.holds(parameters):
+        residual = self.buckets.get(bucket.index())
+        if residual is None or not residual.holds(parameters):
             errors = torch.zeros_like(bucket.buffer())
             parts = torch.split(errors, [parameter.numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 if parameter in self.residuals:
                     part.copy_(self.residuals[parameter])
                 self.residuals[parameter] = part
-            kept = Bf16Bucket(
+            residual = Bf16Bucket(
                 parameters=parameters, errors=errors, compressed=torch.empty_like(errors, dtype=torch.bfloat16)
             )
-            self.buckets[bucket.index()] = kept
-        return kept
+            self.buckets[bucket.index()] = residual
+        return residual
 
 
 def _itself(summed: Tensor) -> Tensor:
@@ -155,9 +155,9 @@ def compress_bf16(ddp: DistributedDataParallel) -> Bf16AllReduceHook:
     have to continue exactly: it has state_dict and load_state_dict.
     Raises ValueError if a trained parameter is not float32, and DDP's RuntimeError if it has a hook already.
     """
-    other = {p.dtype for p in ddp.parameters() if p.requires_grad} - {torch.float32}
-    if other:
-        raise ValueError(f"compress_bf16 needs float32 parameters, some are {', '.join(sorted(map(str, other)))}")
+    dtypes = {p.dtype for p in ddp.parameters() if p.requires_grad} - {torch.float32}
+    if dtypes:
+        raise ValueError(f"compress_bf16 needs float32 parameters, some are {', '.join(sorted(map(str, dtypes)))}")
     hook = Bf16AllReduceHook(mean=True, parameters=tuple(ddp.parameters()))
     ddp.register_comm_hook(None, hook.hook)
     return hook

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 BY_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun serves the store
@@ -60,9 +60,9 @@ def _connect_to_own(address: str, port: int, token: str, timeout: timedelta) -> 
     deadline = time.monotonic() + timeout.total_seconds()
     foreign = False
     while True:
-        left = timedelta(seconds=max(deadline - time.monotonic(), RECONNECT_S))
+        remaining = timedelta(seconds=max(deadline - time.monotonic(), RECONNECT_S))
         try:
-            store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
+            store = TCPStore(address, port, is_master=False, timeout=remaining, wait_for_workers=False)
             if _is_own(store, token, deadline):
                 store.set_timeout(default_pg_timeout)
                 return store
@@ -85,11 +85,11 @@ def _is_own(store: Store, token: str, deadline: float) -> bool:
 def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     """Listen on this address only; on all addresses if it is not an address of this host (but a proxy's), or if this
     host resolves it to loopback although other hosts must connect."""
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    loopback = place[0] == "::1" or str(place[0]).startswith("127.")
+    family, _, _, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    loopback = endpoint[0] == "::1" or str(endpoint[0]).startswith("127.")
     try:
         if one_host or not loopback:
-            return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+            return socket.create_server(endpoint[:2], family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise RunError(
@@ -161,20 +161,20 @@ class SignedKeys:
             raise RunError(f"the key {key} in the job's store is another job's: set MASTER_PORT to a free port")
         return value
 
-    def problem_of_any(self, name: str, own: str, rank: Rank) -> str:
-        """Return one rank's problem, the same on all ranks, or "" if no rank has one. `own` is this rank's problem.
+    def problem_of_any(self, name: str, problem: str, rank: Rank) -> str:
+        """Return one rank's problem, the same on all ranks, or "" if no rank has one. `problem` is this rank's problem.
 
         Waits until every rank has called this with `name`.
         """
-        if own:
-            self.set(f"{name}/problem", own)
+        if problem:
+            self.set(f"{name}/problem", problem)
         if self._store.add(f"{name}/tried", 1) == rank.world_size:
             self._store.set(f"{name}/all", "tried")
         self.wait(f"{name}/all")
-        found = self.read(f"{name}/problem") if self.has(f"{name}/problem") else ""
-        if found:
+        reported = self.read(f"{name}/problem") if self.has(f"{name}/problem") else ""
+        if reported:
             self._await_readers(f"{name}/read", rank)
-        return found
+        return reported
 
     def _await_readers(self, key: str, rank: Rank) -> None:
         """Wait on rank 0, whose exit ends the store, until the other ranks have read the problem that ends the job."""
@@ -186,8 +186,8 @@ class SignedKeys:
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:
         """Return the values of keys that are set, as `get` does, in one request to the store."""
-        found = self._store.multi_get(list(keys)) if keys else []
-        return [self._verified(key, signed) for key, signed in zip(keys, found, strict=True)]
+        values = self._store.multi_get(list(keys)) if keys else []
+        return [self._verified(key, signed) for key, signed in zip(keys, values, strict=True)]
 
     def _verified(self, key: str, signed: bytes) -> str | None:
         signature, _, value = signed.decode(errors="replace").partition(" ")

@@ -28,9 +28,20 @@ from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 NOT_SCHEDULED = frozenset("TZXx")  # stopped or dead, in /proc/PID/stat, proc(5); not "t", which is in a debugger
-MOST_WATCHED = 16
+MAX_WATCHED_RANKS = 16
 SAME = "with the same sizes, types and options"
 STOPPED_TIMEOUT_S = 6.0  # timeout for a rank on this host if the kernel reports it as stopped or dead
+
+ABSENT_S = 3 * HEARTBEAT_S  # before a collective's timeout, when absent ranks are first looked up
+EXIT_S = 3.0  # between failing a rank's collectives and ending the process, for its code to report the error
+JOIN_S = 1.0
+OVERDUE_S = 10.0  # after a collective's timeout, for the backend to return before the rank is ended
+# Limit for the destruction of a group once the store has ended: rank 0 may have left the job, and oneCCL's destruction
+# may wait until rank 0's process has finalized MPI.
+LEAVING_S = 30.0
+SUSPENDED_S = 2 * HEARTBEAT_S  # after a longer gap, the process was suspended, or a call held the GIL
+
+log = logging.getLogger(__name__)
 
 
 class PendingCollective(NamedTuple):
@@ -155,7 +166,7 @@ def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[
     return None
 
 
-def absent_ranks(
+def ranks_not_joined(
     last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
 ) -> list[tuple[int, str]]:
     """Return the members of a collective's group that have not joined it, each with a description."""
@@ -163,10 +174,10 @@ def absent_ranks(
     return [(rank, _described(rank, last)) for rank in absent]
 
 
-def describe_absent(absent: Iterable[tuple[int, str]], own: int) -> str:
-    """Return a line about ranks that have not joined a collective that the rank `own` has joined."""
-    others = [described for rank, described in absent if rank != own]
-    return f"not joined by {first_named(others)}" if others else "all of its ranks have joined"
+def describe_absent(absent: Iterable[tuple[int, str]], watcher: int) -> str:
+    """Return a line about ranks that have not joined a collective that the rank `watcher` has joined."""
+    peers = [described for rank, described in absent if rank != watcher]
+    return f"not joined by {first_named(peers)}" if peers else "all of its ranks have joined"
 
 
 def describe_peers(last: Mapping[int, LastHeartbeat], peers: Iterable[int]) -> str:
@@ -198,10 +209,10 @@ def differing_ranks(last: Mapping[int, LastHeartbeat], members: Callable[[str], 
     groups = {group for seen in last.values() for group in seen.heartbeat.groups}
     for group in sorted(groups):
         called = {rank: seen.heartbeat.groups.get(group, ()) for rank, seen in last.items()}
-        places = sorted((number, digest, rank) for rank, places in called.items() for number, digest, _ in places)
-        for (number, digest, rank), (other_number, other_digest, other) in pairwise(places):
+        calls = sorted((number, digest, rank) for rank, calls in called.items() for number, digest, _ in calls)
+        for (number, digest, rank), (other_number, other_digest, other_rank) in pairwise(calls):
             if number == other_number and digest != other_digest:
-                described = f"{_described(rank, last)}, {_described(other, last)}"
+                described = f"{_described(rank, last)}, {_described(other_rank, last)}"
                 return _differ(
                     group, number, f"{described}: all ranks must call the same collectives in the same order"
                 )
@@ -221,7 +232,7 @@ def _unbalanced(called: Mapping[int, Sequence[Sequence[int]]], members: Sequence
     """Return the first collective, called by all members, at which their balances do not sum to 0; else None."""
     of_members = [{number: balance for number, _, balance in called.get(rank, ())} for rank in members]
     common = set.intersection(*map(set, of_members)) if of_members else set()
-    return min((number for number in common if sum(each[number] for each in of_members) % 2**64), default=None)
+    return min((number for number in common if sum(counts[number] for counts in of_members) % 2**64), default=None)
 
 
 def describe_collectives(last: Mapping[int, LastHeartbeat]) -> str:
@@ -230,12 +241,12 @@ def describe_collectives(last: Mapping[int, LastHeartbeat]) -> str:
 
 
 def watched_ranks(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the ranks that a rank watches: the first rank, and up to MOST_WATCHED from all hosts, including itself.
+    """Return the ranks that a rank watches: the first rank, and up to MAX_WATCHED_RANKS of all hosts, itself included.
 
     These ranks watch each other, so that one running rank is enough.
     """
     position = ranks.index(rank)
-    stride = math.ceil(len(ranks) / MOST_WATCHED)
+    stride = math.ceil(len(ranks) / MAX_WATCHED_RANKS)
     return tuple(sorted({ranks[0], *ranks[position % stride :: stride]}))
 
 
@@ -251,7 +262,7 @@ def _where(heartbeat: StoreHeartbeat) -> str:
     return f"in {heartbeat.waits_in}" if heartbeat.waits_in else "in no collective"
 
 
-def key_of(rank: int) -> str:
+def heartbeat_key(rank: int) -> str:
     """Return the store's key for a rank's heartbeats."""
     return f"heartbeat/{rank}"
 
@@ -263,10 +274,10 @@ def newest(
 
     Raises RuntimeError if the store is gone.
     """
-    started = [rank for rank in ranks if rank in last or keys.has(key_of(rank))]
-    found = dict(last)
+    started = [rank for rank in ranks if rank in last or keys.has(heartbeat_key(rank))]
+    entries = dict(last)
     unreadable = []
-    for rank, text in zip(started, keys.get_all([key_of(rank) for rank in started]), strict=True):
+    for rank, text in zip(started, keys.get_all([heartbeat_key(rank) for rank in started]), strict=True):
         try:
             heartbeat = _parsed(text) if text is not None else None
         except (AttributeError, TypeError, ValueError):
@@ -274,16 +285,15 @@ def newest(
             unreadable.append(rank)
         # An old heartbeat that was set again, by any process, is no sign of life.
         if heartbeat and (rank not in last or heartbeat.count > last[rank].heartbeat.count):
-            found[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
-    return found, unreadable
+            entries[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
+    return entries, unreadable
 
 
 def _parsed(text: str) -> StoreHeartbeat:
     """Parse a heartbeat. Raises AttributeError, TypeError or ValueError if it is not from this version."""
     heartbeat = StoreHeartbeat(**json.loads(text))
     groups = {
-        key: [(number, digest, balance) for number, digest, balance in places]
-        for key, places in heartbeat.groups.items()
+        key: [(number, digest, balance) for number, digest, balance in calls] for key, calls in heartbeat.groups.items()
     }
     return replace(heartbeat, groups=groups)
 
@@ -296,12 +306,12 @@ class HeartbeatThread:
         self,
         keys: SignedKeys,
         rank: int,
-        place: ProcessPlace,
+        process_place: ProcessPlace,
         pending: Callable[[], PendingCollective],
         groups: Callable[[], Mapping[str, Sequence[Sequence[int]]]] = dict,
         copy: int | None = None,
     ) -> None:
-        self._keys, self._rank, self._place, self._pending, self._groups = keys, rank, place, pending, groups
+        self._keys, self._rank, self._place, self._pending, self._groups = keys, rank, process_place, pending, groups
         self._copy = copy
         self._count = 0
         self._stopped = threading.Event()
@@ -336,19 +346,7 @@ class HeartbeatThread:
         text = json.dumps(asdict(heartbeat))
         if self._copy is not None:
             os.pwrite(self._copy, f"{text}\n".encode(), 0)
-        self._keys.set(key_of(self._rank), text)
-
-
-ABSENT_S = 3 * HEARTBEAT_S  # before a collective's timeout, when absent ranks are first looked up
-EXIT_S = 3.0  # between failing a rank's collectives and ending the process, for its code to report the error
-JOIN_S = 1.0
-OVERDUE_S = 10.0  # after a collective's timeout, for the backend to return before the rank is ended
-# Limit for the destruction of a group once the store has ended: rank 0 may have left the job, and oneCCL's destruction
-# may wait until rank 0's process has finalized MPI.
-LEAVING_S = 30.0
-SUSPENDED_S = 2 * HEARTBEAT_S  # after a longer gap, the process was suspended, or a call held the GIL
-
-log = logging.getLogger(__name__)
+        self._keys.set(heartbeat_key(self._rank), text)
 
 
 class Sender(Protocol):
@@ -515,14 +513,14 @@ class Watchdog:
                 ranks,
             )
 
-    def _publish(self, own: str | None) -> str | None:
+    def _publish(self, problem: str | None) -> str | None:
         """Publish this rank's finding, or withdraw an outdated one; return it, or else another rank's finding."""
-        known = self._keys.get("lost") or ""
-        current = own or ("" if known == self._published_lost else known)
-        if current != known and (own is None or not known):  # set rarely, as a FileStore grows with every call
+        lost = self._keys.get("lost") or ""
+        current = problem or ("" if lost == self._published_lost else lost)
+        if current != lost and (problem is None or not lost):  # set rarely, as a FileStore grows with every call
             self._published_lost = current
             self._keys.set("lost", current)
-        return own or current or None
+        return problem or current or None
 
     @staticmethod
     def _is_timeout_near(pending: PendingCollective) -> bool:
@@ -547,10 +545,10 @@ class Watchdog:
         if self._claimed == key or self._keys.claim(f"{key}/claim"):
             self._claimed = key
             seen, _ = newest(self._keys, members, {}, time.monotonic())
-            self._keys.set(key, json.dumps(absent_ranks(seen, pending, members)))
-        found = self._keys.get(key)
-        if found is not None:
-            self._backend.set_absent_ranks(pending.name, describe_absent(json.loads(found), self._rank))
+            self._keys.set(key, json.dumps(ranks_not_joined(seen, pending, members)))
+        entry = self._keys.get(key)
+        if entry is not None:
+            self._backend.set_absent_ranks(pending.name, describe_absent(json.loads(entry), self._rank))
 
     def _explained_failure(self, now: float) -> str | None:
         """Return the backend's error with each rank's collective once all ranks have reported since, else None."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import text_of
-from cputrain.data.formats.open import detect
+from cputrain.data.formats.open import detect_source
 from cputrain.data.formats.source import DatasetSummary, Source, Split
 from cputrain.data.settings import LINE, SYNTHETIC, USER_SAMPLES, DataSettings, TrainCrop
 
@@ -53,7 +53,7 @@ def _source(data: DataSettings, classes: int | None, side: int, seed: int) -> So
     if data.path is not None and data.prepare is not None and not Path(data.path).exists():
         command = data.prepare.replace("{path}", shlex.quote(data.path))
         raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
-    found = detect(data.path, data.label_column)
+    found = detect_source(data.path, data.label_column)
     if len(found.classes) == 1:  # the loss would be 0 from the first step on
         raise InputError(
             f"{found.place} has only one class, {text_of(found.classes[0])}, but a classifier needs two or more: name "

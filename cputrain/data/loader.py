@@ -36,23 +36,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cputrain.affinity.binding import bind_thread
+from cputrain.affinity.bound_plan import bound_worker
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.rank import rank_from_env
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import plural
-from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, Points, UserSamples, causes, check_labels
+from cputrain.data.formats.dataset import (
+    Dataset,
+    Images,
+    PiecewiseImages,
+    Points,
+    UserSamples,
+    check_labels,
+    summarize_corrupt,
+)
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import BlockReader, images_per_block
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
-from cputrain.data.pixels import Decode, Pixels, Transform, choose_decoder, ensure_built
+from cputrain.data.pixels import Decode, Pixels, Transform, choose_decoder, ensure_decoder
+
+logger = logging.getLogger(__name__)
+
 
 Color = tuple[float, float, float]
 """Red, green and blue values."""
 
 IMAGENET_MEAN: Color = (0.485, 0.456, 0.406)
 IMAGENET_STD: Color = (0.229, 0.224, 0.225)
+
+AHEAD_BYTES = 32 << 20  # of images decoded ahead
+MAX_BATCHES_AHEAD = 8  # batches decoded ahead
+IMAGES_PER_CALL = 8  # decoded in one task of a thread; a task per image would cost 10 % of the decoding time
+OWN_AHEAD = 2  # batches of user samples collated ahead
+GRAY = 128
+
+DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
+"""Decodes encoded images with these numbers into an (n, side, side, 3) output; returns each image's error, or None."""
 
 
 class Normalize:
@@ -81,17 +101,10 @@ class Normalize:
 def choose_normalize(mean: Color, std: Color, decoder: str, env: Mapping[str, str]) -> Normalize:
     """Return native normalization, or torch's if data.decoder is "pillow" or the native library cannot be compiled."""
     try:
-        native = None if decoder == "pillow" else ensure_built(env)
+        native = None if decoder == "pillow" else ensure_decoder(env)
     except (InputError, RunError):  # choose_decoder reports the reason
         native = None
     return Normalize(mean, std, native)
-
-
-AHEAD_BYTES = 32 << 20  # of images decoded ahead
-MOST_AHEAD = 8  # batches decoded ahead
-IMAGES_PER_CALL = 8  # decoded in one task of a thread; a task per image would cost 10 % of the decoding time
-OWN_AHEAD = 2  # batches of user samples collated ahead
-GRAY = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +122,8 @@ class Batch:
     damaged: tuple[str, ...]
 
 
-DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
-"""Decodes encoded images with these numbers into an (n, side, side, 3) output; returns each image's error, or None."""
-
-
 def decoded_batches(
-    images: Images, shares: Iterable[Indices], decode: DecodeImages, *, side: int, threads: int, cpus: tuple[int, ...]
+    images: Images, batches: Iterable[Indices], decode: DecodeImages, *, side: int, threads: int, cpus: tuple[int, ...]
 ) -> Iterator[Batch]:
     """Yield one batch per share of image numbers, in order, decoded by `threads` threads bound to `cpus` (()=unbound).
 
@@ -134,29 +143,29 @@ def decoded_batches(
     with _loader_threads(threads, cpus) as pool:
         waiting: deque[tuple[Indices, Pixels, list[Future[list[str | None]]]]] = deque()
 
-        def start(share: Indices) -> None:
-            buffer = buffer_for(len(share))
+        def start(indices: Indices) -> None:
+            buffer = buffer_for(len(indices))
             futures = [
-                pool.submit(read_and_decode, images, share[first : first + IMAGES_PER_CALL], decode, buffer[first:])
-                for first in range(0, len(share), IMAGES_PER_CALL)
+                pool.submit(read_and_decode, images, indices[first : first + IMAGES_PER_CALL], decode, buffer[first:])
+                for first in range(0, len(indices), IMAGES_PER_CALL)
             ]
-            waiting.append((share, buffer, futures))
+            waiting.append((indices, buffer, futures))
 
         def finish() -> tuple[Batch, Pixels]:
-            share, buffer, futures = waiting.popleft()
+            indices, buffer, futures = waiting.popleft()
             problems = [problem for future in futures for problem in future.result()]
             batch = Batch(
-                images=torch.from_numpy(buffer[: len(share)]),
-                labels=torch.from_numpy(labels[share]),
+                images=torch.from_numpy(buffer[: len(indices)]),
+                labels=torch.from_numpy(labels[indices]),
                 weights=torch.tensor([0.0 if problem else 1.0 for problem in problems]),
                 damaged=tuple(problem for problem in problems if problem),
             )
             return batch, buffer
 
         try:
-            for share in shares:
-                start(share)
-                if len(waiting) > batches_ahead(len(share) * side * side * 3):
+            for indices in batches:
+                start(indices)
+                if len(waiting) > batches_ahead(len(indices) * side * side * 3):
                     batch, buffer = finish()
                     yield batch
                     free.append(buffer)
@@ -180,12 +189,12 @@ def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
 
 def batches_ahead(batch_bytes: int) -> int:
     """Return the number of batches of this size to decode ahead."""
-    return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
+    return min(MAX_BATCHES_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
 
 
-def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
+def read_and_decode(images: Images, indices: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
     """Read and decode images into the start of `out`; return each image's error with its name, or None."""
-    numbers = share.tolist()
+    numbers = indices.tolist()
     encoded, unreadable = [], {}
     for i in numbers:
         try:
@@ -207,14 +216,14 @@ def own_batch(samples: UserSamples, numbers: Sequence[int]) -> Batch:
     return Batch(images=inputs, labels=targets, weights=torch.ones(len(numbers)), damaged=())
 
 
-def own_batches(samples: UserSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
+def own_batches(samples: UserSamples, batches: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
     """Yield one batch per share of user samples, in order. A thread on `cpus` collates ahead; its errors are raised
     here."""
     with _loader_threads(1, cpus) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
-            for share in shares:
-                waiting.append(pool.submit(own_batch, samples, share.tolist()))
+            for indices in batches:
+                waiting.append(pool.submit(own_batch, samples, indices.tolist()))
                 if len(waiting) > OWN_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
@@ -223,14 +232,11 @@ def own_batches(samples: UserSamples, shares: Iterable[Indices], *, cpus: tuple[
             pool.shutdown(cancel_futures=True)
 
 
-def point_batches(points: Points, shares: Iterable[Indices]) -> Iterator[Batch]:
+def point_batches(points: Points, batches: Iterable[Indices]) -> Iterator[Batch]:
     """Yield one batch per share of points: `images` has x (N, 1), `labels` has y (N, 1), both float32."""
-    for share in shares:
-        x, y = torch.from_numpy(points.x[share]), torch.from_numpy(points.y[share])
-        yield Batch(images=x, labels=y, weights=torch.ones(len(share)), damaged=())
-
-
-logger = logging.getLogger(__name__)
+    for indices in batches:
+        x, y = torch.from_numpy(points.x[indices]), torch.from_numpy(points.y[indices])
+        yield Batch(images=x, labels=y, weights=torch.ones(len(indices)), damaged=())
 
 
 class ImageLoader:
@@ -360,18 +366,18 @@ class ImageLoader:
             if batch.damaged:
                 count = plural(len(batch.damaged), "damaged image")
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
-                    raise RunError(f"{count} in a batch: {causes(batch.damaged)}")
-                logger.warning("%s skipped: %s", count, causes(batch.damaged))
+                    raise RunError(f"{count} in a batch: {summarize_corrupt(batch.damaged)}")
+                logger.warning("%s skipped: %s", count, summarize_corrupt(batch.damaged))
                 undamaged = batch.weights > 0
                 images, labels = images[undamaged], labels[undamaged]
             yield self._normalize(images), labels
 
     def raw_batches(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches of an epoch's steps [first, stop) as bytes, not normalized; stop=None: to the end."""
-        shares = self._sampler.batches(epoch, first, stop)
+        batches = self._sampler.batches(epoch, first, stop)
         images = self._images
-        if self._sampler.block_length and isinstance(images, PiecewiseImages) and shares:
-            images = BlockReader(images, self._sampler.block_length, np.concatenate(shares))
+        if self._sampler.block_length and isinstance(images, PiecewiseImages) and batches:
+            images = BlockReader(images, self._sampler.block_length, np.concatenate(batches))
 
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], out: Pixels) -> list[str | None]:
             problems = self._decode(encoded, self._transform.crops(numbers, self._seed, epoch), out)
@@ -379,7 +385,7 @@ class ImageLoader:
             return problems
 
         side = self._transform.image_size
-        return decoded_batches(images, shares, decode, side=side, threads=self.threads, cpus=self.cpus)
+        return decoded_batches(images, batches, decode, side=side, threads=self.threads, cpus=self.cpus)
 
 
 def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> tuple[int, int]:
@@ -387,8 +393,8 @@ def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -
     if (rank is None) != (world_size is None):
         raise InputError("rank and world_size belong together: give both, or neither to take the launcher's")
     if rank is None or world_size is None:
-        found = rank_from_env(env)
-        return (found.rank, found.world_size) if found else (0, 1)
+        launched = rank_from_env(env)
+        return (launched.rank, launched.world_size) if launched else (0, 1)
     if not 0 <= rank < world_size:
         raise InputError(f"rank={rank} is not between 0 and world_size-1={world_size - 1}")
     return rank, world_size

@@ -18,20 +18,24 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 """Image numbers within a split, in order of use."""
 
+WINDOW = 32  # consecutive samples: a typical local batch
+
 
 def epoch_order(images: int, seed: int, epoch: int) -> Indices:
     """Return the epoch's random permutation of all images, shape (images,)."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(images)
 
 
-def rank_share(order: Indices, step: int, steps: int, shares: Sequence[int], rank: int) -> Indices:
+def rank_share(order: Indices, step: int, steps: int, batch_sizes: Sequence[int], rank: int) -> Indices:
     """Return the images of one rank in one step of an epoch.
 
     The order is split into `steps` parts whose sizes differ by at most one; each part is divided among the ranks in
-    proportion to `shares`.
+    proportion to `batch_sizes`.
     """
     first, last = (len(order) * number // steps for number in (step, step + 1))
-    begin, end = ((last - first) * part // sum(shares) for part in (sum(shares[:rank]), sum(shares[: rank + 1])))
+    begin, end = (
+        (last - first) * part // sum(batch_sizes) for part in (sum(batch_sizes[:rank]), sum(batch_sizes[: rank + 1]))
+    )
     return order[first + begin : first + end]
 
 
@@ -114,8 +118,8 @@ class ShuffledSampler:
         else:
             order = epoch_order(self.images, self.seed, epoch)[: self.used]
         steps = range(first, self.steps if stop is None else stop)
-        shares = [rank_share(order, step, self.steps, self.shares, self.rank) for step in steps]
-        return [batch for share in shares for batch in np.array_split(share, self.passes)]
+        rank_batches = [rank_share(order, step, self.steps, self.shares, self.rank) for step in steps]
+        return [batch for indices in rank_batches for batch in np.array_split(indices, self.passes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +143,11 @@ class SequentialSampler:
 
     def batches(self, epoch: int = 0, first: int = 0, stop: int | None = None) -> list[Indices]:
         """Return the rank's batches [first, stop), the same in every epoch; the last one may be smaller."""
-        share = self._share()
-        return [share[i : i + self.batch_size] for i in range(0, len(share), self.batch_size)][first:stop]
+        indices = self._share()
+        return [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)][first:stop]
 
     def _share(self) -> Indices:
         return evaluation_share(self.images, self.rank, self.world_size)
-
-
-WINDOW = 32  # consecutive samples: a typical local batch
 
 
 def mean_classes_in_window(labels: NDArray[np.int64]) -> float:
@@ -160,5 +161,5 @@ def mean_classes_in_window(labels: NDArray[np.int64]) -> float:
 
 def expected_classes_in_window(labels: NDArray[np.int64]) -> float:
     """Return its expected value in random order: a class is present unless all samples of the window miss it."""
-    shares = np.bincount(labels) / len(labels)
-    return float((1 - (1 - shares) ** min(WINDOW, len(labels))).sum())
+    frequencies = np.bincount(labels) / len(labels)
+    return float((1 - (1 - frequencies) ** min(WINDOW, len(labels))).sum())

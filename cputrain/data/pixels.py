@@ -44,11 +44,64 @@ FUNCTIONS = (
     "tj3GetErrorStr",
 )
 
+Pixels = NDArray[np.uint8]
+"""RGB values, shape (side, side, 3), or (n, side, side, 3) for n crops."""
+
+MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # how Pillow's messages name a file in memory
+# What Pillow raises for damaged files and files that are not images: RuntimeError for AVIF and DDS, AttributeError for
+# SPIDER.
+DAMAGE = (
+    *(
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        RuntimeError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+    ),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
+
+# Signatures of formats that Pillow does not read; phones and downloads also name such files .jpg.
+NOT_READ = {
+    "HEIC": rb"....ftyp(hei|hev|mif1|msf1)",
+    "JPEG XL": rb"\xff\x0a|....JXL ",
+    "SVG": rb"\s*(<\?xml.*)?<svg",
+    "DICOM": rb".{128}DICM",
+    "PDF": rb"%PDF",
+}
+MAX_START_BYTES = 1024  # bytes
+
+# Principal components of ImageNet's red, green and blue (0 to 1) and their standard deviations, for the color noise of
+# Krizhevsky et al. 2012, 4.1. fb.resnet.torch and Intel Caffe's data layers use the same values.
+DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
+COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+FILL = (124, 116, 104)  # ImageNet's mean color, for pixels outside the image
+
+MAX_STRENGTHS = 31  # number of RandAugment's strengths, 0 to 30
+
+CROP, AUGMENT = 0, 1  # independent random streams of an image
+MAX_CROP_ATTEMPTS = 10  # as in torchvision; after that, take the largest allowed center crop
+
 
 def most_pixels() -> int | None:
     """Return the number of pixels above which an image is not decoded, by any decoder: Pillow's, which protects from
     small files that fill the memory. None if the program has set PIL.Image.MAX_IMAGE_PIXELS to None."""
     return None if Image.MAX_IMAGE_PIXELS is None else 2 * Image.MAX_IMAGE_PIXELS
+
+
+class _Decoding(threading.local):
+    """Pattern of a filter for warnings: matches any text in the threads that decode an image now, none in others."""
+
+    now = False
+
+    def match(self, _text: str) -> bool:
+        """Return whether this thread decodes an image."""
+        return self.now
 
 
 class Crop(NamedTuple):
@@ -74,6 +127,11 @@ Crops = Callable[[int, int, int], Crop]
 """(index of an image in a batch, its width, its height) -> its crop."""
 
 NO_CROP = (0,) * len(Crop._fields)
+
+Decode = Callable[[Sequence[bytes], Crops, Pixels], list[str | None]]
+"""Decodes crops of encoded images into an (n, side, side, 3) output; returns each image's error, or None."""
+DECODING = _Decoding()
+IGNORED: Any = ("ignore", DECODING, Warning, None, 0)
 
 
 class TurboDecoder:
@@ -102,9 +160,9 @@ class TurboDecoder:
         sizes = (c_int * (2 * count))()
         self._sizes(count, data, lengths, sizes)
         table: list[int] = []
-        most = most_pixels() or math.inf
-        for place, (width, height) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
-            table += crops(place, width, height) if 0 < width * height <= most else NO_CROP
+        limit = most_pixels() or math.inf
+        for index, (width, height) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
+            table += crops(index, width, height) if 0 < width * height <= limit else NO_CROP
         done = (c_ubyte * count)()
         local = self._local.__dict__
         handle = local.get("handle") or local.setdefault("handle", _Handle(self._native, self._table))
@@ -112,7 +170,7 @@ class TurboDecoder:
             *(handle.pointer, count, data, lengths),
             *((c_int * len(table))(*table), side, c_void_p(out.ctypes.data), done),
         )
-        return [bool(each) for each in done]
+        return [bool(ok) for ok in done]
 
 
 class _Handle:
@@ -126,7 +184,7 @@ class _Handle:
         self._close(self.pointer)
 
 
-def load(env: Mapping[str, str]) -> TurboDecoder:
+def load_decoder(env: Mapping[str, str]) -> TurboDecoder:
     """Load the decoder, compiling it if necessary.
 
     Raises InputError if libjpeg-turbo 3 or a compiler is missing, RunError if the compiler fails.
@@ -134,12 +192,12 @@ def load(env: Mapping[str, str]) -> TurboDecoder:
     library = find_library()
     turbo = ctypes.CDLL(library)
     table = (c_void_p * len(FUNCTIONS))(*(ctypes.cast(getattr(turbo, name), c_void_p).value for name in FUNCTIONS))
-    return TurboDecoder(library, ensure_built(env), table)
+    return TurboDecoder(library, ensure_decoder(env), table)
 
 
-def ensure_built(env: Mapping[str, str]) -> Path:
+def ensure_decoder(env: Mapping[str, str]) -> Path:
     """Return the path of the compiled native library. Raises InputError or RunError as ensure_compiled does."""
-    return ensure_compiled(EXTENSION, built_path(env), env)
+    return ensure_compiled(EXTENSION, decoder_path(env), env)
 
 
 def find_library() -> str:
@@ -150,16 +208,16 @@ def find_library() -> str:
     system = ctypes.util.find_library("turbojpeg")
     if system and _has_all_functions(system):
         return system
-    found = f"{system} is older" if system else "none was found"
-    raise InputError(f"data.decoder=turbo: it needs libjpeg-turbo 3, but {found}: pip install 'cputrain[turbo]'")
+    reason = f"{system} is older" if system else "none was found"
+    raise InputError(f"data.decoder=turbo: it needs libjpeg-turbo 3, but {reason}: pip install 'cputrain[turbo]'")
 
 
 def _has_all_functions(library: str) -> bool:
     try:
-        found = ctypes.CDLL(library)
+        loaded = ctypes.CDLL(library)
     except OSError:
         return False
-    return all(hasattr(found, name) for name in FUNCTIONS)
+    return all(hasattr(loaded, name) for name in FUNCTIONS)
 
 
 def _packaged() -> list[Path]:
@@ -171,7 +229,7 @@ def _packaged() -> list[Path]:
     return [Path(str(file.locate())) for file in files if file.name.startswith("libturbojpeg")]
 
 
-def command_line(cxx: str, output: Path) -> tuple[str, ...]:
+def decoder_build_command(cxx: str, output: Path) -> tuple[str, ...]:
     """Return the command that compiles the native library."""
     # Without contraction, results are the same on processors with and without fused multiply-add.
     return (cxx, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", str(SOURCES[0]), "-o", str(output))
@@ -181,50 +239,13 @@ EXTENSION = NativeExtension(
     title="the image decoder",
     requested_by="data.decoder=turbo",
     alternative="set data.decoder=pillow",
-    argv=command_line,
+    argv=decoder_build_command,
 )
 
 
-def built_path(env: Mapping[str, str]) -> Path:
+def decoder_path(env: Mapping[str, str]) -> Path:
     """Return the path of the compiled library, which depends on the sources and the machine's architecture."""
     return library_path("pixels", (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine()), env)
-
-
-Pixels = NDArray[np.uint8]
-"""RGB values, shape (side, side, 3), or (n, side, side, 3) for n crops."""
-
-Decode = Callable[[Sequence[bytes], Crops, Pixels], list[str | None]]
-"""Decodes crops of encoded images into an (n, side, side, 3) output; returns each image's error, or None."""
-
-MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # how Pillow's messages name a file in memory
-# What Pillow raises for damaged files and files that are not images: RuntimeError for AVIF and DDS, AttributeError for
-# SPIDER.
-DAMAGE = (
-    *(
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        RuntimeError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ArithmeticError,
-    ),
-    *(struct.error, zlib.error, Image.DecompressionBombError),
-)
-BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
-
-
-# Signatures of formats that Pillow does not read; phones and downloads also name such files .jpg.
-NOT_READ = {
-    "HEIC": rb"....ftyp(hei|hev|mif1|msf1)",
-    "JPEG XL": rb"\xff\x0a|....JXL ",
-    "SVG": rb"\s*(<\?xml.*)?<svg",
-    "DICOM": rb".{128}DICM",
-    "PDF": rb"%PDF",
-}
-MOST_START = 1024  # bytes
 
 
 def cause_of(data: bytes, error: Exception) -> str:
@@ -233,7 +254,7 @@ def cause_of(data: bytes, error: Exception) -> str:
         return "the file is empty"
     if isinstance(error, Image.DecompressionBombError):
         return f"the image has more than {most_pixels():,} pixels, which is not supported; scale it down"
-    start = data[:MOST_START]
+    start = data[:MAX_START_BYTES]
     form = next((name for name, pattern in NOT_READ.items() if re.match(pattern, start, re.DOTALL)), None)
     if form:
         return f"the file is {form}, which is not supported; convert it to JPEG or PNG"
@@ -248,7 +269,7 @@ def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]
     if requested == "pillow":
         return decode_by_pillow, "Pillow: data.decoder=pillow"
     try:
-        fast = load(env)
+        fast = load_decoder(env)
     except (InputError, RunError) as error:
         if requested == "turbo":
             raise
@@ -257,53 +278,39 @@ def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]
     def decode(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
         done = fast.decode(encoded, crops, out)
         # The rest may be another format, a rare kind of JPEG, or damaged; Pillow decodes it or reports the error.
-        return [None if ok else _decode_one(encoded, place, crops, out) for place, ok in enumerate(done)]
+        return [None if ok else _decode_one(encoded, index, crops, out) for index, ok in enumerate(done)]
 
     return decode, f"libjpeg-turbo: {fast.path}"
 
 
 def decode_by_pillow(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
     """Decode images of any format with Pillow."""
-    return [_decode_one(encoded, place, crops, out) for place in range(len(encoded))]
+    return [_decode_one(encoded, index, crops, out) for index in range(len(encoded))]
 
 
-def _decode_one(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
+def _decode_one(encoded: Sequence[bytes], index: int, crops: Crops, out: Pixels) -> str | None:
     """Decode one of the images with Pillow into its place of `out`; return its error, or None."""
     try:
-        with _without_warnings(), bytes_of_pixels(open_image(encoded[place])) as image:  # of large crops, too
-            crop = crops(place, image.width, image.height)
+        with _without_warnings(), bytes_of_pixels(open_image(encoded[index])) as image:  # of large crops, too
+            crop = crops(index, image.width, image.height)
             part = image.crop((crop.left, crop.top, crop.left + crop.width, crop.top + crop.height))
             scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
             square = scaled.crop((crop.x, crop.y, crop.x + crop.side, crop.y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        return cause_of(encoded[place], error)
+        return cause_of(encoded[index], error)
     pixels = np.asarray(square)
-    out[place] = pixels[:, ::-1] if crop.flip else pixels
+    out[index] = pixels[:, ::-1] if crop.flip else pixels
     return None
 
 
 def open_image(data: bytes, *, load: bool = True) -> Image.Image:
-    """Open an image with Pillow, and decode it with `load`."""
+    """Open an image with Pillow, and decode it with `load_decoder`."""
     # Pillow warns about odd metadata, which does not affect the pixels, and about half the pixels that it refuses.
     with _without_warnings():
         image = Image.open(io.BytesIO(data))
         if load:
             image.load()
         return image
-
-
-class _Decoding(threading.local):
-    """Pattern of a filter for warnings: matches any text in the threads that decode an image now, none in others."""
-
-    now = False
-
-    def match(self, _text: str) -> bool:
-        """Return whether this thread decodes an image."""
-        return self.now
-
-
-DECODING = _Decoding()
-IGNORED: Any = ("ignore", DECODING, Warning, None, 0)
 
 
 @contextmanager
@@ -352,13 +359,13 @@ def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) 
     image = Image.fromarray(pixels)
     if augmentation.rotate or augmentation.zoom or augmentation.shift:
         image = _moved(image, augmentation, rng)
-    for enhance, most in (
+    for enhance, strength in (
         (ImageEnhance.Brightness, augmentation.brightness),
         (ImageEnhance.Contrast, augmentation.contrast),
         (ImageEnhance.Color, augmentation.saturation),
     ):
-        if most:
-            image = enhance(image).enhance(rng.uniform(1 - most, 1 + most))
+        if strength:
+            image = enhance(image).enhance(rng.uniform(1 - strength, 1 + strength))
     if augmentation.lighting:
         light = 255 * COMPONENTS @ ([rng.gauss(0, augmentation.lighting) for _ in range(3)] * DEVIATIONS)
         pixels[:] = np.clip(np.rint(np.asarray(image) + light), 0, 255)
@@ -378,12 +385,9 @@ def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image
     dx, dy = (image.width * rng.uniform(-augmentation.shift, augmentation.shift) for _ in range(2))
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     x, y = image.width / 2, image.height / 2
-    left, top = x - cos * (x + dx) - sin * (y + dy), y + sin * (x + dx) - cos * (y + dy)
-    inverse = (cos, sin, left, -sin, cos, top)
+    x_left, top = x - cos * (x + dx) - sin * (y + dy), y + sin * (x + dx) - cos * (y + dy)
+    inverse = (cos, sin, x_left, -sin, cos, top)
     return image.transform(image.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR, fillcolor=FILL)
-
-
-MOST = 31  # number of RandAugment's strengths, 0 to 30
 
 
 def randaugment(pixels: NDArray[np.uint8], operations: int, magnitude: int, rng: Random) -> None:
@@ -398,7 +402,7 @@ def randaugment(pixels: NDArray[np.uint8], operations: int, magnitude: int, rng:
     for _ in range(operations):
         name = rng.choice(sorted(transform._AUGMENTATION_SPACE))
         strengths, signed = transform._AUGMENTATION_SPACE[name]
-        values = strengths(MOST, *pixels.shape[:2])
+        values = strengths(MAX_STRENGTHS, *pixels.shape[:2])
         value = 0.0 if values is None else float(values[magnitude])
         if signed and rng.random() < 0.5:
             value = -value
@@ -416,8 +420,6 @@ def _torchvision_randaugment() -> Any:
 
 
 NONE = Augmentation()
-CROP, AUGMENT = 0, 1  # independent random streams of an image
-CROP_TRIES = 10  # as in torchvision; after that, take the largest allowed center crop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,17 +444,17 @@ class Transform:
         """Return the crops of the images with these numbers, for a training with this seed in this epoch, counted from
         0; center crops depend on none of these."""
 
-        def crop(place: int, width: int, height: int) -> Crop:
+        def crop(index: int, width: int, height: int) -> Crop:
             side = self.image_size
             if self.crop == "random_resized":
-                rng = image_rng(seed, epoch, numbers[place], CROP)
+                rng = image_rng(seed, epoch, numbers[index], CROP)
                 box = random_box(width, height, rng, min_area=self.min_area, max_aspect=self.max_aspect)
                 return Crop(*box, side, side, 0, 0, side, self.flip and rng.random() < 0.5)
             short = min(width, height)
             w, h = (max(side, int(self.short_side * length / short)) for length in (width, height))
             if self.crop == "center":
                 return Crop(0, 0, width, height, w, h, round((w - side) / 2), round((h - side) / 2), side)
-            rng = image_rng(seed, epoch, numbers[place], CROP)
+            rng = image_rng(seed, epoch, numbers[index], CROP)
             x, y = rng.randrange(w - side + 1), rng.randrange(h - side + 1)
             return Crop(0, 0, width, height, w, h, x, y, side, self.flip and rng.random() < 0.5)
 
@@ -479,7 +481,7 @@ def random_box(
     """Return left, top, width and height of a random box in an image: area uniform in [min_area, 1] of the image's,
     aspect ratio log-uniform, position uniform."""
     log_aspect = math.log(max_aspect)
-    for _ in range(CROP_TRIES):
+    for _ in range(MAX_CROP_ATTEMPTS):
         area = width * height * rng.uniform(min_area, 1)
         aspect = math.exp(rng.uniform(-log_aspect, log_aspect))
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))

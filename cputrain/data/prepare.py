@@ -31,12 +31,31 @@ from cputrain.data.formats.records import (
     tar_member,
 )
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
-from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
+from cputrain.data.formats.source import MANIFEST, read_data_manifest, write_manifest
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import DAMAGE, Decode, Pixels, Transform, bytes_of_pixels, cause_of, open_image
 from cputrain.files import write_text
 
 SHARD_BYTES = 256 << 20
+
+CONVERTED_JPEG_QUALITY = 100  # the JPEG quality to which TensorFlow's ImageNet scripts convert PNG and CMYK files
+JPEG_END = b"\xff\xd9"
+EXIF_ORIENTATION = 0x0112
+JPEG_START = b"\xff\xd8\xff"  # of MPO files, too: photos followed by a preview or a second picture
+SUFFIXES = {"TIFF": ".tif", "JPEG2000": ".jp2"}  # for other formats: the format's name
+
+OVERHEAD = 2048  # bytes per sample of a tar besides its image: two headers, padding, the label; fewer in a TFRecord
+SAMPLED = 64  # images to re-encode for an estimate of the shards' size
+OPTIONS = "options.json"
+AHEAD = 256  # images that threads encode ahead
+
+SIDE, LINE, GAP = 128, 14, 6  # pixels
+MAX_SIDE = 256
+GRAY = 200
+PLAIN = Transform(image_size=SIDE, short_side=SIDE)
+
+Squares = Callable[[int], tuple[Pixels, str | None]]
+"""Image number -> its square, (side, side, 3), and its error or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +79,6 @@ class Options:
     format: str = "tar"
 
 
-NEARLY_LOSSLESS = 100  # the JPEG quality to which TensorFlow's ImageNet scripts convert PNG and CMYK files
-JPEG_END = b"\xff\xd9"
-EXIF_ORIENTATION = 0x0112
-JPEG_START = b"\xff\xd8\xff"  # of MPO files, too: photos followed by a preview or a second picture
-SUFFIXES = {"TIFF": ".tif", "JPEG2000": ".jp2"}  # for other formats: the format's name
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """Image as stored in a shard: its bytes, the suffix of its actual format, width and height in pixels.
@@ -86,16 +98,16 @@ class ImageError(Exception):
     """The image cannot be decoded; the message is the cause."""
 
 
-def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
+def encode_image(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
     """Return the image for a shard: unchanged if quality is None, else a JPEG of that quality and at most short_side.
 
     With `jpeg_only`, images other than gray or RGB JPEGs are converted even if quality is None. Raises ImageError.
     """
     if quality is not None:
-        return reencode(data, short_side=short_side, quality=quality)
+        return reencode_image(data, short_side=short_side, quality=quality)
     image = inspect(data)
     if jpeg_only and {"no jpeg", "cmyk"} & {*image.unusual}:
-        return reencode(data, short_side=None, quality=NEARLY_LOSSLESS)
+        return reencode_image(data, short_side=None, quality=CONVERTED_JPEG_QUALITY)
     return image
 
 
@@ -113,7 +125,7 @@ def inspect(data: bytes) -> Encoded:
         raise ImageError(cause_of(data, error)) from None
 
 
-def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
+def reencode_image(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
     """Return the image as a JPEG (4:2:0, or gray if it is gray), its short side at most `short_side`. Raises
     ImageError."""
     try:
@@ -135,7 +147,7 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
 
 def _unusual_properties(image: Image.Image, data: bytes) -> tuple[str, ...]:
     is_jpeg = data.startswith(JPEG_START)
-    found = {
+    images = {
         "no jpeg": not is_jpeg,
         "gray": image.mode in ("L", "LA", "1") or image.mode.startswith("I"),
         "16 bits": image.mode.startswith("I"),
@@ -143,7 +155,7 @@ def _unusual_properties(image: Image.Image, data: bytes) -> tuple[str, ...]:
         "exif rotation": _orientation(image) not in (0, 1),
         "no end marker": is_jpeg and not data.endswith(JPEG_END),
     }
-    return tuple(name for name, is_so in found.items() if is_so)
+    return tuple(name for name, is_so in images.items() if is_so)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -198,14 +210,8 @@ SHARD_FORMATS = {
 }
 
 
-OVERHEAD = 2048  # bytes per sample of a tar besides its image: two headers, padding, the label; fewer in a TFRecord
-SAMPLED = 64  # images to re-encode for an estimate of the shards' size
-OPTIONS = "options.json"
-AHEAD = 256  # images that threads encode ahead
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class SplitToPack:
     """A split to pack."""
 
     name: str
@@ -215,7 +221,7 @@ class Split:
     options: Options
 
 
-def prepare(
+def pack_dataset(
     dataset: Dataset,
     out: Path,
     options: Options,
@@ -243,7 +249,7 @@ def prepare(
         complete: dict[str, dict[str, Any]] = manifest["splits"]
         return complete
     splits = [
-        Split(name=name, images=images, labels=images.labels, classes=dataset.classes, options=options)
+        SplitToPack(name=name, images=images, labels=images.labels, classes=dataset.classes, options=options)
         for name, images in dataset.splits.items()
     ]
     factor = _size_factor(splits[0])
@@ -271,7 +277,7 @@ def _manifest_of(out: Path) -> dict[str, Any]:
     if not (out / MANIFEST).is_file() or not any(out.glob("*.index.npy")):
         names = first_named(sorted(path.name for path in out.iterdir()))
         raise InputError(f"{out} has other files, {names}: prepare into a new folder")
-    return read_manifest(out)
+    return read_data_manifest(out)
 
 
 def _unfinished(out: Path, requested: dict[str, Any]) -> Path:
@@ -302,7 +308,7 @@ def _bytes(images: Images) -> int:
     return sum(images.size(i) + OVERHEAD for i in range(len(images)))
 
 
-def _size_factor(split: Split) -> float:
+def _size_factor(split: SplitToPack) -> float:
     """Estimate the bytes of the shards per byte of the source from a sample of images."""
     images, options = split.images, split.options
     if options.quality is None:
@@ -316,11 +322,11 @@ def _size_factor(split: Split) -> float:
     return after / before if before else 1.0
 
 
-def _sample(split: Split, i: int) -> Sample | str:
+def _sample(split: SplitToPack, i: int) -> Sample | str:
     """Return an image for a shard, or a line with its name and why it cannot be read."""
     options, label, name = split.options, int(split.labels[i]), split.images.name(i)
     try:
-        image = encode(
+        image = encode_image(
             split.images.read(i),
             short_side=options.short_side,
             quality=options.quality,
@@ -332,7 +338,7 @@ def _sample(split: Split, i: int) -> Sample | str:
 
 
 def _write_split(
-    pool: ThreadPoolExecutor, folder: Path, split: Split, factor: float, on_image: Callable[[], object]
+    pool: ThreadPoolExecutor, folder: Path, split: SplitToPack, factor: float, on_image: Callable[[], object]
 ) -> dict[str, Any]:
     """Write a split's missing shards and its index; return the manifest's entry."""
     options = split.options
@@ -408,7 +414,7 @@ def _write_shard(
 
 
 def _samples(
-    pool: ThreadPoolExecutor, split: Split, part: Indices, on_image: Callable[[], object]
+    pool: ThreadPoolExecutor, split: SplitToPack, part: Indices, on_image: Callable[[], object]
 ) -> Iterator[Sample | str]:
     """Yield the samples of a shard in order; the threads encode up to AHEAD images ahead."""
     waiting: deque[Future[Sample | str]] = deque()
@@ -422,12 +428,12 @@ def _samples(
         on_image()
 
 
-def problems(folder: Path, split: str) -> Iterator[str | None]:
+def sample_problems(folder: Path, split: str) -> Iterator[str | None]:
     """Yield the problem of each sample of a split, or None, in order.
 
     Raises InputError if the index or a shard is missing or has the wrong size.
     """
-    manifest = read_manifest(folder)
+    manifest = read_data_manifest(folder)
     shard_format, classes = SHARD_FORMATS[shard_format_of(manifest)], len(manifest["classes"])
     shards = Shards(folder, split)
     for number, path in enumerate(shards.paths):
@@ -447,16 +453,9 @@ def problems(folder: Path, split: str) -> Iterator[str | None]:
                 end = offset + length
 
 
-SIDE, LINE, GAP = 128, 14, 6  # pixels
-MOST_SIDE = 256
-GRAY = 200
-PLAIN = Transform(image_size=SIDE, short_side=SIDE)
-
-Squares = Callable[[int], tuple[Pixels, str | None]]
-"""Image number -> its square, (side, side, 3), and its error or None."""
-
-
-def transformed(images: Images, decode: Decode, transform: Transform, *, seed: int = 1, epoch: int = 0) -> Squares:
+def transformed_squares(
+    images: Images, decode: Decode, transform: Transform, *, seed: int = 1, epoch: int = 0
+) -> Squares:
     """Return the squares that a transform makes in a training with this seed in this epoch, counted from 0."""
 
     def square(i: int) -> tuple[Pixels, str | None]:
@@ -475,20 +474,20 @@ def transformed(images: Images, decode: Decode, transform: Transform, *, seed: i
 def contact_sheet(
     images: Images, classes: tuple[str, ...], squares: Squares, *, count: int, side: int = SIDE, columns: int = 8
 ) -> Image.Image:
-    """Draw the squares of the first `count` images in rows, each `side` pixels wide but at most MOST_SIDE; a damaged
+    """Draw the squares of the first `count` images in rows, each `side` pixels wide but at most MAX_SIDE; a damaged
     image is a gray square."""
     shown = min(count, len(images))
     labels = images.labels
-    side = min(side, MOST_SIDE)
+    side = min(side, MAX_SIDE)
     width, height = side + GAP, side + LINE + GAP
     sheet = Image.new("RGB", (columns * width + GAP, ceil(shown / columns) * height + GAP), "white")
     draw = ImageDraw.Draw(sheet)
     for i in range(shown):
-        left, top = GAP + i % columns * width, GAP + i // columns * height
+        x_left, top = GAP + i % columns * width, GAP + i // columns * height
         pixels, problem = squares(i)
         if problem:
             pixels[:] = GRAY
-            draw.text((left + 4, top + side + 1), "damaged", fill="red")
-        sheet.paste(Image.fromarray(pixels).resize((side, side)), (left, top))
-        draw.text((left, top + side + 1), classes[int(labels[i])][: side // 6], fill="black")
+            draw.text((x_left + 4, top + side + 1), "damaged", fill="red")
+        sheet.paste(Image.fromarray(pixels).resize((side, side)), (x_left, top))
+        draw.text((x_left, top + side + 1), classes[int(labels[i])][: side // 6], fill="black")
     return sheet

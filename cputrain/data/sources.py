@@ -20,12 +20,27 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import text_of
 from cputrain.affinity.wording import plural
 from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
-from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
+from cputrain.data.formats.folder import (
+    check_classes,
+    class_folders,
+    flat_labels,
+    folder_notes,
+    list_images,
+    read_folder,
+)
 from cputrain.data.formats.open import RECORDS, TABLES, TARS, read_class_folders
-from cputrain.data.formats.records import members
-from cputrain.data.formats.source import SYNSET, Source, is_image, opened
+from cputrain.data.formats.records import tar_members
+from cputrain.data.formats.source import SYNSET, Source, is_image, open_split
 
 ARCHIVE = "256_ObjectCategories.tar"
+
+FILES = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
+UNSIGNED_BYTES = 8
+MAX_VALUES = 1 << 32
+
+TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+VAL_EVERY = 5  # every fifth image of a class is for validation
+TORCHVISION = "torchvision:"
 
 
 def read_caltech256(root: Path) -> Source:
@@ -38,28 +53,23 @@ def read_caltech256(root: Path) -> Source:
             raise InputError(f"{folder} does not exist: name a folder with one subfolder per class")
         names = tuple(sorted(map(text_of, class_folders(folder).values())))
         listing = list_images(folder, names, every_class=True)
-        notes = tuple(notes_of(folder, listing))
+        notes = tuple(folder_notes(folder, listing))
         return Source(place=str(root), classes=names, splits={"train": listing.split}, notes=notes)
-    found = sorted(row for row in members(source, 0) if is_image(row[0]))
-    if not found:
+    images = sorted(row for row in tar_members(source, 0) if is_image(row[0]))
+    if not images:
         raise InputError(f"{source} contains no image: is it {ARCHIVE}?")
-    classes = tuple(sorted({Path(name).parent.name for name, _, _ in found}))
-    train = _members(source, found, [Path(name).parent.name for name, _, _ in found], classes)
-    return Source(place=str(root), classes=classes, splits={"train": opened(train)})
+    classes = tuple(sorted({Path(name).parent.name for name, _, _ in images}))
+    train = _members(source, images, [Path(name).parent.name for name, _, _ in images], classes)
+    return Source(place=str(root), classes=classes, splits={"train": open_split(train)})
 
 
 def _members(
-    archive: Path, found: Sequence[tuple[str, int, int]], named: Sequence[str], classes: Sequence[str]
+    archive: Path, entries: Sequence[tuple[str, int, int]], class_names: Sequence[str], classes: Sequence[str]
 ) -> FileParts:
     """Return the images of an archive, from the name, offset and length of each member, and its class."""
     label = {name: number for number, name in enumerate(classes)}
-    places = [(0, offset, length) for _, offset, length in found]
-    return FileParts([archive], places, [label[name] for name in named], [name for name, _, _ in found])
-
-
-FILES = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
-UNSIGNED_BYTES = 8
-MAX_VALUES = 1 << 32
+    positions = [(0, offset, length) for _, offset, length in entries]
+    return FileParts([archive], positions, [label[name] for name in class_names], [name for name, _, _ in entries])
 
 
 class ArrayImages(LabeledImages):
@@ -98,8 +108,8 @@ def read_mnist(source: Path) -> Source:
             raise InputError(f"{path} has {plural(len(pixels), 'image')}, but there are {len(numbers):,} labels")
         splits[split] = ArrayImages(pixels, numbers, path)
     count = 1 + max(int(split.labels.max()) for split in splits.values())
-    found = {split: opened(images) for split, images in splits.items()}
-    return Source(place=str(source), classes=tuple(map(str, range(count))), splits=found)
+    splits_opened = {split: open_split(images) for split, images in splits.items()}
+    return Source(place=str(source), classes=tuple(map(str, range(count))), splits=splits_opened)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -115,8 +125,8 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     if len(data) != math.prod(shape):
-        found = f"{len(data):,}" if len(data) < math.prod(shape) else "more"
-        raise InputError(f"{path} has {found} values, but its header describes {' x '.join(map(str, shape))}")
+        size = f"{len(data):,}" if len(data) < math.prod(shape) else "more"
+        raise InputError(f"{path} has {size} values, but its header describes {' x '.join(map(str, shape))}")
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
@@ -132,13 +142,10 @@ def _shape(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
 def _find(source: Path, name: str) -> Path:
     dotted = name.replace("-idx", ".idx")
     candidates = [source / (stem + suffix) for stem in (name, dotted) for suffix in ("", ".gz")]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    existing = next((path for path in candidates if path.is_file()), None)
+    if existing is None:
         raise InputError(f"{source} has no {name} (or {name}.gz): name the folder that contains MNIST's four files")
-    return found
-
-
-TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+    return existing
 
 
 def read_imagenet(source: Path) -> Source:
@@ -152,29 +159,29 @@ def read_imagenet(source: Path) -> Source:
     if not (source / VAL).is_file():
         raise InputError(f"{source} has no {VAL}: name the folder that contains ImageNet's archives")
     classes, train = _training(source / TRAIN)
-    found = sorted(members(source / VAL, 0))
-    named, origin = flat_labels([source], [Path(name).name for name, _, _ in found], source / VAL)
-    check_classes(named, classes, origin, source / TRAIN)
-    val = _members(source / VAL, found, named, classes)
-    return Source(place=str(source), classes=classes, splits={"train": opened(train), "val": opened(val)})
+    entries = sorted(tar_members(source / VAL, 0))
+    labels, origin = flat_labels([source], [Path(name).name for name, _, _ in entries], source / VAL)
+    check_classes(labels, classes, origin, source / TRAIN)
+    val = _members(source / VAL, entries, labels, classes)
+    return Source(place=str(source), classes=classes, splits={"train": open_split(train), "val": open_split(val)})
 
 
 def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
     """Return classes and images of the training archive, which has one member per class: n01440764.tar, ..."""
-    found: list[tuple[str, int, int]] = []
-    for inner, start, _ in members(archive, 0):
+    entries: list[tuple[str, int, int]] = []
+    for inner, start, _ in tar_members(archive, 0):
         synset = Path(inner).stem
         if not SYNSET.fullmatch(synset):
             raise InputError(f"{archive} has member {inner!r}, not SYNSET.tar: is it ImageNet's training archive?")
-        images = [(f"{synset}/{name}", offset, length) for name, offset, length in members(archive, start)]
+        images = [(f"{synset}/{name}", offset, length) for name, offset, length in tar_members(archive, start)]
         if not images:
             raise InputError(f"{inner} in {archive} contains no image: is the download complete?")
-        found += images
-    if not found:
+        entries += images
+    if not entries:
         raise InputError(f"{archive} contains no image")
-    named = [name.partition("/")[0] for name, _, _ in found]
-    classes = tuple(sorted(set(named)))
-    return classes, _members(archive, found, named, classes)
+    labels = [name.partition("/")[0] for name, _, _ in entries]
+    classes = tuple(sorted(set(labels)))
+    return classes, _members(archive, entries, labels, classes)
 
 
 class TorchvisionImages(LabeledImages):
@@ -183,8 +190,8 @@ class TorchvisionImages(LabeledImages):
     def __init__(self, items: Any, name: str) -> None:
         self._items, self._name = items, name
         targets = next((getattr(items, key) for key in ("targets", "labels", "_labels") if hasattr(items, key)), None)
-        found = [items[i][1] for i in range(len(items))] if targets is None else targets
-        self._labels = np.asarray(found, dtype=np.int64)
+        labels = [items[i][1] for i in range(len(items))] if targets is None else targets
+        self._labels = np.asarray(labels, dtype=np.int64)
         self._typical = len(self.read(0))
 
     def read(self, i: int) -> bytes:
@@ -208,9 +215,9 @@ def read_torchvision(name: str, root: Path) -> Source:
     from cputrain.models.vision import import_torchvision  # imports torch, which other sources do not need
 
     datasets = import_torchvision("datasets")
-    known = [key for key in datasets.__all__ if _splits(getattr(datasets, key))]
-    if name not in known:
-        near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known[:5])
+    datasets_known = [key for key in datasets.__all__ if _splits(getattr(datasets, key))]
+    if name not in datasets_known:
+        near = ", ".join(get_close_matches(name, datasets_known, n=3, cutoff=0.4) or datasets_known[:5])
         raise InputError(f"torchvision has no data set {name!r} with a training split: the nearest names are {near}")
     kind = getattr(datasets, name)
     try:
@@ -218,7 +225,7 @@ def read_torchvision(name: str, root: Path) -> Source:
     except (RuntimeError, OSError, ValueError) as error:
         raise InputError(f"cannot open torchvision's {name} in {root}: {error}") from None
     classes = getattr(train._items, "classes", None) or range(1 + int(train.labels.max()))
-    splits = {"train": opened(train), "val": opened(val)}
+    splits = {"train": open_split(train), "val": open_split(val)}
     return Source(place=str(root), classes=tuple(map(str, classes)), splits=splits)
 
 
@@ -240,9 +247,6 @@ def _splits(kind: Callable[..., Any]) -> list[dict[str, Any]]:
     if "split" in parameters and parameters["split"].default == "train":
         return [{"split": "train"}, {"split": "test"}]
     return []
-
-
-VAL_EVERY = 5  # every fifth image of a class is for validation
 
 
 def write_digits(out: Path) -> None:
@@ -269,9 +273,6 @@ def write_digits(out: Path) -> None:
     partial_out.rename(out)
 
 
-TORCHVISION = "torchvision:"
-
-
 def open_source(
     kind: str,
     source: Path,
@@ -287,12 +288,12 @@ def open_source(
     the test images. If the source has no validation images, they are always drawn, and test images with
     `test_fraction`. `label_column` is the column of Parquet files that has the labels.
     """
-    own = _source(kind, source, label_column)
-    if "val" in own.splits and test_fraction is not None:
+    original = _source(kind, source, label_column)
+    if "val" in original.splits and test_fraction is not None:
         raise InputError(f"{source} has its own images to test on: give only --val-fraction, which keeps them")
-    if "test" in own.splits and val_fraction is not None:
+    if "test" in original.splits and val_fraction is not None:
         raise InputError(f"{source} has its own validation and test images: remove --val-fraction")
-    return own.open(val_fraction, test_fraction, seed)
+    return original.open(val_fraction, test_fraction, seed)
 
 
 def _source(kind: str, source: Path, label_column: str | None) -> Source:

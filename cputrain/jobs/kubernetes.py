@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT
+from cputrain.affinity.rank import COUNT, MASTER_PORT
 from cputrain.affinity.terminal import ExitStatus
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.launchers import LAUNCHERS
 from cputrain.mpi.supervise.signals import SAVE_S
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.variables import ATTEMPT, JOB

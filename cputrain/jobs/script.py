@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, Request
-from cputrain.affinity.ranks.rank import ENV, PBS, PREFIXES, SLURM
+from cputrain.affinity.rank import ENV, PBS, PREFIXES, SLURM
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.launch.options import (
     THIS_MACHINE,

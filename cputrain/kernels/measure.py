@@ -33,7 +33,7 @@ def measured(
     # The planner's records need modules that a network with known kernels does not.
     from cputrain.affinity.planner.records import read_records
     from cputrain.affinity.topology.sysfs import read_machine
-    from cputrain.measurements import keep, new_record
+    from cputrain.measurements import new_record, save_measurement
 
     name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}"
     group = dist.is_available() and dist.is_initialized()
@@ -53,7 +53,7 @@ def measured(
     gains = speedups | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
     if main and gains != speedups:
         with suppress(RunError):  # without a writable cache, the next start measures again
-            keep(new_record(machine, RECORD, name, gains, command="cputrain train"), env)
+            save_measurement(new_record(machine, RECORD, name, gains, command="cputrain train"), env)
 
     def gain(shape: ConvolutionShape) -> Gain:
         return gains[shape_key(shape, images)], "measured on this host"

@@ -17,12 +17,12 @@ from pathlib import Path, PurePath
 from typing import NoReturn
 from uuid import uuid4
 
+from cputrain.affinity.bound_plan import exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.errors import InputError, RunError, as_option
 from cputrain.affinity.filesystem import cache_folder, check_writable
-from cputrain.affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_in_memory
+from cputrain.affinity.host_names import is_this_host
 from cputrain.affinity.planner.plan import Plan, Request
-from cputrain.affinity.ranks.host_names import is_this_host
-from cputrain.affinity.ranks.rank import Rank, port_of
+from cputrain.affinity.rank import Rank, port_of
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import first_named, plural
@@ -45,11 +45,11 @@ from cputrain.launch.options import (
     with_pods,
 )
 from cputrain.measurements import TITLES, VARIABLE, cached_seconds
-from cputrain.mpi.hosts.hostfile import Cluster
-from cputrain.mpi.hosts.schedulers import Allocation, allocation
-from cputrain.mpi.launchers.command import find_launcher
-from cputrain.mpi.launchers.programs import LAUNCHERS, InstalledLauncher, Job, Launcher
-from cputrain.mpi.preflight import run_preflight, unreachable
+from cputrain.mpi.hostfile import Cluster
+from cputrain.mpi.launch_command import find_launcher
+from cputrain.mpi.launchers import LAUNCHERS, InstalledLauncher, Job, Launcher
+from cputrain.mpi.preflight import run_preflight, unreachable_hosts
+from cputrain.mpi.schedulers import Allocation, scheduler_allocation
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port, run_local, run_remote
 from cputrain.native_build import COMPILING
@@ -284,7 +284,7 @@ class RemainingHosts:
         may compute something else on fewer hosts, as only `cputrain train` keeps its global batch.
         """
         suspected = self.gone.union(failure.hosts)
-        self.gone = frozenset(unreachable([host for host in self.hosts if host in suspected]))
+        self.gone = frozenset(unreachable_hosts([host for host in self.hosts if host in suspected]))
         left = tuple(host for host in self.hosts if host not in self.gone)
         names = first_named(sorted(self.gone))
         if not left:
@@ -352,7 +352,7 @@ def make_launch(
     """Return the requested launch; if no hosts are named, on the hosts of the scheduler's allocation around this
     process. A dry run does without the launcher, and `report` says so. Raises InputError if options cannot be
     combined."""
-    found = allocation(env)
+    found = scheduler_allocation(env)
     options = with_allocated_hosts(with_host_groups(options, host_groups), found)
     options = with_pods(options, env)
     check_launch(options, plan_on_host=switches.plan_on_host)

@@ -10,8 +10,8 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.start import isolated_command
 from cputrain.files import LOGS, PLAN
 from cputrain.launch.options import THIS_HOST
-from cputrain.mpi.hosts.hostfile import HostGroup
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.hostfile import HostGroup
+from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise.run import run_local
 from cputrain.native_build import COMPILING
 

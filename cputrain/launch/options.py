@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cputrain.affinity.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.errors import InputError, RequestError, RunError
-from cputrain.affinity.kernel.bound_plan import NOT_SHARED, plan_beside
-from cputrain.affinity.planner.domains import uniform_groups, usable_cores
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, plan_machine
-from cputrain.affinity.planner.plan_file import PLAN_FILE
-from cputrain.affinity.planner.records import plan_this_machine, read_measured
-from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
-from cputrain.affinity.ranks.host_names import (
+from cputrain.affinity.host_names import (
     LOCALHOST,
     is_loopback,
     is_this_host,
@@ -25,12 +19,19 @@ from cputrain.affinity.ranks.host_names import (
     repeated_host,
     repeated_this_host,
 )
-from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
+from cputrain.affinity.planner.domains import usable_cores
+from cputrain.affinity.planner.layouts import uniform_groups
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.plan_file import PLAN_FILE
+from cputrain.affinity.planner.records import plan_this_machine, read_measured
+from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
+from cputrain.affinity.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
 from cputrain.affinity.wording import join_or, plural
 from cputrain.mpi.fabric import Fabric, Setting, fabric_between
-from cputrain.mpi.hosts.hostfile import (
+from cputrain.mpi.hostfile import (
     FORMATS,
     MAX_HOSTS,
     Cluster,
@@ -38,16 +39,16 @@ from cputrain.mpi.hosts.hostfile import (
     HostGroup,
     HostList,
     check_name,
-    expand,
-    fold,
+    expand_hosts,
+    fold_hosts,
     host_with_slots,
     one_group,
     plan_cluster,
     read_hostfile,
 )
-from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation
-from cputrain.mpi.launchers.command import find_launcher, newest_version, without_path
-from cputrain.mpi.launchers.programs import INTEL_MPI, InstalledLauncher, Job
+from cputrain.mpi.launch_command import find_launcher, newest_version, without_path
+from cputrain.mpi.launchers import INTEL_MPI, InstalledLauncher, Job
+from cputrain.mpi.schedulers import SCHEDULERS, Allocation
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.predict.next_best import compare_plan
 
@@ -244,7 +245,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
-        each = expand(names, "--hosts")
+        each = expand_hosts(names, "--hosts")
         listed = HostList(hosts=tuple(host_with_slots(text, "--hosts") for text in each), format="plain")
     elif nodes in (None, 1):
         listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
@@ -335,7 +336,7 @@ def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster
     else:
         given = tuple(host for host in found.hosts if host.name in used)
     if options.components and not options.groups:
-        listed = "; ".join(fold(names) for names in options.components)
+        listed = "; ".join(fold_hosts(names) for names in options.components)
         yield (
             f"{found.title} ({listed}): all are planned like this host; if they differ, give --host-group "
             "HOSTS=MACHINE for each component, or --plan-on-host"
@@ -357,7 +358,7 @@ def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
 
 def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> str:
     workers, cores = plural(len(plan.workers), "worker"), plural(len(plan.machine.allowed_cores), "core")
-    on = f"{plural(slots, found.scheduler.slot)} on {fold(hosts)}"
+    on = f"{plural(slots, found.scheduler.slot)} on {fold_hosts(hosts)}"
     start = f"--ppn {slots} starts a worker for each" if 0 < slots <= len(plan.machine.allowed_cores) else ""
     ask = f"request {plural(len(plan.workers), found.scheduler.slot)} per host"
     if found.scheduler.slots_are_cores:
@@ -381,7 +382,7 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
         hosts, _, machine = group.partition("=")
         if not machine:
             raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
-        pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts, "--host-group")), machine))
+        pairs.append((tuple(check_name(host, "--host-group") for host in expand_hosts(hosts, "--host-group")), machine))
     every = tuple(host for hosts, _ in pairs for host in hosts)
     _check_names(every, "--host-group")
     return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))

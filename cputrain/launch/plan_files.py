@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cputrain.affinity.errors import InputError, as_option
 from cputrain.affinity.filesystem import check_execution, check_writable, write_bytes
-from cputrain.affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
-from cputrain.affinity.ranks.rank import MASTER_PORT
+from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_json, plan_to_json
+from cputrain.affinity.rank import MASTER_PORT
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_svg, plan_to_text
 from cputrain.affinity.wording import plural
@@ -23,9 +23,9 @@ from cputrain.launch.options import (
     planned_launcher,
     uses_launcher,
 )
-from cputrain.mpi.hosts.hostfile import Cluster, cluster_to_dict, fold, job_plan_json
-from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
-from cputrain.mpi.launchers.programs import InstalledLauncher, Job, bound_command, local_commands
+from cputrain.mpi.hostfile import Cluster, cluster_to_dict, fold_hosts, job_plan_json
+from cputrain.mpi.launch_command import HERE, build_launch_command, launch_script, shell_line, workers_line
+from cputrain.mpi.launchers import InstalledLauncher, Job, bound_command, local_commands
 
 
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
@@ -39,8 +39,8 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
     real = options.machine == THIS_MACHINE and (options.real_hosts or job.hosts == THIS_HOST)
     if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
         alone = replace(job, plan_on_host=True)
-        return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
-    made = launch_command(job, launcher, bound_command(job), Path())
+        return shell_line(build_launch_command(alone, launcher, bound_command(alone), None)), ""
+    made = build_launch_command(job, launcher, bound_command(job), Path())
     files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     written = f"--write DIR writes {files} and a launch.sh with this command"
     return shell_line(made), "; ".join(filter(None, (assumptions(options, launcher), written)))
@@ -94,7 +94,7 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe_text: str | None) -
         texts["recipe.yaml"] = recipe_text
         command = (*isolated_command("cputrain"), "train", str(HERE / "recipe.yaml"))
     job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
-    made = launch_command(job, launcher, bound_command(job), HERE)
+    made = build_launch_command(job, launcher, bound_command(job), HERE)
     size = f"{plural(job.world_size, 'rank')} on {plural(len(job.hosts), 'host')}"
     about = f"{size}, as in {PLAN_FILE}; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
@@ -135,7 +135,7 @@ def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, l
 
 def cluster_json(cluster: Cluster) -> str:
     """Return the plan of all hosts, or the plans of the groups of hosts that differ, as JSON."""
-    return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
+    return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else plan_json(cluster_to_dict(cluster))
 
 
 def _env(cluster: Cluster) -> str:
@@ -175,7 +175,7 @@ def cluster_text(cluster: Cluster, *, colored: bool, explained: bool) -> str:
     several, lines = len(cluster.groups) > 1, []
     for group in cluster.groups:
         if several:
-            lines.append(f"{plural(len(group.hosts), 'host')}: {fold(group.hosts)}")
+            lines.append(f"{plural(len(group.hosts), 'host')}: {fold_hosts(group.hosts)}")
         shown = plan_to_text(group.plan, colored=colored, explained=explained, wording=as_option)
         lines.append(shown + ("\n" if several else ""))
     if several:

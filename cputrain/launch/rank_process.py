@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from cputrain.affinity.binding import Observed, observe_binding, verify_binding
+from cputrain.affinity.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.errors import InputError, RunError, Wording, as_option
-from cputrain.affinity.kernel.binding import Observed, observe, verify
-from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
 from cputrain.affinity.planner.request import Request
-from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws, use_utf8
 from cputrain.files import LOGS
@@ -52,11 +52,11 @@ def rank_context(
     Raises RunError if `check` finds that the kernel bound it differently.
     """
     if check:
-        verify(worker)
+        verify_binding(worker)
     # If a connection is lost, torch warns with C++ stacks, several per rank; the error itself is reported anyway.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it at import
     startup = startup_of(rank, env, shown=shown)
-    return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
+    return RankContext(rank=rank, worker=worker, observed=observe_binding(), env=env, check=check, startup=startup)
 
 
 def run_rank(rank: Rank, work: Callable[[], object], wording: Wording = as_option) -> None:

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import read_yaml, shipped
+from cputrain.affinity.filesystem import read_yaml, shipped_folder
 from cputrain.affinity.planner.request import ALL_REDUCE, MEMORY, Measured
 from cputrain.affinity.topology.catalog import processor_facts
 from cputrain.affinity.topology.machine import Machine
@@ -15,16 +15,36 @@ from cputrain.predict.step_time import Constants, Speed
 
 US = 1e-6
 
+MEASURED = {"core_move_bytes_per_s": f"{ALL_REDUCE} ccl", "gloo_move_bytes_per_s": f"{ALL_REDUCE} gloo"}
+"""Assumptions that `cputrain bench comm` measures, and the names of the measured rates."""
+
+# FLOP/s of all cores per byte/s of memory, by precision, if the memory bandwidth is unknown: the ratios of a Xeon 8160
+# and of an 8480+ in training.
+FLOP_PER_BYTE = {"float32": 12.0, "bf16": 25.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """A value with its range and its source."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    source: str
+
 
 @cache
 def _read(name: str) -> dict[str, Any]:
     """Read a file of configs/published: assumptions.yaml or speeds.yaml."""
-    return dict(read_yaml(shipped("published") / name))
+    return dict(read_yaml(shipped_folder("published") / name))
 
 
 _LINKS: dict[str, dict[str, Any]] = _read("assumptions.yaml")["links"]
 LINKED = tuple(_LINKS)
 """Names of the fabrics that connect hosts."""
+
+ASSUMPTIONS = tuple(Assumption(name=name, **fields) for name, fields in _read("assumptions.yaml")["constants"].items())
 
 
 def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
@@ -50,22 +70,6 @@ def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumption:
-    """A value with its range and its source."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    source: str
-
-
-ASSUMPTIONS = tuple(Assumption(name=name, **each) for name, each in _read("assumptions.yaml")["constants"].items())
-MEASURED = {"core_move_bytes_per_s": f"{ALL_REDUCE} ccl", "gloo_move_bytes_per_s": f"{ALL_REDUCE} gloo"}
-"""Assumptions that `cputrain bench comm` measures, and the names of the measured rates."""
-
-
 def constants_of(assumptions: tuple[Assumption, ...]) -> Constants:
     """Return the assumptions' values."""
     return Constants(**{assumption.name: assumption.value for assumption in assumptions})
@@ -76,20 +80,15 @@ CONSTANTS = constants_of(ASSUMPTIONS)
 
 def measured_assumptions(measured: Measured) -> tuple[Assumption, ...]:
     """Return the assumptions, replacing value and range by the machine's measurements if there are any."""
-    found = []
+    assumptions = []
     for assumption in ASSUMPTIONS:
         rate = measured.rate(MEASURED.get(assumption.name, ""))
         if rate is None:
-            found.append(assumption)
+            assumptions.append(assumption)
             continue
         source = f"measured on {rate.date} by `{rate.command}`: {rate.name}"
-        found.append(replace(assumption, value=rate.value, low=rate.low, high=rate.high, source=source))
-    return tuple(found)
-
-
-# FLOP/s of all cores per byte/s of memory, by precision, if the memory bandwidth is unknown: the ratios of a Xeon 8160
-# and of an 8480+ in training.
-FLOP_PER_BYTE = {"float32": 12.0, "bf16": 25.0}
+        assumptions.append(replace(assumption, value=rate.value, low=rate.low, high=rate.high, source=source))
+    return tuple(assumptions)
 
 
 def host_bytes_per_s(machine: Machine, measured: Measured | None = None) -> float | None:
@@ -143,14 +142,14 @@ class PublishedRun:
 def published_runs() -> tuple[PublishedRun, ...]:
     """Return all published runs, family by family."""
     families = _read("speeds.yaml")["families"]
-    found = ({**family, **run} for family in families for run in family["runs"])
-    return tuple(PublishedRun(**{key: run[key] for key in run if key != "runs"}) for run in found)
+    runs = ({**family, **run} for family in families for run in family["runs"])
+    return tuple(PublishedRun(**{key: run[key] for key in run if key != "runs"}) for run in runs)
 
 
 def runs_on(model: str, precision: str) -> tuple[PublishedRun, ...]:
     """Return the published runs of a processor in a precision, fewest hosts first."""
-    known = [run for run in published_runs() if run.processor in model and run.precision == precision]
-    return tuple(sorted(known, key=lambda run: run.hosts))
+    runs = [run for run in published_runs() if run.processor in model and run.precision == precision]
+    return tuple(sorted(runs, key=lambda run: run.hosts))
 
 
 def reference_run(model: str, precision: str) -> PublishedRun | None:

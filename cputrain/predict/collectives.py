@@ -63,7 +63,9 @@ class Cost:
     core_s: float
 
 
-def exchanges(algorithm: str, size: float, *, hosts: int, workers: int, leaf_hosts: int) -> tuple[Exchange, ...]:
+def all_reduce_exchanges(
+    algorithm: str, size: float, *, hosts: int, workers: int, leaf_hosts: int
+) -> tuple[Exchange, ...]:
     """Return the exchanges of an all-reduce of `size` bytes over hosts x workers ranks, numbered host by host."""
     ranks = hosts * workers
     if ranks == 1:
@@ -96,17 +98,17 @@ def _pairwise(
     steps = [(1 << k, 2, size / (2 << k)) if halved else (1 << k, 1, size) for k in range(powers)]
     if ranks > 1 << powers:
         steps.append((ranks - 1, 2, size))
-    found = ((crossed(distance), count, part) for distance, count, part in steps)
+    crossings = ((crossed(distance), count, part) for distance, count, part in steps)
     return tuple(
         Exchange(count=count, size=part, level=level, at_once=1 if level == HOST else workers)
-        for level, count, part in found
+        for level, count, part in crossings
     )
 
 
-def cost(found: tuple[Exchange, ...], path: MessagePath) -> Cost:
+def exchange_cost(crossings: tuple[Exchange, ...], path: MessagePath) -> Cost:
     """Return the seconds of exchanges over a path; a core moves one part of a message while the link moves another."""
     seconds = core_s = 0.0
-    for exchange in found:
+    for exchange in crossings:
         inside = exchange.level == HOST or path.link is None
         moved = exchange.size / (
             path.move_bytes_per_s if inside else min(path.move_bytes_per_s, path.wire_move_bytes_per_s)

@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
-from cputrain.affinity.planner.domains import capacity
+from cputrain.affinity.planner.layouts import worker_capacity
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.request import is_phi
 from cputrain.affinity.planner.rules import TRAINING, core_rates, most_per_pass, passes_of
@@ -28,30 +28,31 @@ if TYPE_CHECKING:
 
 # Rate of the operations alone over that of whole steps, at most (3 x 3 convolutions reached 1.4 on Zen 4). A cited rate
 # that takes more was found under other conditions or with more memory bandwidth, a measured one with small batches.
-MOST_OVER_CITED, MOST_OVER_MEASURED = 2.0, 4.0
+MAX_OVER_CITED, MAX_OVER_MEASURED = 2.0, 4.0
 USUAL_CLOCK_RANGE = 0.33  # from 2.1 to 2.8 GHz
 
 
 def slowest_part(plan: Plan) -> dict[str, Any]:
-    """Return the fields of `Setup` for the worker that all others wait for: threads, comm_cores, loader_cores, pace and
-    remote. If batches are in proportion to the workers' cores, none waits, and their mean pace counts."""
+    """Return the fields of `Setup` for the worker that all others wait for: threads, comm_cores, loader_cores,
+    slowest_core_speed and remote. If batches are in proportion to the workers' cores, none waits, and their mean speed
+    counts."""
     core_of = plan.machine.core_of
 
     def cores(pus: tuple[int, ...]) -> tuple[Core, ...]:
         return tuple(dict.fromkeys(core_of[pu] for pu in pus))
 
     parts = [cores(worker.compute_pus) for worker in plan.workers]
-    speeds = [capacity(part) for part in parts]
+    speeds = [worker_capacity(part) for part in parts]
     slowest = speeds.index(min(speeds))
     part, worker = parts[slowest], plan.workers[slowest]
-    pace = min(core.speed for core in part)
+    slowest_speed = min(core.speed for core in part)
     if plan.request.balance == "batch":
-        pace *= sum(speeds) / len(speeds) / min(speeds)
+        slowest_speed *= sum(speeds) / len(speeds) / min(speeds)
     return {
         "threads": len(part),
         "comm_cores": len(cores(worker.comm_pus)),
         "loader_cores": len(cores(worker.loader_pus)),
-        "pace": pace,
+        "slowest_core_speed": slowest_speed,
         "remote": 1 - 1 / len({core.numa_node for core in part}),
     }
 
@@ -73,9 +74,9 @@ class HostModel:
         if plan.request.global_batch is not None:
             local, passes = batch_of(plan.request, workers)
         else:
-            share = ceil(self.images / workers)
-            passes = min(share, passes)
-            local = ceil(share / passes)
+            images = ceil(self.images / workers)
+            passes = min(images, passes)
+            local = ceil(images / passes)
         return replace(self.setup, workers=workers, local_batch=local, accumulation=passes, **slowest_part(plan))
 
     def images_per_s(self, setup: Setup) -> float:
@@ -139,16 +140,16 @@ def host_model(plan: Plan) -> HostModel:
     flops = None if run is None else published_core_flops(run, constants)
     source = "" if run is None else f"that of the published {run.name}"
     if flops is None:
-        most = MOST_OVER_MEASURED if TRAINING in rates.measured else MOST_OVER_CITED
+        limit = MAX_OVER_MEASURED if TRAINING in rates.measured else MAX_OVER_CITED
         if TRAINING in rates.measured:  # whole steps of one host with generated images
             alone = replace(setup, hosts=1, link=None, algorithm="ring", comm_cores=0, decoded_per_core_s=None)
         else:  # cited for usual batches on cores near their memory
             batch = max(setup.local_batch, USUAL_BATCH)
             alone = replace(setup, hosts=1, workers=1, comm_cores=0, local_batch=batch, accumulation=1)
-            alone = replace(alone, link=None, decoded_per_core_s=None, pace=1.0, remote=0.0)
+            alone = replace(alone, link=None, decoded_per_core_s=None, slowest_core_speed=1.0, remote=0.0)
         step_s = alone.local_batch * alone.accumulation * workload.gflop / (alone.threads * rates.gflops)
         solved = core_flops(alone, step_s, cores, memory, constants)
-        flops = min(solved or inf, most * 1e9 * rates.gflops)
+        flops = min(solved or inf, limit * 1e9 * rates.gflops)
         source = f"{rates.gflops:.3g} GFLOP/s a core{rates.since(TRAINING)}"
     images = setup.global_batch / setup.hosts
     if plan.request.global_batch is not None:

@@ -6,10 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.filesystem import shipped
+from cputrain.affinity.filesystem import shipped_folder
 from cputrain.affinity.planner.workload import BYTES, Workload
 
-NETWORKS = shipped("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
+NETWORKS = shipped_folder("networks")  # traced networks; a library's are in a subfolder, as in torchvision/
 CLASSES = 1000  # ImageNet's, of all traced networks
 NOT_MEASURED = (1.0, 1.0)
 # Reads plus writes of a layer's tensor, forward and backward. Batch-norm reads its input for the statistics and again
@@ -82,10 +82,10 @@ def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tup
     """Return the layers of a traced network in forward order; the first layer computes no input gradient."""
     layers: list[LayerSize] = []
     for name, kind, weights, *quantities in network["layers"]:
-        inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
-        sizes = [quantity_at(each, network["maps"], side) for each in weights]
+        inputs, outputs, flop = (quantity_at(quantity, network["maps"], side) for quantity in quantities)
+        sizes = [quantity_at(weight, network["maps"], side) for weight in weights]
         if quantities[1] == CLASSES or (isinstance(quantities[1], list) and quantities[1][0] == CLASSES):
-            outputs, flop, *sizes = (each * classes // CLASSES for each in (outputs, flop, *sizes))
+            outputs, flop, *sizes = (number * classes // CLASSES for number in (outputs, flop, *sizes))
         layers.append(
             LayerSize(
                 name=name,
@@ -153,13 +153,13 @@ def gflop_of(layers: tuple[LayerSize, ...]) -> float:
 
 def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
     """Change a bottleneck ResNet's layers to resnet_version=v1, with the stride in each block's first convolution."""
-    named = {layer.name: layer for layer in layers}
-    for name, second in tuple(named.items()):
+    by_name = {layer.name: layer for layer in layers}
+    for name, second in tuple(by_name.items()):
         if name.endswith(".conv2") and second.outputs != second.inputs:
             block, small = name.removesuffix("conv2"), second.outputs
-            first = named[f"{block}conv1"]
-            forward, backward = (each * small // second.inputs for each in first.flop)
-            named[first.name] = replace(first, outputs=small, flop=(forward, backward))
-            named[f"{block}bn1"] = replace(named[f"{block}bn1"], inputs=small, outputs=small)
-            named[name] = replace(second, inputs=small)
-    return tuple(named.values())
+            first = by_name[f"{block}conv1"]
+            forward, backward = (flop * small // second.inputs for flop in first.flop)
+            by_name[first.name] = replace(first, outputs=small, flop=(forward, backward))
+            by_name[f"{block}bn1"] = replace(by_name[f"{block}bn1"], inputs=small, outputs=small)
+            by_name[name] = replace(second, inputs=small)
+    return tuple(by_name.values())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cputrain.affinity.planner.domains import LOST_BY_REMOTE_MEMORY
+from cputrain.affinity.planner.layouts import LOST_BY_REMOTE_MEMORY
 from cputrain.affinity.planner.workload import BYTES
 from cputrain.affinity.wording import MIB
 from cputrain.predict.collectives import (
@@ -17,9 +17,9 @@ from cputrain.predict.collectives import (
     Cost,
     Link,
     MessagePath,
+    all_reduce_exchanges,
     bucket_bytes,
-    cost,
-    exchanges,
+    exchange_cost,
     fit_alpha_beta,
 )
 from cputrain.predict.layers import Layer
@@ -38,9 +38,9 @@ ROUNDING_PASSES = {"none": (0.0, 0.0), "bf16": (9.0, 1.5)}
 # Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass; in the backward pass
 # before it, and after it for their gradients.
 REORDERING_PASSES = (2, 4)
-LARGEST, STEPS = 10.0, 500  # upper limit of the numerical integration in standard deviations, and its steps
+MAX_SIGMAS, STEPS = 10.0, 500  # upper limit of the numerical integration in standard deviations, and its steps
 SLOWEST, FASTEST = 1e7, 1e15  # bounds of a core's FLOP/s
-PRECISE, TRIES = 1e-6, 100  # relative error and iterations of the solution for a core's FLOP/s
+TOLERANCE, MAX_ITERATIONS = 1e-6, 100  # relative error and iterations of the solution for a core's FLOP/s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ class Setup:
 
     `move_bytes_per_s` replaces the assumed speed at which a worker's cores move messages, if known. `link` is None on
     one host. `clock_range` is the largest relative increase of the all-core clock over the base clock, of which hosts
-    reach different fractions. `bucket_mib` is None if the trainer chooses the size. `pace` is the speed of the slowest
-    computing core, as threads wait for it, relative to the host's fastest type; `remote` the part of a worker's memory
-    that is on other NUMA nodes than a core.
+    reach different fractions. `bucket_mib` is None if the trainer chooses the size. `slowest_core_speed` is the speed
+    of the slowest computing core, as threads wait for it, relative to the host's fastest type; `remote` the part of a
+    worker's memory that is on other NUMA nodes than a core.
     """
 
     layers: tuple[Layer, ...]
@@ -97,7 +97,7 @@ class Setup:
     clock_range: float = 0.0
     decoded_per_core_s: float | None = None
     move_bytes_per_s: float | None = None
-    pace: float = 1.0
+    slowest_core_speed: float = 1.0
     remote: float = 0.0
 
     @property
@@ -150,7 +150,7 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
     """Return the computation of a worker's step."""
     serial = constants.serial_fraction
     local = 1 - LOST_BY_REMOTE_MEMORY * setup.remote
-    flops = setup.pace * local * speed.core_flops / ((1 - serial) / setup.threads + serial)
+    flops = setup.slowest_core_speed * local * speed.core_flops / ((1 - serial) / setup.threads + serial)
     memory = local * speed.host_bytes_per_s / setup.workers
     overhead = constants.layer_overhead_s * (constants.phi_core_slowness if setup.phi else 1.0)
     reordered = min(memory, setup.threads * constants.core_reorder_bytes_per_s)
@@ -175,11 +175,13 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
 
     decoding = loading = 0.0
     if setup.decoded_per_core_s is not None:
-        each = constants.decoding_share * setup.local_batch / setup.decoded_per_core_s
+        decode_s = constants.decoding_share * setup.local_batch / setup.decoded_per_core_s
         if setup.loader_cores:
-            loading = each * setup.accumulation / setup.loader_cores
+            loading = decode_s * setup.accumulation / setup.loader_cores
         else:
-            decoding = each  # by a single thread, which shares a core with a compute thread that all others wait for
+            decoding = (
+                decode_s  # by a single thread, which shares a core with a compute thread that all others wait for
+            )
     return Work(
         forward_s=seconds(0),
         backward_s=seconds(1),
@@ -196,7 +198,7 @@ def weight_tensors(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class BucketMessage:
     """A bucket: index of the layer whose gradients complete it, float32 bytes, and cost of its all-reduce."""
 
     layer: int
@@ -204,13 +206,13 @@ class Message:
     cost: Cost
 
 
-def messages_of(setup: Setup, constants: Constants) -> tuple[Message, ...]:
+def messages_of(setup: Setup, constants: Constants) -> tuple[BucketMessage, ...]:
     """Return the buckets of a step in the order in which they are sent; empty for a single worker."""
     if setup.ranks == 1:
         return ()
     path = _path(setup, constants)
     return tuple(
-        Message(layer=layer, size=size, cost=_all_reduce(setup, size, path))
+        BucketMessage(layer=layer, size=size, cost=_all_reduce(setup, size, path))
         for layer, size in assigned_buckets(setup, constants)
     )
 
@@ -219,8 +221,10 @@ def _all_reduce(setup: Setup, size: float, path: MessagePath) -> Cost:
     """Return the cost of the all-reduce of a bucket with `size` bytes of float32 gradients."""
     sent = size * (HALF if setup.compression == "bf16" else 1.0)
     leaf_hosts = setup.hosts if setup.link is None else setup.link.leaf_hosts
-    found = exchanges(setup.algorithm, sent, hosts=setup.hosts, workers=setup.workers, leaf_hosts=leaf_hosts)
-    return cost(found, path)
+    messages = all_reduce_exchanges(
+        setup.algorithm, sent, hosts=setup.hosts, workers=setup.workers, leaf_hosts=leaf_hosts
+    )
+    return exchange_cost(messages, path)
 
 
 def bucket_limits(setup: Setup, constants: Constants) -> tuple[int, int]:
@@ -242,15 +246,15 @@ def assigned_buckets(setup: Setup, constants: Constants) -> list[tuple[int, int]
 
     Gradients are added to a bucket as the backward pass finishes them, until the bucket reaches its limit.
     """
-    first, other = bucket_limits(setup, constants)
-    found: list[tuple[int, int]] = []
+    first, bucket = bucket_limits(setup, constants)
+    buckets: list[tuple[int, int]] = []
     size, last = 0, 0
     for layer, gradient in weight_tensors(setup.layers):
         size, last = size + gradient, layer
-        if size >= (other if found else first):
-            found.append((last, size))
+        if size >= (bucket if buckets else first):
+            buckets.append((last, size))
             size = 0
-    return [*found, (last, size)] if size else found
+    return [*buckets, (last, size)] if size else buckets
 
 
 def _path(setup: Setup, constants: Constants) -> MessagePath:
@@ -281,7 +285,7 @@ def expected_maximum(draws: int) -> float:
 
     The integral of 1 - F(x)^n over positive x minus the integral of F(x)^n over negative x, by the midpoint rule.
     """
-    width = LARGEST / STEPS
+    width = MAX_SIGMAS / STEPS
     total = 0.0
     for i in range(STEPS):
         x = (i + 0.5) * width
@@ -329,7 +333,7 @@ class Step:
     step_s: float
 
 
-def step_of(setup: Setup, speed: Speed, constants: Constants) -> Step:
+def predict_step(setup: Setup, speed: Speed, constants: Constants) -> Step:
     """Simulate the step of a setup; every all-reduce waits for the slowest worker."""
     work, messages = work_of(setup, speed, constants), messages_of(setup, constants)
     slow = _step(setup, work, messages, _slowness(setup, constants))
@@ -354,23 +358,23 @@ def solve_core_flops(seconds: Callable[[float], float], target_s: float) -> floa
     below, above = excess(low), excess(high)
     if not below <= 0 <= above:
         return None
-    for _ in range(TRIES):
+    for _ in range(MAX_ITERATIONS):
         middle = (low * above - high * below) / (above - below)
-        found = excess(middle)
-        if abs(found) <= PRECISE * target_s:
+        error = excess(middle)
+        if abs(error) <= TOLERANCE * target_s:
             return 1 / middle
-        if found > 0:
-            below *= _kept_share(found, above)
-            high, above = middle, found
+        if error > 0:
+            below *= _kept_share(error, above)
+            high, above = middle, error
         else:
-            above *= _kept_share(found, below)
-            low, below = middle, found
+            above *= _kept_share(error, below)
+            low, below = middle, error
     return 1 / middle
 
 
-def _kept_share(found: float, replaced: float) -> float:
-    """Return the factor for the excess at the end that stays, given that at the end that `found` replaces."""
-    return 1 - found / replaced if abs(found) < abs(replaced) else 0.5
+def _kept_share(residual: float, replaced: float) -> float:
+    """Return the factor for the excess at the end that stays, given that at the end that `residual` replaces."""
+    return 1 - residual / replaced if abs(residual) < abs(replaced) else 0.5
 
 
 def _slowness(setup: Setup, constants: Constants) -> float:
@@ -378,7 +382,7 @@ def _slowness(setup: Setup, constants: Constants) -> float:
     return slowest(setup.hosts, setup.workers, lasting=lasting, passing=constants.step_variation)
 
 
-def _step(setup: Setup, work: Work, messages: tuple[Message, ...], slowness: float) -> Step:
+def _step(setup: Setup, work: Work, messages: tuple[BucketMessage, ...], slowness: float) -> Step:
     """Simulate one step in which computing takes `slowness` times as long."""
     forward = slowness * (sum(work.forward_s) + work.decoding_s)
     start = (setup.accumulation - 1) * (forward + slowness * sum(work.backward_s)) + forward

@@ -9,8 +9,7 @@ from typing import Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.wording import plural
-from cputrain.checkpoint.files import MANIFEST, is_checkpoint
-from cputrain.checkpoint.folder import list_checkpoints, step_of
+from cputrain.checkpoint.files import MANIFEST, is_checkpoint, list_checkpoints, step_of
 from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import CHECKPOINTS, RECIPE, recipe_names
 from cputrain.manifest import ScaleRecord, read_manifest

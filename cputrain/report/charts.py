@@ -9,66 +9,78 @@ import numpy as np
 
 from cputrain.affinity.wording import GIB, plural
 from cputrain.mpi.usage import HostUse, WorkerUse
-from cputrain.report.run import LOOPBACK, Run, Usage, busy, interfaces_of, mb_per_s, running_time, unit_of
+from cputrain.report.run import LOOPBACK, Run, Usage, busy_cpus, interfaces_of, mb_per_s, running_time, unit_of
 
 Table = Mapping[str, np.ndarray]
 """Columns of equal length, float64; NaN for missing values. Columns named in AXES never decrease."""
 
 AXES = ("step", "epoch", "time")
-MOST_ROWS = 160_000  # of all runs on a page: at 50 bytes per row, a browser draws them at once
-FEWEST_ROWS = 400  # per run, however many runs there are
+MAX_ROWS = 160_000  # of all runs on a page: at 50 bytes per row, a browser draws them at once
+MIN_ROWS = 400  # per run, however many runs there are
+
+LINE, FAINT, LOW, HIGH, LIMIT = "line", "faint", "low", "high", "limit"
+"""Kinds of lines: faint for single steps behind their means, low and high for a range, limit is dashed."""
+
+COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"  # the parts of a step
+STEP_FIELDS = ("loss", "rate", "images_per_s")
+EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
+
+MAX_LINES = 8  # if there are more, their mean and range are drawn
+GRID = 400  # points of the mean
+TIME = ("time",)
+
+Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, start and end of each value's interval, values
+
+MAX_HEAT_COLUMNS, MAX_HEAT_ROWS = 400, 512  # of a heat map; if there are more, the maximum of each group is shown
+MAX_BARS = 32
 
 
-def column(values: Iterable[Any]) -> np.ndarray:
+def as_column(values: Iterable[Any]) -> np.ndarray:
     """Return numbers as a column, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def table_of(
+def table_of_events(
     events: Sequence[Mapping[str, Any]], names: Sequence[str], times: Sequence[float]
 ) -> dict[str, np.ndarray]:
     """Return the fields of events as columns, with times in seconds since the run's first event."""
-    columns = {name: column(event.get(name) for event in events) for name in ("step", "epoch", *names)}
-    return {**columns, "time": column(times)}
+    columns = {name: as_column(event.get(name) for event in events) for name in ("step", "epoch", *names)}
+    return {**columns, "time": as_column(times)}
 
 
 def rows_per_run(runs: int) -> int:
     """Return the largest number of rows of one run's table on a page with `runs` runs."""
-    return max(MOST_ROWS // max(runs, 1), FEWEST_ROWS)
+    return max(MAX_ROWS // max(runs, 1), MIN_ROWS)
 
 
-def thin(table: Table, most: int) -> Table:
-    """Thin a table to about `most` rows: from equal intervals, keep the rows with the lowest and the highest value of
+def thin_table(table: Table, limit: int) -> Table:
+    """Thin a table to about `limit` rows: from equal intervals, keep the rows with the lowest and the highest value of
     each column, and the first and the last row."""
     rows = len(next(iter(table.values()), ()))
-    values = [each for name, each in table.items() if name not in AXES]
-    if rows <= most or not values:
+    values = [values_of_column for name, values_of_column in table.items() if name not in AXES]
+    if rows <= limit or not values:
         return table
-    stretches = max((most - 2) // (2 * len(values)), 1)
+    stretches = max((limit - 2) // (2 * len(values)), 1)
     size = -(-rows // stretches)
-    kept = {0, rows - 1}
-    for each in values:
+    rows_kept = {0, rows - 1}
+    for column_values in values:
         padded = np.full(size * -(-rows // size), np.nan)
-        padded[:rows] = each
+        padded[:rows] = column_values
         parts = padded.reshape(-1, size)
         firsts = np.arange(len(parts)) * size
-        known = ~np.isnan(parts).all(axis=1)
+        present = ~np.isnan(parts).all(axis=1)
         for extreme in (
             np.where(np.isnan(parts), np.inf, parts).argmin(1),
             np.where(np.isnan(parts), -np.inf, parts).argmax(1),
         ):
-            kept.update((firsts + extreme)[known].tolist())
-    index = np.array(sorted(kept))
-    return {name: each[index] for name, each in table.items()}
+            rows_kept.update((firsts + extreme)[present].tolist())
+    index = np.array(sorted(rows_kept))
+    return {name: values_of_column[index] for name, values_of_column in table.items()}
 
 
 def packed(values: np.ndarray) -> str:
     """Encode numbers as base64 of little-endian float32, a quarter of the size of their digits."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
-
-
-LINE, FAINT, LOW, HIGH, LIMIT = "line", "faint", "low", "high", "limit"
-"""Kinds of lines: faint for single steps behind their means, low and high for a range, limit is dashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +129,12 @@ def charts_data(
     charts: Sequence[Chart], tables: Mapping[str, Table], heats: Sequence[Heat], most_rows: int
 ) -> dict[str, object]:
     """Return the page's data for JSON, with the tables thinned to `most_rows` rows each."""
-    thinned = {name: thin(table, most_rows) for name, table in tables.items()}
+    thinned = {name: thin_table(table, most_rows) for name, table in tables.items()}
     return {
         "charts": [asdict(chart) for chart in charts],
-        "tables": {name: {key: packed(each) for key, each in table.items()} for name, table in thinned.items()},
+        "tables": {
+            name: {key: packed(table_column) for key, table_column in table.items()} for name, table in thinned.items()
+        },
         "heats": [
             {
                 **{key: getattr(heat, key) for key in ("id", "title", "unit", "rows", "at", "log", "across")},
@@ -133,34 +147,29 @@ def charts_data(
 
 def words_of(label: str, table: Table, y: str, at: str = "step") -> str:
     """Describe a curve: number of values, first, last, lowest and highest; "" without values."""
-    known = ~np.isnan(table[y])
-    values, places = table[y][known], table[at][known]
+    present = ~np.isnan(table[y])
+    values, where = table[y][present], table[at][present]
     if not len(values):
         return ""
     if len(values) == 1:
-        return f"{label}: {values[0]:.4g} at {at} {places[0]:,.6g}"
+        return f"{label}: {values[0]:.4g} at {at} {where[0]:,.6g}"
     low, high = int(values.argmin()), int(values.argmax())
     return (
         f"{label}: {len(values):,} values, first {values[0]:.4g}, last {values[-1]:.4g}, "
-        f"lowest {values[low]:.4g} at {at} {places[low]:,.6g}, highest {values[high]:.4g} at {at} {places[high]:,.6g}"
+        f"lowest {values[low]:.4g} at {at} {where[low]:,.6g}, highest {values[high]:.4g} at {at} {where[high]:,.6g}"
     )
 
 
-def drawn(charts: Iterable[Chart], tables: Mapping[str, Table]) -> tuple[Chart, ...]:
+def drawn_charts(charts: Iterable[Chart], tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     """Return the charts that have values, each with its non-empty lines, and a description."""
-    found = []
+    result = []
     for chart in charts:
         lines = tuple(line for line in chart.lines if not np.isnan(tables[line.table][line.y]).all())
         words = "; ".join(words_of(line.label, tables[line.table], line.y, chart.axes[0]) for line in lines[:8])
         more = f"; and {len(lines) - 8} more lines" if len(lines) > 8 else ""
         if lines:
-            found.append(replace(chart, lines=lines, words=words + more))
-    return tuple(found)
-
-
-COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"  # the parts of a step
-STEP_FIELDS = ("loss", "rate", "images_per_s")
-EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
+            result.append(replace(chart, lines=lines, words=words + more))
+    return tuple(result)
 
 
 def training_tables(run: Run) -> dict[str, Table]:
@@ -168,15 +177,15 @@ def training_tables(run: Run) -> dict[str, Table]:
     steps, at = run.with_times("step")
     # a run that stops within an epoch and resumes writes two events for it, of which the last one counts
     epochs = {event["epoch"]: (event, at) for event, at in zip(*run.with_times("epoch"), strict=True)}.values()
-    table = table_of(steps, STEP_FIELDS, at)
-    waits = {name: table_of(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
+    table = table_of_events(steps, STEP_FIELDS, at)
+    waits = {name: table_of_events(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
     global_batch = run.start.get("global_batch") or np.nan
     with np.errstate(divide="ignore"):
         seconds = np.where(table["images_per_s"] > 0, global_batch / table["images_per_s"], np.nan)
     compute = np.maximum(seconds - np.nan_to_num(waits["data_wait_s"]) - np.nan_to_num(waits["comm_wait_s"]), 0)
     return {
         "steps": table,
-        "epochs": table_of([event for event, _ in epochs], EPOCH_FIELDS, [at for _, at in epochs]),
+        "epochs": table_of_events([event for event, _ in epochs], EPOCH_FIELDS, [at for _, at in epochs]),
         "parts": {**{axis: table[axis] for axis in ("step", "epoch", "time")}, "compute_s": compute, **waits},
     }
 
@@ -199,23 +208,16 @@ def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     parts = part("compute_s", COMPUTE), part("comm_wait_s", COMM), part("data_wait_s", DATA)
     charts: tuple[tuple[str, str, str, tuple[Line, ...], bool], ...] = (
         ("loss", "Loss", "", loss, False),
-        ("accuracy", "Accuracy", "%", tuple(epoch(*each) for each in accuracies), False),
+        ("accuracy", "Accuracy", "%", tuple(epoch(*accuracy) for accuracy in accuracies), False),
         ("rate", "Learning rate", "", (Line(label="learning rate", table="steps", y="rate"),), True),
         ("throughput", "Throughput", per_s, (step("images_per_s"), epoch("images_per_s", "mean of the epoch")), True),
         ("parts", "Time of rank 0's steps", "s", parts, True),
     )
-    made = (
+    curves_of_epochs = (
         Chart(id=name, title=title, unit=unit, lines=lines, from_zero=from_zero)
         for name, title, unit, lines, from_zero in charts
     )
-    return drawn(made, tables)
-
-
-MOST_LINES = 8  # if there are more, their mean and range are drawn
-GRID = 400  # points of the mean
-TIME = ("time",)
-
-Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, start and end of each value's interval, values
+    return drawn_charts(curves_of_epochs, tables)
 
 
 def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
@@ -251,7 +253,7 @@ def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
         for direction, word in ((0, "received"), (1, "sent"))
     ]
     charts = (
-        chart("cpu", "CPU per worker", "CPUs", ("workers", of_workers(busy)), limits=cpus),
+        chart("cpu", "CPU per worker", "CPUs", ("workers", of_workers(busy_cpus)), limits=cpus),
         chart(
             "memory",
             "Memory per worker",
@@ -261,7 +263,7 @@ def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
         ),
         chart("network", "Network per host", "MB/s", *network, limits={}),
     )
-    return drawn(charts, tables), tables
+    return drawn_charts(charts, tables), tables
 
 
 def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
@@ -272,13 +274,13 @@ def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
 
 def _lines(name: str, what: str, curves: Sequence[Curve], tables: dict[str, Table]) -> list[Line]:
     """Return a step-shaped line for each curve, or the mean and range of many curves."""
-    if len(curves) <= MOST_LINES:
+    if len(curves) <= MAX_LINES:
         for i, (_, starts, ends, values) in enumerate(curves):
             tables[f"{name}-{i}"] = {"time": np.stack((starts, ends), axis=1).ravel(), "y": values.repeat(2)}
         return [Line(label=curve[0], table=f"{name}-{i}", y="y") for i, curve in enumerate(curves)]
     grid = np.linspace(0, max(ends[-1] for _, _, ends, _ in curves), GRID)
-    found = np.ma.masked_invalid([_on_grid(grid, curve) for curve in curves])
-    parts = {"mean": found.mean(axis=0), "lowest": found.min(axis=0), "highest": found.max(axis=0)}
+    on_grid = np.ma.masked_invalid([_on_grid(grid, curve) for curve in curves])
+    parts = {"mean": on_grid.mean(axis=0), "lowest": on_grid.min(axis=0), "highest": on_grid.max(axis=0)}
     tables[name] = {"time": grid, **{part: np.ma.filled(values, np.nan) for part, values in parts.items()}}
     kinds = {"mean": LINE, "lowest": LOW, "highest": HIGH}
     return [Line(label=f"{len(curves)} {what}: {part}", table=name, y=part, kind=kinds[part]) for part in parts]
@@ -294,13 +296,9 @@ def _level(table: str, label: str, value: float, lines: Sequence[Line], tables: 
 def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
     """Return a curve's value at each point of the grid; NaN outside of its range."""
     _, starts, ends, values = curve
-    found = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
-    known = (grid >= starts[0]) & (grid <= ends[-1])
-    return np.where(known, values[found], np.nan)
-
-
-MOST_COLUMNS, MOST_HEAT_ROWS = 400, 512  # of a heat map; if there are more, the maximum of each group is shown
-MOST_BARS = 32
+    index = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
+    covered = (grid >= starts[0]) & (grid <= ends[-1])
+    return np.where(covered, values[index], np.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,11 +333,13 @@ def rank_times(run: Run) -> tuple[RankSeconds, ...]:
             return ()
         means = [np.average(values, axis=0, weights=weights) for values in _seconds(used)]
     else:
-        known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
-        if not known or not images:
+        timed = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
+        if not timed or not images:
             return ()
-        waits = ([step.get(name, 0.0) for step in known] for name in ("comm_wait_s", "data_wait_s"))
-        means = [np.mean(each, keepdims=True) for each in ([images / step["images_per_s"] for step in known], *waits)]
+        waits = ([step.get(name, 0.0) for step in timed] for name in ("comm_wait_s", "data_wait_s"))
+        means = [
+            np.mean(seconds, keepdims=True) for seconds in ([images / step["images_per_s"] for step in timed], *waits)
+        ]
     return tuple(
         RankSeconds(rank=i, compute_s=max(float(whole - comm - data), 0.0), comm_s=float(comm), data_s=float(data))
         for i, (whole, comm, data) in enumerate(zip(*means, strict=True))
@@ -353,7 +353,7 @@ def _seconds(records: Sequence[dict[str, Any]]) -> list[np.ndarray]:
 
 def mean_shares(times: Sequence[RankSeconds]) -> list[tuple[str, float]]:
     """Return the parts of a step with their mean percentage over the ranks; [] without ranks."""
-    means = np.mean([each.percents for each in times], axis=0).tolist() if times else ()
+    means = np.mean([time.percents for time in times], axis=0).tolist() if times else ()
     return list(zip((COMPUTE, COMM, DATA), means, strict=False))
 
 
@@ -367,10 +367,10 @@ def _of_last_start(run: Run) -> list[dict[str, Any]]:
 
 def shown_bars(times: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
     """Return all ranks; if there are many, those that compute longest (others wait) and shortest (they wait)."""
-    if len(times) <= MOST_BARS:
+    if len(times) <= MAX_BARS:
         return tuple(times)
-    by_compute = sorted(times, key=lambda each: -each.compute_s)
-    return (*by_compute[: MOST_BARS // 2], *by_compute[-MOST_BARS // 2 :])
+    by_compute = sorted(times, key=lambda time: -time.compute_s)
+    return (*by_compute[: MAX_BARS // 2], *by_compute[-MAX_BARS // 2 :])
 
 
 def time_heat(run: Run) -> Heat | None:
@@ -378,11 +378,11 @@ def time_heat(run: Run) -> Heat | None:
     records = _of_last_start(run)
     if not records or not records[0]["seconds"]:
         return None
-    whole, comm, data = (each.T for each in _seconds(records))
+    whole, comm, data = (column_seconds.T for column_seconds in _seconds(records))
     compute = np.maximum(whole - comm - data, 0.0)
     measures = {COMPUTE: compute, COMM: comm, DATA: data, "whole step": whole}
     ranks = len(compute)
-    groups, columns = _groups(ranks, MOST_HEAT_ROWS), _groups(len(records), MOST_COLUMNS)
+    groups, columns = _groups(ranks, MAX_HEAT_ROWS), _groups(len(records), MAX_HEAT_COLUMNS)
     slowest = int(compute.mean(axis=1).argmax())
     return Heat(
         id="ranks",
@@ -399,9 +399,9 @@ def time_heat(run: Run) -> Heat | None:
     )
 
 
-def _groups(count: int, most: int) -> list[np.ndarray]:
-    """Split the numbers below `count` into at most `most` groups of equal size."""
-    return np.array_split(np.arange(count), min(count, most))
+def _groups(count: int, limit: int) -> list[np.ndarray]:
+    """Split the numbers below `count` into at most `limit` groups of equal size."""
+    return np.array_split(np.arange(count), min(count, limit))
 
 
 def _largest(values: np.ndarray, rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.ndarray:
@@ -423,12 +423,12 @@ def trust_heat(run: Run) -> Heat | None:
     if has_trust:
         names = {"trust ratio": "trust", **names}
     measures = {
-        name: np.array([[_number(found.get(layer, {}).get(key)) for found in by_layer] for layer in layers])
+        name: np.array([[_number(seconds.get(layer, {}).get(key)) for seconds in by_layer] for layer in layers])
         for name, key in names.items()
     }
-    columns, singles = _groups(len(records), MOST_COLUMNS), _groups(len(layers), len(layers))
+    columns, singles = _groups(len(records), MAX_HEAT_COLUMNS), _groups(len(layers), len(layers))
     first = next(iter(measures.values()))[:, -1]
-    known = np.where(np.isnan(first), -np.inf, first)
+    comparable = np.where(np.isnan(first), -np.inf, first)
     title = "Trust ratios" if has_trust else "Norms of weights and gradients"
     return Heat(
         id="trust",
@@ -439,7 +439,7 @@ def trust_heat(run: Run) -> Heat | None:
         measures={name: _largest(values, singles, columns) for name, values in measures.items()},
         words=(
             f"{plural(len(layers), 'layer')} over {plural(len(records), 'record')}; at the last one "
-            f"{next(iter(measures))} is highest in {layers[int(known.argmax())]} ({known.max():.4g})"
+            f"{next(iter(measures))} is highest in {layers[int(comparable.argmax())]} ({comparable.max():.4g})"
         ),
         log=True,
     )

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from cputrain import __version__
-from cputrain.affinity.terminal import printable_lines, shown
+from cputrain.affinity.terminal import printable_lines, printable_name
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.views import plan_to_svg
 from cputrain.affinity.wording import plural
@@ -40,12 +40,12 @@ from cputrain.report.charts import (
 from cputrain.report.run import (
     Run,
     faults_of,
-    figures,
     host_table,
     network_table,
-    notes_of,
-    particulars,
     read_run,
+    run_figures,
+    run_notes,
+    run_particulars,
     status_text,
     unit_of,
     warnings_of,
@@ -55,6 +55,19 @@ from cputrain.rows import Column, Rows
 from cputrain.runs.folder import describe_value
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
+
+MAX_EPOCHS = 200  # rows of the table
+MAX_PICTURES = 8
+
+MAX_CLASSES = 200  # in the confusion matrix; if there are more, the classes with the lowest accuracy
+NAMED = 3
+
+MAX_WRONG = 48
+MAX_CONFUSED_PAIRS = 100  # pairs of classes
+CLASS_COLUMNS = (Column("class", "name"), Column("images", "images", ","), Column("top-1 %", "top1", ".2f"))
+CONFUSED_COLUMNS = (Column("label", "label"), Column("predicted", "predicted"), Column("images", "images", ","))
+Thumbnail = Callable[[int], np.ndarray]
+"""Function from the number of an image to its pixels, (side, side, 3) uint8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +97,7 @@ def read_assets() -> Assets:
     )
 
 
-def render(template: str, *, title: str, data: Mapping[str, object], **values: Any) -> str:
+def render_page(template: str, *, title: str, data: Mapping[str, object], **values: Any) -> str:
     """Render a page. The template escapes texts in `values`; `data` is escaped so that it cannot close its element."""
     environment = Environment(
         loader=PackageLoader("cputrain.report"),
@@ -101,10 +114,6 @@ def render(template: str, *, title: str, data: Mapping[str, object], **values: A
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         **values,
     )
-
-
-MOST_EPOCHS = 200  # rows of the table
-MOST_PICTURES = 8
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -131,20 +140,20 @@ def report_html(run: Run) -> str:
         use |= {name: table(run.usage).cells for name, table in shown_use.items()}
     charts = (*curves, *use.get("charts", ()))
     drawn = {line.table: tables[line.table] for chart in charts for line in chart.lines}
-    steps, most = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
-    thinned = f"{plural(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > most else ""
+    steps, limit = len(tables["steps"]["step"]) if "steps" in tables else 0, rows_per_run(1)
+    thinned = f"{plural(steps, 'step')}: each interval is drawn by its minimum and maximum." if steps > limit else ""
     status = run.status() if run.trained else ""
     times = rank_times(run)
-    return render(
+    return render_page(
         "run.html.j2",
         title=run.name,
-        data=charts_data(charts, drawn, heats, most),
+        data=charts_data(charts, drawn, heats, limit),
         run=run,
         status=status,
         status_text=status_text(run, status) if status else "",
-        notes=notes_of(run),
-        figures=figures(run),
-        particulars=particulars(run),
+        notes=run_notes(run),
+        figures=run_figures(run),
+        particulars=run_particulars(run),
         warnings=warnings_of(run),
         faults=faults_of(run),
         curves=curves,
@@ -156,7 +165,7 @@ def report_html(run: Run) -> str:
         use=use,
         **_epochs(run),
         changed=[(key, describe_value(new), describe_value(old)) for key, (old, new) in run.changed_settings.items()],
-        pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MOST_PICTURES]],
+        pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MAX_PICTURES]],
         **_bindings(run),
     )
 
@@ -164,8 +173,8 @@ def report_html(run: Run) -> str:
 def _epochs(run: Run) -> dict[str, Any]:
     """Return the table of epochs; if there are many, evenly spaced ones."""
     last = list({event["epoch"]: event for event in run.of("epoch")}.values())
-    places = np.unique(np.linspace(0, len(last) - 1, min(len(last), MOST_EPOCHS)).round().astype(int))
-    shown = [last[i] for i in places]
+    indices = np.unique(np.linspace(0, len(last) - 1, min(len(last), MAX_EPOCHS)).round().astype(int))
+    shown = [last[i] for i in indices]
     columns = (
         Column("epoch", itemgetter("epoch"), "g"),
         Column("training loss", itemgetter("train_loss"), ".4f"),
@@ -184,15 +193,15 @@ def _epochs(run: Run) -> dict[str, Any]:
 def _bindings(run: Run) -> dict[str, Any]:
     """Return the table of bindings, and whether they are as planned."""
     bindings = run.start.get("bindings", [])
-    misplaced = [each for each in bindings if each["pus"] != each["planned_pus"]]
-    ranks = ", ".join(str(each["rank"]) for each in misplaced[:8]) + (", ..." if len(misplaced) > 8 else "")
+    misplaced = [binding for binding in bindings if binding["pus"] != binding["planned_pus"]]
+    ranks = ", ".join(str(binding["rank"]) for binding in misplaced[:8]) + (", ..." if len(misplaced) > 8 else "")
     columns = (
         Column("rank", itemgetter("rank")),
         Column("host", itemgetter("host")),
         Column("planned CPUs", itemgetter("planned_pus"), format_list),
         Column("actual CPUs", itemgetter("pus"), format_list),
         Column("memory", itemgetter("memory_policy")),
-        Column("CPUs of each thread", lambda each: " ".join(map(format_list, each.get("thread_pus", ())))),
+        Column("CPUs of each thread", lambda binding: " ".join(map(format_list, binding.get("thread_pus", ())))),
     )
     return {
         "bindings": Rows(columns, bindings).cells,
@@ -201,10 +210,6 @@ def _bindings(run: Run) -> dict[str, Any]:
         if misplaced
         else f"The kernel reports {plural(len(bindings), 'rank')} bound as planned.",
     }
-
-
-MOST_CLASSES = 200  # in the confusion matrix; if there are more, the classes with the lowest accuracy
-NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,12 +257,12 @@ def confused_classes(predicted: Predicted, classes: tuple[str, ...]) -> tuple[Co
     """Return the confused pairs of classes, the most frequent first."""
     wrong = predicted.label != predicted.predicted
     pairs = predicted.label[wrong] * len(classes) + predicted.predicted[wrong]
-    found, counts = np.unique(pairs, return_counts=True)
-    order = np.lexsort((found, -counts))
+    pairs_found, counts = np.unique(pairs, return_counts=True)
+    order = np.lexsort((pairs_found, -counts))
     return tuple(
         ConfusedPair(
-            label=classes[int(found[i]) // len(classes)],
-            predicted=classes[int(found[i]) % len(classes)],
+            label=classes[int(pairs_found[i]) // len(classes)],
+            predicted=classes[int(pairs_found[i]) % len(classes)],
             images=int(counts[i]),
         )
         for i in order
@@ -274,10 +279,10 @@ def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
     """Return the confusion matrix: labels as rows, predictions as columns, in percent of the row and as counts."""
     accuracies = class_accuracies(predicted, classes)
     by_accuracy = sorted(range(len(classes)), key=lambda i: (accuracies[i].top1 is None, accuracies[i].top1))
-    shown = np.array(sorted(by_accuracy[:MOST_CLASSES]))
-    place = np.full(len(classes), -1)
-    place[shown] = np.arange(len(shown))
-    rows, columns = place[predicted.label], place[predicted.predicted]
+    shown = np.array(sorted(by_accuracy[:MAX_CLASSES]))
+    position = np.full(len(classes), -1)
+    position[shown] = np.arange(len(shown))
+    rows, columns = position[predicted.label], position[predicted.predicted]
     inside = (rows >= 0) & (columns >= 0)
     images = np.zeros((len(shown), len(shown)))
     np.add.at(images, (rows[inside], columns[inside]), 1)
@@ -298,20 +303,12 @@ def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
 
 def confusion_text(predicted: Predicted, classes: tuple[str, ...]) -> str:
     """Describe the classes with the lowest accuracy and the most frequent confusions in one sentence each."""
-    known = [each for each in class_accuracies(predicted, classes) if each.top1 is not None]
-    hardest = sorted(known, key=lambda each: each.top1 or 0.0)[:NAMED]
-    lines = "Hardest: " + ", ".join(f"{each.name} {each.top1:.2f} %" for each in hardest)
+    measured = [accuracy for accuracy in class_accuracies(predicted, classes) if accuracy.top1 is not None]
+    hardest = sorted(measured, key=lambda accuracy: accuracy.top1 or 0.0)[:NAMED]
+    lines = "Hardest: " + ", ".join(f"{accuracy.name} {accuracy.top1:.2f} %" for accuracy in hardest)
     pairs = confused_classes(predicted, classes)[:NAMED]
-    confused = ", ".join(f"{each.label} as {each.predicted} ({plural(each.images, 'time')})" for each in pairs)
+    confused = ", ".join(f"{pair.label} as {pair.predicted} ({plural(pair.images, 'time')})" for pair in pairs)
     return lines + (f". Most confused: {confused}" if pairs else "")
-
-
-MOST_WRONG = 48
-MOST_CONFUSED = 100  # pairs of classes
-CLASS_COLUMNS = (Column("class", "name"), Column("images", "images", ","), Column("top-1 %", "top1", ".2f"))
-CONFUSED_COLUMNS = (Column("label", "label"), Column("predicted", "predicted"), Column("images", "images", ","))
-Thumbnail = Callable[[int], np.ndarray]
-"""Function from the number of an image to its pixels, (side, side, 3) uint8."""
 
 
 def write_eval_page(
@@ -326,10 +323,10 @@ def write_eval_page(
 ) -> Path:
     """Write the page to `out`, and each image's prediction beside it as CSV. `rows` are figures of the evaluation;
     `name_of` returns where an image is stored."""
-    classes = tuple(map(shown, classes))
+    classes = tuple(map(printable_name, classes))
     heat = confusion_heat(predicted, classes)
-    confused = confused_classes(predicted, classes)[:MOST_CONFUSED]
-    html = render(
+    confused = confused_classes(predicted, classes)[:MAX_CONFUSED_PAIRS]
+    html = render_page(
         "evaluation.html.j2",
         title=title,
         data=charts_data((), {}, (heat,), 0),
@@ -337,7 +334,7 @@ def write_eval_page(
         heat_map=heat,
         classes=Rows(CLASS_COLUMNS, class_accuracies(predicted, classes)).cells,
         confused=Rows(CONFUSED_COLUMNS, confused).cells,
-        images=[_wrong(predicted, row, classes, name_of, thumbnail) for row in most_wrong(predicted, MOST_WRONG)],
+        images=[_wrong(predicted, row, classes, name_of, thumbnail) for row in most_wrong(predicted, MAX_WRONG)],
     )
     write_text(out, html)
     columns = (

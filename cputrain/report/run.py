@@ -19,7 +19,7 @@ from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_
 from cputrain.affinity.wording import GIB, first_named, plural
 from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import ENVIRONMENT, PLAN, RECIPE
-from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_records, total
+from cputrain.mpi.usage import FOLDER, HostUse, Use, WorkerUse, read_usage_records, sum_networks
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.resume import differences, values_by_key
@@ -30,6 +30,22 @@ from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
 LOOPBACK = "lo"
 MB = 1e6
 PAUSE_S = 2.0  # a longer gap without records is the pause between the end of a run and its resumption
+
+DONE, STOPPED, RUNNING, INTERRUPTED, NOT_STARTED = "done", "stopped", "running", "interrupted", "not started"
+LAST_EVENTS = 100  # whose intervals count
+PATIENCE_S, PATIENCE = 120.0, 10.0  # silence that is normal, and as a multiple of the longest interval so far
+
+NamedValues = list[tuple[str, str]]
+"""(name, value) pairs."""
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+
+MIN_BUSY_FRACTION = (
+    0.8  # share of their CPUs' time that workers of a training compute at least, unless something slows them
+)
+MIN_USAGE_S = 60.0  # of resource use, of which starting is a small part
+OTHERS = 0.05  # share of a host's planned CPUs that other programs use
+
+MAX_WARNINGS, MAX_IMAGES = 200, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +61,16 @@ def read_usage(run: Path) -> Usage | None:
     """Read the records in a run's folder; None if nothing was sampled."""
     folder = run / FOLDER
     workers = {
-        int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
+        int(path.stem[len("rank-") :]): read_usage_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
     }
-    hosts = {path.stem[len("host-") :]: read_records(path, HostUse) for path in folder.glob("host-*.jsonl")}
-    known = {rank: workers[rank] for rank in sorted(workers) if workers[rank]}
-    if not known:
+    hosts = {path.stem[len("host-") :]: read_usage_records(path, HostUse) for path in folder.glob("host-*.jsonl")}
+    nonempty = {rank: workers[rank] for rank in sorted(workers) if workers[rank]}
+    if not nonempty:
         return None
     return Usage(
-        workers=known,
+        workers=nonempty,
         hosts={host: hosts[host] for host in sorted(hosts) if hosts[host]},
-        planned=_planned(run / PLAN_FILE, {rank: records[-1].host for rank, records in known.items()}),
+        planned=_planned(run / PLAN_FILE, {rank: records[-1].host for rank, records in nonempty.items()}),
     )
 
 
@@ -64,7 +80,7 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
         data = read_json(path)
     except InputError:  # missing or damaged
         return {}
-    found: dict[int, WorkerPlan] = {}
+    plans: dict[int, WorkerPlan] = {}
     for host in sorted(set(host_of.values())):
         ranks = sorted(rank for rank, where in host_of.items() if where == host)
         try:
@@ -73,11 +89,11 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
         except InputError:
             continue  # the host is not in the plan, for example after a requeue
         if len(workers) == len(ranks):
-            found |= dict(zip(ranks, workers, strict=True))
-    return found
+            plans |= dict(zip(ranks, workers, strict=True))
+    return plans
 
 
-def busy(record: WorkerUse | HostUse) -> float:
+def busy_cpus(record: WorkerUse | HostUse) -> float:
     """Return the mean number of busy CPUs: CPU seconds per second."""
     return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
 
@@ -94,7 +110,7 @@ def mb_per_s(name: str, direction: int) -> Callable[[HostUse], float]:
 
 def interfaces_of(records: Sequence[HostUse]) -> list[str]:
     """Return a host's interfaces with traffic, the busiest first, the loopback last."""
-    by_name = total(*(record.network for record in records))
+    by_name = sum_networks(*(record.network for record in records))
     return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
 
 
@@ -107,8 +123,8 @@ def worker_table(usage: Usage) -> Rows:
     columns = (
         Column("rank", lambda rank: rank),
         Column("host", lambda rank: usage.workers[rank][-1].host),
-        Column("CPUs busy, mean", lambda rank: mean_of(usage.workers[rank], busy), ".2f"),
-        Column("peak", lambda rank: max(map(busy, usage.workers[rank])), ".2f"),
+        Column("CPUs busy, mean", lambda rank: mean_of(usage.workers[rank], busy_cpus), ".2f"),
+        Column("peak", lambda rank: max(map(busy_cpus, usage.workers[rank])), ".2f"),
         Column("planned CPUs", planned(lambda plan: len(plan.pus))),
         Column("memory GiB, peak", lambda rank: max(r.rss_bytes for r in usage.workers[rank]) / GIB, ".2f"),
         Column("estimated", planned(lambda plan: plan.memory_bytes / GIB if plan.memory_bytes else None), ".2f"),
@@ -121,8 +137,8 @@ def host_table(usage: Usage) -> Rows:
     """Return a row for each host."""
     columns = (
         Column("host", lambda host: host),
-        Column("CPUs busy, mean", lambda host: mean_of(usage.hosts[host], busy), ".2f"),
-        Column("peak", lambda host: max(map(busy, usage.hosts[host])), ".2f"),
+        Column("CPUs busy, mean", lambda host: mean_of(usage.hosts[host], busy_cpus), ".2f"),
+        Column("peak", lambda host: max(map(busy_cpus, usage.hosts[host])), ".2f"),
         Column(
             "available memory GiB, minimum",
             lambda host: min(r.memory_available_bytes for r in usage.hosts[host]) / GIB,
@@ -163,11 +179,6 @@ def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
     before = accumulate((end - start for start, end in spans), initial=0.0)
     elapsed = [edge for pair in pairwise(before) for edge in pair]
     return lambda times: np.interp(times, edges, elapsed)
-
-
-DONE, STOPPED, RUNNING, INTERRUPTED, NOT_STARTED = "done", "stopped", "running", "interrupted", "not started"
-LAST_EVENTS = 100  # whose intervals count
-PATIENCE_S, PATIENCE = 120.0, 10.0  # silence that is normal, and as a multiple of the longest interval so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,13 +307,13 @@ def _recipe(path: Path, problems: list[str]) -> Recipe | None:
 
 def _environment(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(_text(path) or "{}")
+        content = json.loads(_text(path) or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         problems.append(f"{ENVIRONMENT} is damaged and omitted")
         return {}
-    return found
+    return content
 
 
 def _plans(path: Path, problems: list[str]) -> tuple[tuple[str, Plan], ...]:
@@ -326,12 +337,7 @@ def unit_of(start: Mapping[str, Any]) -> str:
     return str(data) if data in ("points", "samples") else "images"
 
 
-NamedValues = list[tuple[str, str]]
-"""(name, value) pairs."""
-MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
-
-
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format seconds: "0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"."""
     if seconds < MINUTE_S:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
@@ -343,7 +349,7 @@ def duration(seconds: float) -> str:
     return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S:02} h"
 
 
-def date(time: float) -> str:
+def date_text(time: float) -> str:
     """Format a Unix time as "2026-11-22 18:24 UTC"."""
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
@@ -364,7 +370,7 @@ def status_text(run: Run, status: str) -> str:
     """Describe the run's status in a sentence, with what continues it."""
     last, total = _last_step(run), run.start.get("last_step")
     at = f"step {last:,}" + (f" of {total:,}" if total else "")
-    seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
+    seen = f", last event {date_text(run.log.written[-1]['time'])}" if run.log.written else ""
     resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
     if run.recipe is not None and run.recipe.data.path == USER_SAMPLES:
         resume = f"{run.recipe.wording('resume', 'true')} in the script"
@@ -382,7 +388,7 @@ def _last_step(run: Run) -> int:
     return int(next(steps, (run.end or {}).get("steps", 0)))
 
 
-def figures(run: Run) -> NamedValues:
+def run_figures(run: Run) -> NamedValues:
     """Return the figures at the top of the page as (name, value)."""
     rows: NamedValues = []
     end, best = run.end or {}, best_of(run)
@@ -398,7 +404,7 @@ def figures(run: Run) -> NamedValues:
     spent = run.log.spent
     if spent.starts:
         over = f" over {spent.starts} starts" if spent.starts > 1 else ""
-        rows.append(("time to train" if run.end else "trained for", duration(spent.training_s) + over))
+        rows.append(("time to train" if run.end else "trained for", duration_text(spent.training_s) + over))
     speeds = [event["images_per_s"] for event in run.of("epoch")] or [e["images_per_s"] for e in run.of("step")]
     if speeds:
         rows.append((f"{unit_of(run.start)}/s", f"{median(speeds):,.1f}"))
@@ -410,15 +416,15 @@ def figures(run: Run) -> NamedValues:
     return rows
 
 
-def particulars(run: Run) -> NamedValues:
+def run_particulars(run: Run) -> NamedValues:
     """Return hardware, software and data of the run, one row for each known item."""
     start, environment, spent = run.start, run.environment, run.log.spent
     written = run.log.written
     hosts = sorted({binding["host"] for binding in start.get("bindings", ())})
     end, saved = run.end or {}, next(reversed(run.of("checkpoint")), None)
     values: list[tuple[str, Any]] = [
-        ("started", date(written[0]["time"]) if written else ""),
-        ("wall time", duration(spent.wall_s) if spent.starts > 1 else ""),
+        ("started", date_text(written[0]["time"]) if written else ""),
+        ("wall time", duration_text(spent.wall_s) if spent.starts > 1 else ""),
         ("hosts", first_named(hosts)),
         ("CPU", "; ".join(dict.fromkeys(_cpu(plan) for _, plan in run.plans))),
         ("steps", f"{end['steps']:,}" if "steps" in end else ""),
@@ -434,7 +440,7 @@ def particulars(run: Run) -> NamedValues:
         ("cputrain", environment.get("cputrain")),
         ("Python", environment.get("python")),
         ("kernel", environment.get("kernel")),
-        ("last checkpoint", f"step {saved['step']:,}, {date(saved['time'])}" if saved else ""),
+        ("last checkpoint", f"step {saved['step']:,}, {date_text(saved['time'])}" if saved else ""),
     ]
     return [(name, str(value)) for name, value in values if value]
 
@@ -461,12 +467,7 @@ def _because(value: Any, why: Any) -> str:
     return f"{value} ({why})" if value and why else str(value or "")
 
 
-LEAST_BUSY = 0.8  # share of their CPUs' time that workers of a training compute at least, unless something slows them
-LEAST_S = 60.0  # of resource use, of which starting is a small part
-OTHERS = 0.05  # share of a host's planned CPUs that other programs use
-
-
-def notes_of(run: Run) -> tuple[str, ...]:
+def run_notes(run: Run) -> tuple[str, ...]:
     """Return the plans' warnings and, if a training's workers computed for less of the time than they could, what the
     samples say about it: lines for the top of the page."""
     wording = as_recipe_key if run.trained else as_option
@@ -481,25 +482,22 @@ def notes_of(run: Run) -> tuple[str, ...]:
 
 
 def _idle_note(usage: Usage) -> str:
-    """Describe how much of their CPUs' time the workers had, and who had the rest; "" if they had LEAST_BUSY of it."""
-    used = {rank: mean_of(usage.workers[rank], busy) for rank in usage.planned}
+    """Describe how much of their CPUs' time the workers had, and who had the rest; "" above MIN_BUSY_FRACTION."""
+    used = {rank: mean_of(usage.workers[rank], busy_cpus) for rank in usage.planned}
     cpus = {rank: len(plan.compute_pus) for rank, plan in usage.planned.items()}
-    if not used or min(sum(r.seconds for r in usage.workers[rank]) for rank in used) < LEAST_S:
+    if not used or min(sum(r.seconds for r in usage.workers[rank]) for rank in used) < MIN_USAGE_S:
         return ""
-    share = sum(used.values()) / sum(cpus.values())
-    if share >= LEAST_BUSY:
+    fraction = sum(used.values()) / sum(cpus.values())
+    if fraction >= MIN_BUSY_FRACTION:
         return ""
-    others = []
+    notes = []
     for host, records in usage.hosts.items():
         ranks = [rank for rank in used if usage.workers[rank][-1].host == host]
-        taken = mean_of(records, busy) - sum(used[rank] for rank in ranks)
-        if ranks and taken > OTHERS * sum(cpus[rank] for rank in ranks):
-            others.append(f"{taken:.1f} CPUs on {host}")
-    why = f"other programs used {first_named(others)}" if others else "see the waits below"
-    return f"the workers used {100 * share:.0f} % of the time of the CPUs on which they compute: {why}"
-
-
-MOST_WARNINGS, MOST_IMAGES = 200, 20
+        by_others = mean_of(records, busy_cpus) - sum(used[rank] for rank in ranks)
+        if ranks and by_others > OTHERS * sum(cpus[rank] for rank in ranks):
+            notes.append(f"{by_others:.1f} CPUs on {host}")
+    why = f"other programs used {first_named(notes)}" if notes else "see the waits below"
+    return f"the workers used {100 * fraction:.0f} % of the time of the CPUs on which they compute: {why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,21 +517,21 @@ def warnings_of(run: Run) -> tuple[WarningSummary, ...]:
     by_text: dict[str, list[Mapping[str, Any]]] = {}
     for event in run.of("warning"):
         by_text.setdefault(event["what"], []).append(event)
-    found = []
-    for what, events in list(by_text.items())[:MOST_WARNINGS]:
+    warnings = []
+    for what, events in list(by_text.items())[:MAX_WARNINGS]:
         steps = [event.get("step", 0) for event in events]
         images = tuple(dict.fromkeys(image for event in events for image in event.get("images", ())))
-        found.append(
+        warnings.append(
             WarningSummary(
                 what=what,
                 times=len(events),
                 first=min(steps),
                 last=max(steps),
-                images=images[:MOST_IMAGES],
-                more_images=len(images[MOST_IMAGES:]),
+                images=images[:MAX_IMAGES],
+                more_images=len(images[MAX_IMAGES:]),
             )
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def faults_of(run: Run) -> tuple[str, ...]:
@@ -543,8 +541,8 @@ def faults_of(run: Run) -> tuple[str, ...]:
     for event in run.log.written:
         if event["event"] == "start" and last is not None:
             how = "stopped" if ended else "interrupted"
-            pause = duration(max(event["time"] - last["time"], 0.0))
-            lines.append(f"{how} after step {done:,}, started again {pause} later ({date(event['time'])})")
+            pause = duration_text(max(event["time"] - last["time"], 0.0))
+            lines.append(f"{how} after step {done:,}, started again {pause} later ({date_text(event['time'])})")
         if event["event"] == "step":
             if event["step"] <= done and lines:
                 lines[-1] += f"; {plural(done - event['step'] + 1, 'step')} repeated"

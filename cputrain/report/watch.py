@@ -22,12 +22,25 @@ from rich.text import Text
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.wording import plural
-from cputrain.report.charts import column, thin
-from cputrain.report.run import date, duration, unit_of
+from cputrain.report.charts import as_column, thin_table
+from cputrain.report.run import date_text, duration_text, unit_of
 from cputrain.runs.events import read_event, seconds_between
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of U+2800, by row and column
 BLANK = 0x2800
+
+LAST_RECORDS, LAST_WARNINGS = 60, 5
+RECENT_S = 60.0  # window of the speed from which the remaining time is estimated
+
+MAX_POINTS = 20_000  # of a curve; longer ones are thinned to a quarter, keeping the extremes
+
+Curve = list[tuple[float, float]]
+
+MAX_RANKS, MAX_BINDINGS = 16, 8
+CURVE_HEIGHT, HALF = 7, 100  # lines; width from which on two curves are side by side
+LEVELS = "·░▒▓█"
+HEAT = ("#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
+SILENT_S = 60.0
 
 
 def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
@@ -45,8 +58,8 @@ def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int
     for x, y in points:
         column = round((x - first) / (last - first or 1) * (columns - 1))
         row = round((high - y) / (high - low or 1) * (rows - 1))
-        for each in _between(before, (column, row)):
-            cells[each[1] // 4][each[0] // 2] |= DOTS[each[1] % 4][each[0] % 2]
+        for cell in _between(before, (column, row)):
+            cells[cell[1] // 4][cell[0] // 2] |= DOTS[cell[1] % 4][cell[0] % 2]
         before = column, row
     return [
         f"{label:>{margin}} │{''.join(chr(BLANK + dots) for dots in line)}"
@@ -54,26 +67,18 @@ def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int
     ]
 
 
-def _between(before: tuple[int, int] | None, place: tuple[int, int]) -> list[tuple[int, int]]:
+def _between(before: tuple[int, int] | None, target: tuple[int, int]) -> list[tuple[int, int]]:
     """Return the places on a straight line from one point to the next, without its start."""
     if before is None:
-        return [place]
-    (a, b), (c, d) = before, place
+        return [target]
+    (a, b), (c, d) = before, target
     count = max(abs(c - a), abs(d - b), 1)
     return [(round(a + (c - a) * i / count), round(b + (d - b) * i / count)) for i in range(1, count + 1)]
 
 
-LAST_RECORDS, LAST_WARNINGS = 60, 5
-RECENT_S = 60.0  # window of the speed from which the remaining time is estimated
-
-MOST_POINTS = 20_000  # of a curve; longer ones are thinned to a quarter, keeping the extremes
-
-Curve = list[tuple[float, float]]
-
-
-def thinned(curve: Curve) -> Curve:
+def thin_curve(curve: Curve) -> Curve:
     """Thin a long curve to a quarter of its points."""
-    table = thin({"step": column(x for x, _ in curve), "y": column(y for _, y in curve)}, MOST_POINTS // 4)
+    table = thin_table({"step": as_column(x for x, _ in curve), "y": as_column(y for _, y in curve)}, MAX_POINTS // 4)
     return list(zip(table["step"].tolist(), table["y"].tolist(), strict=True))
 
 
@@ -121,8 +126,8 @@ class WatchState:
                 curve.pop()
         self.step = event
         for curve in (self.losses, self.speeds):
-            if len(curve) > MOST_POINTS:
-                curve[:] = thinned(curve)
+            if len(curve) > MAX_POINTS:
+                curve[:] = thin_curve(curve)
         if event["loss"] is not None:
             self.losses.append((step, event["loss"]))
         self.speeds.append((step, event["images_per_s"]))
@@ -167,11 +172,11 @@ class EventTail:
         """
         try:
             with self._path.open("rb") as file:
-                found = self._path.stat()
-                replaced = self._offset > 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+                status = self._path.stat()
+                replaced = self._offset > 0 and (status.st_ino != self._inode or status.st_size < self._offset)
                 if replaced:
                     self._offset, self.damaged = 0, 0
-                self._inode = found.st_ino
+                self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -214,14 +219,9 @@ def _only_wait(seconds: float) -> str:
     return ""
 
 
-MOST_RANKS, MOST_BINDINGS = 16, 8
-CURVE_HEIGHT, HALF = 7, 100  # lines; width from which on two curves are side by side
-LEVELS = "·░▒▓█"
-HEAT = ("#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
-SILENT_S = 60.0
-
-
-def screen(name: str, state: WatchState, *, width: int, damaged: int = 0, now: float | None = None) -> RenderableType:
+def watch_screen(
+    name: str, state: WatchState, *, width: int, damaged: int = 0, now: float | None = None
+) -> RenderableType:
     """Return the screen of a run called `name`, `width` columns wide, at a Unix time (None: now)."""
     parts: list[RenderableType] = [_head(name, state, time.time() if now is None else now, width)]
     if state.part is not None:
@@ -233,21 +233,23 @@ def screen(name: str, state: WatchState, *, width: int, damaged: int = 0, now: f
     if state.start.get("bindings"):
         parts.append(_bindings(state))
     if state.warnings:
-        lines = (Text(f"step {each.get('step', 0):,}: {plain(each['what'])}") for each in state.warnings)
+        lines = (
+            Text(f"step {warning.get('step', 0):,}: {terminal_text(warning['what'])}") for warning in state.warnings
+        )
         parts.append(Panel(Group(*lines), title="last warnings", title_align="left", border_style="yellow"))
     if damaged:
         parts.append(Text(f"{plural(damaged, 'damaged line')} of the log omitted", style="yellow"))
     return Group(*parts)
 
 
-def plain(text: str) -> str:
+def terminal_text(text: str) -> str:
     """Replace characters that a terminal would interpret."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _head(name: str, state: WatchState, now: float, width: int) -> Text:
     start, step = state.start, state.step
-    head = Text(plain(name), style="bold")
+    head = Text(terminal_text(name), style="bold")
     head.append(f"  {_status(state, now)}", style="not bold")
     if step:
         epoch, total = step["epoch"], start.get("last_step")
@@ -276,16 +278,16 @@ def _packed(facts: list[str], width: int) -> list[str]:
 
 def _status(state: WatchState, now: float) -> str:
     if state.end is not None:
-        return f"{plain(state.end['status'])}, {duration(state.end['time_to_train_s'])} to train"
+        return f"{terminal_text(state.end['status'])}, {duration_text(state.end['time_to_train_s'])} to train"
     if state.last_time is None:
         return "no event yet, the ranks are starting"
     if not state.step:
         return "before the first step"
     silent = now - state.last_time
-    left = f"{duration(state.left_s)} left" if state.left_s is not None else ""
+    remaining = f"{duration_text(state.left_s)} left" if state.left_s is not None else ""
     starts = f"start {state.starts}" if state.starts > 1 else ""
-    quiet = f"no event for {duration(silent)} (last {date(state.last_time)})" if silent > SILENT_S else ""
-    return ", ".join(filter(None, (starts, quiet or left)))
+    quiet = f"no event for {duration_text(silent)} (last {date_text(state.last_time)})" if silent > SILENT_S else ""
+    return ", ".join(filter(None, (starts, quiet or remaining)))
 
 
 def _curves(state: WatchState, width: int) -> list[RenderableType]:
@@ -293,10 +295,13 @@ def _curves(state: WatchState, width: int) -> list[RenderableType]:
         ("validation top-1, %", state.scores) if state.scores else (f"{unit_of(state.start)}/s", state.speeds)
     )
     shown = [(title, points) for title, points in (("rank 0's loss", state.losses), second) if len(points) > 1]
-    each = (width - 2) // 2 if width >= HALF and len(shown) > 1 else width
+    column_width = (width - 2) // 2 if width >= HALF and len(shown) > 1 else width
     panels = [
         Panel(
-            Text("\n".join(braille_curve(points, each - 4, CURVE_HEIGHT))), title=title, title_align="left", width=each
+            Text("\n".join(braille_curve(points, column_width - 4, CURVE_HEIGHT))),
+            title=title,
+            title_align="left",
+            width=column_width,
         )
         for title, points in shown
     ]
@@ -315,7 +320,7 @@ def _heat(state: WatchState, width: int) -> RenderableType:
     ]
     low, high = min(map(min, computing)), max(map(max, computing))
     last = records[-1]
-    ranks = sorted(range(len(last["seconds"])), key=lambda rank: -computing[-1][rank])[:MOST_RANKS]
+    ranks = sorted(range(len(last["seconds"])), key=lambda rank: -computing[-1][rank])[:MAX_RANKS]
     table = Table(box=None, pad_edge=False, expand=False)
     for head in ("rank", f"compute of a step, {low:.3g} to {high:.3g} s", "s", "comm wait", "data wait"):
         table.add_column(head, justify="left" if head.startswith("compute") else "right", no_wrap=True)
@@ -328,20 +333,27 @@ def _heat(state: WatchState, width: int) -> RenderableType:
         waits = (f"{100 * last[key][rank] / whole:.0f} %" for key in ("comm_wait_s", "data_wait_s"))
         table.add_row(str(rank), cells, f"{computing[-1][rank]:.3g}", *waits)
     total = len(last["seconds"])
-    title = plural(total, "rank") + (f", the {MOST_RANKS} slowest" if total > MOST_RANKS else "")
+    title = plural(total, "rank") + (f", the {MAX_RANKS} slowest" if total > MAX_RANKS else "")
     return Panel(table, title=title, title_align="left")
 
 
 def _bindings(state: WatchState) -> RenderableType:
     bindings = state.start["bindings"]
-    moved = [each for each in bindings if each["pus"] != each["planned_pus"]]
+    moved = [binding for binding in bindings if binding["pus"] != binding["planned_pus"]]
     table = Table(box=None, pad_edge=False)
     for head in ("rank", "host", "CPUs", "memory"):
         table.add_column(head, no_wrap=True)
-    for each in (*moved, *(other for other in bindings if other not in moved))[:MOST_BINDINGS]:
-        cpus = format_list(each["pus"]) + (f" (planned {format_list(each['planned_pus'])})" if each in moved else "")
-        table.add_row(*(Text(plain(text)) for text in (str(each["rank"]), each["host"], cpus, each["memory_policy"])))
-    rest = len(bindings) - MOST_BINDINGS
-    more = f", {rest} more" if rest > 0 else ""
+    for binding in (*moved, *(binding for binding in bindings if binding not in moved))[:MAX_BINDINGS]:
+        cpus = format_list(binding["pus"]) + (
+            f" (planned {format_list(binding['planned_pus'])})" if binding in moved else ""
+        )
+        table.add_row(
+            *(
+                Text(terminal_text(text))
+                for text in (str(binding["rank"]), binding["host"], cpus, binding["memory_policy"])
+            )
+        )
+    hidden = len(bindings) - MAX_BINDINGS
+    more = f", {hidden} more" if hidden > 0 else ""
     title = "binding: " + (f"{plural(len(moved), 'rank')} not as planned" if moved else "as planned") + more
     return Panel(table, title=title, title_align="left", border_style="red" if moved else "none")

@@ -13,8 +13,7 @@ from typing import IO, Any
 from cputrain import __version__
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
-from cputrain.checkpoint.files import is_checkpoint
-from cputrain.checkpoint.folder import BEST, list_checkpoints
+from cputrain.checkpoint.files import BEST, is_checkpoint, list_checkpoints
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, recipe_names, write_text
 from cputrain.manifest import Manifest, ScaleRecord, read_manifest
 from cputrain.mpi.usage import FOLDER as USAGE

@@ -23,8 +23,8 @@ from urllib.parse import unquote
 
 import yaml
 
+from cputrain.affinity.binding import running_on
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.kernel.binding import running_on
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of_signal, use_utf8
 from cputrain.files import ENVIRONMENT, METRICS, PLAN, RECIPE, REPORT, write_text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import field_validator
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import read_yaml, shipped
+from cputrain.affinity.filesystem import read_yaml, shipped_folder
 from cputrain.affinity.wording import plural
 from cputrain.files import write_text
 from cputrain.recipe.derivation import derive
@@ -206,7 +206,7 @@ def run_large_batch(
 
 
 DOCUMENTS = ("you-et-al", "surfsara-intel", "gist", "multi-worker-lab", "lab3")
-FOLDER = shipped("published")
+FOLDER = shipped_folder("published")
 TIME, SPEED = "time", "images/s"
 IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
 

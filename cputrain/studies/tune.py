@@ -18,8 +18,8 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import fmean, median, median_low
 
-from cputrain.affinity.errors import InputError, RunError, as_recipe_key, describe
-from cputrain.affinity.planner.domains import SMALL_HOST_CORES, plausible_workers
+from cputrain.affinity.errors import InputError, RunError, as_recipe_key, describe_error
+from cputrain.affinity.planner.layouts import SMALL_HOST_CORES, plausible_workers
 from cputrain.affinity.planner.openmp import installed_allocators, target_of
 from cputrain.affinity.planner.records import ENGINE, TUNED, Record
 from cputrain.affinity.planner.request import tuning_name
@@ -168,7 +168,7 @@ def plan_candidates(current: PlannedTraining, values: Sequence[Values], env: Map
         try:
             planned = replanned(current, [f"{KEYS[axis]}={value}" for axis, value in each], env)
         except InputError as error:
-            refused.append((each, describe(error, as_recipe_key)))
+            refused.append((each, describe_error(error, as_recipe_key)))
             continue
         if (same := _what_runs(planned)) not in seen:
             seen.add(same)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cputrain.affinity.kernel.binding import threads_of
+from cputrain.affinity.binding import threads_of
 from cputrain.affinity.topology.machine import parse_list
 
 STEAL = 7  # field of a line in /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_gather
-from cputrain.data.formats.dataset import Images, PiecewiseImages, causes, is_too_damaged, refusal
+from cputrain.data.formats.dataset import (
+    Images,
+    PiecewiseImages,
+    is_too_damaged,
+    summarize_corrupt,
+    too_many_corrupt_error,
+)
 from cputrain.data.loader import read_and_decode
 from cputrain.data.order import Indices
 from cputrain.data.pixels import Decode, Pixels, center_crop
@@ -35,7 +41,7 @@ def check_sample(splits: Mapping[str, Images], decode: Decode, side: int, share:
         count, images = len(numbers), len(splits[split])
         expected = count * share + SIGMAS * math.sqrt(count * share * (1 - share))
         if is_too_damaged(len(damaged), images, share) or len(damaged) > max(expected, 1) or len(damaged) == count:
-            raise refusal(split, damaged, count, images, share)
+            raise too_many_corrupt_error(split, damaged, count, images, share)
 
 
 def _spread(images: Images) -> Indices:
@@ -81,12 +87,12 @@ class CorruptImageCheck:
         if is_too_damaged(damaged, images, self.share) or (ended and damaged and not readable):
             lines = sorted(line for of_rank in all_gather(own) for line in of_rank)
             self.wait()
-            raise refusal(split, lines, int(damaged + readable), images, self.share)
+            raise too_many_corrupt_error(split, lines, int(damaged + readable), images, self.share)
 
     def report(self, names: Sequence[str], step: int, warn: Callable[..., None]) -> None:
         """Warn of the damaged images, `names` on this rank, that no earlier warning has named. All ranks must call
         this."""
         if new := sorted({name for of_rank in all_gather(names) for name in of_rank} - self.reported):
             self.reported.update(new)
-            line = f"{plural(len(new), 'damaged image')} skipped: {causes(new)}"
+            line = f"{plural(len(new), 'damaged image')} skipped: {summarize_corrupt(new)}"
             warn(step, "damaged images", line=line, images=new)

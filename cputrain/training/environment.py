@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cputrain import __version__
-from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
+from cputrain.affinity.bound_plan import PLAN_VARIABLE, read_host_plan
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.training.session import Session
 from cputrain.variables import job_in, shown_variables

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
-from cputrain.data.formats.dataset import SyntheticImages, causes
+from cputrain.data.formats.dataset import SyntheticImages, summarize_corrupt
 from cputrain.data.formats.source import DatasetSummary
 from cputrain.data.loader import GRAY, Batch
 from cputrain.data.order import Indices
@@ -250,7 +250,8 @@ def result_text(result: EvalResult, kind: str, classes: tuple[str, ...] = ()) ->
     if result.predicted is not None and len(result.predicted.label):
         lines.append(confusion_text(result.predicted, classes))
     if result.damaged:
-        lines.insert(0, f"warning: {plural(len(result.damaged), 'damaged image')} skipped: {causes(result.damaged)}")
+        skipped = f"{plural(len(result.damaged), 'damaged image')} skipped: {summarize_corrupt(result.damaged)}"
+        lines.insert(0, f"warning: {skipped}")
     return "\n".join(lines)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cputrain.affinity.bound_plan import plan_beside
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.bound_plan import plan_beside
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.start import isolated_command
@@ -18,7 +18,7 @@ from cputrain.files import RECIPE
 from cputrain.launch.local import local_job
 from cputrain.launch.rank_process import run_on_ranks
 from cputrain.manifest import ScaleRecord
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.predict.next_best import compare_plan

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cputrain.affinity.binding import bind_thread
+from cputrain.affinity.bound_plan import PLAN_VARIABLE
 from cputrain.affinity.filesystem import write_bytes
-from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.wording import GIB
 from cputrain.comm.group import all_gather, no_exit_limit, run_on_main_rank
-from cputrain.data.formats.shards import staged
+from cputrain.data.formats.shards import staged_shards
 from cputrain.files import ENVIRONMENT, PLAN, write_text
 from cputrain.launch.rank_process import StartOptions
 from cputrain.measurements import save_bf16_gain
@@ -66,7 +66,8 @@ class RunFolder:
                 return
             if not options.prepared:
                 stack.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
-            stack.enter_context(staged(self.session.dataset, recipe.data.stage_dir, context.rank, context.loader_pus))
+            shards = staged_shards(self.session.dataset, recipe.data.stage_dir, context.rank, context.loader_pus)
+            stack.enter_context(shards)
             if self.session.is_main_rank:
                 self._measure_environment()
                 context.startup.phase("building the network and the optimizer")

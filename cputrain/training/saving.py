@@ -16,11 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from cputrain import __version__
+from cputrain.affinity.binding import bind_thread
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import write_bytes
-from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.checkpoint.files import content_text, rank_file
-from cputrain.checkpoint.folder import remove_partial
+from cputrain.checkpoint.files import content_text, rank_file, remove_partial
 from cputrain.checkpoint.writer import CheckpointWriter, wait_until_visible
 from cputrain.comm.group import all_gather, run_on_main_rank
 from cputrain.data.settings import USER_SAMPLES

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from cputrain import __version__
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import (
+from cputrain.affinity.binding import (
     Thread,
     memory_share,
-    misallocated,
-    misplaced,
-    refuse,
+    misallocated_memory,
+    misplaced_threads,
+    raise_binding_error,
     team_of,
     threads_of,
 )
+from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import WorkerPlan
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.topology.machine import format_list, name_cpus
 from cputrain.affinity.wording import plural
 from cputrain.comm import ccl
@@ -167,7 +167,7 @@ def start_session(
     phase(f"connecting {plural(rank.world_size, 'rank')}")
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, job_settings(recipe, dataset))
     if context.check and group.backend == ccl.BACKEND:
-        refuse(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
+        raise_binding_error(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
     local_batches = _local_batches(recipe.batch.local, recipe.plan.balance, worker, sizes)
     if not recipe.data.generated:
         used = {split: images for split, images in dataset.splits.items() if split in splits}
@@ -217,7 +217,9 @@ def start_threads(context: RankContext) -> tuple[tuple[Thread, ...], dict[int, f
     share = memory_share(first.data_ptr())
     if check:
         bound = context.observed.memory_policy == worker.memory_policy
-        refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
+        raise_binding_error(
+            worker, misplaced_threads(worker, team) + (misallocated_memory(worker, share) if bound else [])
+        )
     if torch.get_num_interop_threads() != worker.inter_op:  # can only be set once in a process
         # A script that was not bound by a plan may have started its inter-op threads already, and keeps them.
         with nullcontext() if check else suppress(RuntimeError):

@@ -50,7 +50,7 @@ def signals_blocked(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]
 
 
 def _is_rank(env: Mapping[str, str]) -> bool:
-    from cputrain.affinity.ranks.rank import rank_from_env  # imported late for the start-up time of other commands
+    from cputrain.affinity.rank import rank_from_env  # imported late for the start-up time of other commands
 
     try:
         return rank_from_env(env) is not None

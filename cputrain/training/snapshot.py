@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError, Wording, as_option
 from cputrain.affinity.wording import first_named
-from cputrain.checkpoint.files import MODEL, OPTIMIZER, DamagedError, rank_file
-from cputrain.checkpoint.folder import load_newest as newest_intact
-from cputrain.checkpoint.folder import quarantine
+from cputrain.checkpoint.files import MODEL, OPTIMIZER, DamagedError, quarantine, rank_file
+from cputrain.checkpoint.files import load_newest_intact as newest_intact
 from cputrain.checkpoint.state import (
+    Tensors,
     check_savable,
     copied_weights,
     load_optimizer_state,
@@ -26,7 +26,6 @@ from cputrain.checkpoint.state import (
     optimizer_state,
     plain_name,
 )
-from cputrain.checkpoint.tree import Tensors
 from cputrain.comm.group import all_gather
 from cputrain.comm.hooks import Bf16AllReduceHook
 from cputrain.manifest import (

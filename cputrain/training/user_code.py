@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from cputrain.affinity.errors import InputError, SettingsError, as_argument
-from cputrain.affinity.kernel.binding import bind_process
-from cputrain.affinity.kernel.bound_plan import (
+from cputrain.affinity.binding import bind_process
+from cputrain.affinity.bound_plan import (
     PLAN_VARIABLE,
     WORKER_VARIABLE,
     bound_worker,
     plan_for_rank,
     plan_in_memory,
 )
+from cputrain.affinity.errors import InputError, SettingsError, as_argument
 from cputrain.affinity.planner.request import Request
-from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import CODES
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import abandon_group

@@ -21,7 +21,7 @@ BUSY_CORES = 0.5  # a rank with more demand is computing
 STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /proc/PID/stat
 WAITS_PER_CPU = 8.0
 NANOSECOND_S = 1e-9
-MOST_BYTES = 1 << 20  # of a heartbeat
+MAX_HEARTBEAT_BYTES = 1 << 20  # of a heartbeat
 SILENT_S = 3 * HEARTBEAT_S  # since a heartbeat, after which it does not tell what the rank does now
 
 
@@ -120,7 +120,7 @@ def with_collective(activity: Activity, heartbeat: Heartbeat | None, *, silent: 
 
 def read_heartbeat(file: int | None) -> Heartbeat | None:
     """Return the heartbeat in a rank's file; None without one, or while it is being written."""
-    text = b"" if file is None else os.pread(file, MOST_BYTES, 0).partition(b"\n")[0]
+    text = b"" if file is None else os.pread(file, MAX_HEARTBEAT_BYTES, 0).partition(b"\n")[0]
     try:
         return json.decode(text, type=Heartbeat) if text else None
     except MsgspecError:
@@ -141,20 +141,20 @@ def read_process(pid: int) -> ProcessTime | None:
     return ProcessTime(cpu_s=stat.cpu_s, waited_s=waited_s, stopped=stat.state == STOPPED)
 
 
-def tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return a process and all its descendants, parents before children."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for parent in pids:
         with suppress(OSError):  # ended meanwhile
-            found += children_of(one)
-    return found
+            pids += children_of(parent)
+    return pids
 
 
 def read_below(pid: int) -> ProcessTime:
     """Return the summed times of all descendants of this process."""
-    read = [one for child in tree(pid)[1:] if (one := read_process(child))]
+    read = [process for child in process_tree(pid)[1:] if (process := read_process(child))]
     return ProcessTime(
-        cpu_s=sum(one.cpu_s for one in read),
-        waited_s=sum(one.waited_s for one in read),
-        stopped=any(one.stopped for one in read),
+        cpu_s=sum(process.cpu_s for process in read),
+        waited_s=sum(process.waited_s for process in read),
+        stopped=any(process.stopped for process in read),
     )

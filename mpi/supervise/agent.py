@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import Rank, rank_from_env
+from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
 from cputrain.mpi.supervise.ranks import RankSupervisor
 from cputrain.mpi.supervise.signals import (
@@ -37,7 +37,7 @@ from cputrain.mpi.supervise.wire import (
     Stack,
     Stop,
     heartbeat_interval,
-    join,
+    join_job,
 )
 
 POLL_S = 0.2
@@ -82,7 +82,7 @@ def _join(server: str, token: str, rank: Rank) -> tuple[Connection, list[Any]]:
         )
     try:
         hello = Hello(rank=rank.rank, host=socket.gethostname())
-        return join(server, token, (Answer, Stop, Preempt, ShowStack), hello)
+        return join_job(server, token, (Answer, Stop, Preempt, ShowStack), hello)
     except OSError as error:
         raise RunError(
             f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server} ({error}): check "

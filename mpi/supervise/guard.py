@@ -36,11 +36,11 @@ def processes_of(sessions: Collection[int], mark: str | None) -> Iterator[int]:
 def kill_all(sessions: Collection[int], mark: str) -> None:
     """Kill all these processes and wait until they are gone."""
     for _ in range(ROUNDS):
-        found = list(processes_of(sessions, mark))
-        for pid in found:
+        pids = list(processes_of(sessions, mark))
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        if not pids:
             return
         time.sleep(ROUND_S)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from cputrain.affinity.ranks.host_names import host_labels, is_loopback
-from cputrain.affinity.ranks.rank import LOOPBACK
+from cputrain.affinity.host_names import host_labels, is_loopback
+from cputrain.affinity.rank import LOOPBACK
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     STATUSES,
@@ -129,22 +129,22 @@ class Monitor:
         now, ended = self.clock.now(), self._exits + len(self._server.lost)
         if ended != self._ended or now - self._checked_at >= SILENCE_CHECK_S:
             self._checked_at, self._ended, oldest = now, ended, now - self._timeout_s
-            failed = [one for one in self.ranks.values() if self._has_failed(one, oldest)]
+            failed = [rank for rank in self.ranks.values() if self._has_failed(rank, oldest)]
             self._alone = [] if failed else self._stopped_alone(now - ALONE_S)
             self._failed = failed or self._alone
         return self._failed
 
-    def _has_failed(self, one: ReportedRank, oldest: float) -> bool:
+    def _has_failed(self, rank: ReportedRank, oldest: float) -> bool:
         """Return whether the rank has failed; heartbeats before the time `oldest` are too old."""
-        if one.state.exit is not None:
-            return one.state.exit.status != 0 and not one.by_job
-        return one.heartbeat < oldest or one.state.rank in self._server.lost
+        if rank.state.exit is not None:
+            return rank.state.exit.status != 0 and not rank.by_job
+        return rank.heartbeat < oldest or rank.state.rank in self._server.lost
 
     def _stopped_alone(self, latest: float) -> list[ReportedRank]:
         """Return the ranks whose agents a signal stopped before `latest` while others run without having received one:
         then nobody is ending the job, and the others may wait for these ranks."""
-        signaled = [one for one in self.ranks.values() if one.signal and one.signaled < latest]
-        ends = not signaled or all(one.signal or one.state.exit is not None for one in self.ranks.values())
+        signaled = [rank for rank in self.ranks.values() if rank.signal and rank.signaled < latest]
+        ends = not signaled or all(rank.signal or rank.state.exit is not None for rank in self.ranks.values())
         return [] if ends else signaled
 
     def rank_states(self) -> tuple[RankState, ...]:
@@ -155,14 +155,14 @@ class Monitor:
         """Describe the failure that caused the others in one line, followed by the last lines of output. `stall` is the
         stall just before it, `stacks` are the stacks of its ranks."""
         if self.failed() and self._alone:
-            alone = min(self._alone, key=lambda one: (one.signaled, one.state.rank))
+            alone = min(self._alone, key=lambda rank: (rank.signaled, rank.state.rank))
             end = "" if alone.state.exit is None else f"; {describe_exit(alone.state.exit)}"
             stopped = f"the agent of {alone.state.place} was stopped by {signal_name(alone.signal)}"
             return f"{stopped}, while other ranks kept running{end}"
-        if exits := [one.state.exit for one in self.failed() if one.state.exit is not None]:
+        if exits := [rank.state.exit for rank in self.failed() if rank.state.exit is not None]:
             return describe_failure(first_cause(exits), self.rank_states(), stall, stacks)
         lost = self._server.lost
-        first = min(self.failed(), key=lambda one: (one.state.rank not in lost, one.heartbeat, one.state.rank))
+        first = min(self.failed(), key=lambda rank: (rank.state.rank not in lost, rank.heartbeat, rank.state.rank))
         if first.state.rank in lost:
             return f"{first.state.place} has lost its agent, which was killed or cut off: see its host's log"
         return f"{first.state.place} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
@@ -170,20 +170,20 @@ class Monitor:
     def stacks(self, ranks: Sequence[int]) -> Stacks:
         """Return the Python stacks of the running ranks among these: answers within STACK_S, else earlier stacks
         of ranks that are where they were."""
-        running = {rank: one for rank in ranks if (one := self.ranks[rank]).state.exit is None}
+        running = {rank: reported for rank in ranks if (reported := self.ranks[rank]).state.exit is None}
         now = self.clock.now()
         before = {
-            rank: one.stack
-            for rank, one in running.items()
-            if is_where_it_was(one.state.activity, now - one.stacked_at)
+            rank: reported.stack
+            for rank, reported in running.items()
+            if is_where_it_was(reported.state.activity, now - reported.stacked_at)
         }
-        for rank, one in running.items():
-            one.stack = None
+        for rank, reported in running.items():
+            reported.stack = None
             self._server.connections[rank].send(ShowStack())
         deadline = time.monotonic() + STACK_S
-        while any(one.stack is None for one in running.values()) and time.monotonic() < deadline:
+        while any(reported.stack is None for reported in running.values()) and time.monotonic() < deadline:
             self.poll(STACK_POLL_S)
-        return {rank: one.stack or before.get(rank) or () for rank, one in running.items()}
+        return {rank: reported.stack or before.get(rank) or () for rank, reported in running.items()}
 
     def stop(self, grace_s: float) -> None:
         """Tell every agent to end its rank, which gets grace_s to exit by itself."""

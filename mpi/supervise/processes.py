@@ -25,11 +25,34 @@ from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import cgroup_folders, read_limits
 from cputrain.affinity.wording import GIB
-from cputrain.mpi.launchers.programs import Files, LaunchCommand
+from cputrain.mpi.launchers import Files, LaunchCommand
 from cputrain.mpi.supervise import guard
 
 COUNTERS = ("memory.events", "memory.oom_control")  # in control groups v2 and v1; they have a line "oom_kill N"
 COUNTER = "oom_kill "
+
+SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
+TOGETHER_S = 0.15  # exits noticed within this time may have happened in the other order
+LAST_LINES = 15
+OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines follow
+STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
+
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
+ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewhat later
+STACK_POLL_S = 0.02
+
+NO_ANSWER = "an unknown line, as it does not respond"  # in place of the stack of a process that can dump it
+TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call's number
+
+LINE_OF = re.compile(r"(.+):(\d+) in ")
+CALLS_WAIT = re.compile(r"\.wait\(")
+IN_WAIT = ", in wait()"
+
+PR_SET_CHILD_SUBREAPER = 36
+REAP_POLL_S = 0.05
+
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +116,6 @@ def read_count(path: Path) -> int | None:
 def _host_bytes(root: Path) -> int:
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
-
-
-SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
-TOGETHER_S = 0.15  # exits noticed within this time may have happened in the other order
-LAST_LINES = 15
-OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines follow
-STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,20 +183,26 @@ def in_one_line(error: RunError) -> str:
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:
     """Return the exit that caused the others: the earliest; among exits close to it, one by a signal comes first."""
-    known = list(exits)
-    earliest = min(one.time for one in known)
-    together = [one for one in known if one.time - earliest <= TOGETHER_S]
-    return min(together, key=lambda one: (one.status > 0, one.by_itself, one.time, one.rank))
+    known_exits = list(exits)
+    earliest = min(rank_exit.time for rank_exit in known_exits)
+    together = [rank_exit for rank_exit in known_exits if rank_exit.time - earliest <= TOGETHER_S]
+    return min(
+        together, key=lambda rank_exit: (rank_exit.status > 0, rank_exit.by_itself, rank_exit.time, rank_exit.rank)
+    )
 
 
-def describe_exit(one: RankExit) -> str:
+def describe_exit(rank_exit: RankExit) -> str:
     """Describe a rank's exit in one line, followed by the last lines of its output."""
-    how = describe_status(one.status)
-    if one.shortage is not None:
-        how += f", {one.shortage}" if one.status < 0 else f" after the kernel had killed a process, {one.shortage}"
-    tail = "".join(f"\n  | {line}" for line in one.printed)
+    how = describe_status(rank_exit.status)
+    if rank_exit.shortage is not None:
+        how += (
+            f", {rank_exit.shortage}"
+            if rank_exit.status < 0
+            else f" after the kernel had killed a process, {rank_exit.shortage}"
+        )
+    tail = "".join(f"\n  | {line}" for line in rank_exit.printed)
     output = f"{OUTPUT_FOLLOWS}{tail}" if tail else "; it printed nothing"
-    return f"{one.place} {how}; log {one.log}{output}"
+    return f"{rank_exit.place} {how}; log {rank_exit.log}{output}"
 
 
 def signal_name(number: int) -> str:
@@ -194,16 +216,6 @@ def signal_name(number: int) -> str:
 def describe_status(status: int) -> str:
     """Describe an exit status: "exited with status 3", or "was ended by SIGKILL" if it is negative."""
     return f"exited with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
-
-
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-MOST_FRAMES, MOST_BYTES = 12, 1 << 16
-ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewhat later
-STACK_POLL_S = 0.02
-
-
-NO_ANSWER = "an unknown line, as it does not respond"  # in place of the stack of a process that can dump it
-TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call's number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,29 +269,24 @@ def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tup
     can dump its stack, NO_ANSWER if none does within ANSWER_S."""
     for pids, files in ranks:
         files.ask(pids)
-    asked = [files for _, files in ranks if files.asked is not None]
+    requested = [files for _, files in ranks if files.asked is not None]
     deadline, texts = time.monotonic() + ANSWER_S, dict[int, bytes]()
-    while any(files.asked is not None for files in asked) and time.monotonic() < deadline:
+    while any(files.asked is not None for files in requested) and time.monotonic() < deadline:
         time.sleep(STACK_POLL_S)
-        for files in asked:
+        for files in requested:
             if files.asked is not None:
-                text = os.pread(files.stack, MOST_BYTES, files.asked)
+                text = os.pread(files.stack, MAX_STACK_BYTES, files.asked)
                 if text and text == texts.get(files.stack):
                     files.asked = None
                 texts[files.stack] = text
-    found = [with_wait(frames(texts.get(files.stack, b"").decode(errors="replace"))) for _, files in ranks]
-    return [stack if files.asked is None else (NO_ANSWER,) for stack, (_, files) in zip(found, ranks, strict=True)]
+    stacks = [with_wait(frames(texts.get(files.stack, b"").decode(errors="replace"))) for _, files in ranks]
+    return [stack if files.asked is None else (NO_ANSWER,) for stack, (_, files) in zip(stacks, ranks, strict=True)]
 
 
 def frames(text: str) -> tuple[str, ...]:
     """Parse the frames of faulthandler's text into FILE:LINE in FUNCTION."""
-    found = [f"{match[1]}:{match[2]} in {match[3]}" for match in map(FRAME.match, text.splitlines()) if match]
-    return tuple(found[:MOST_FRAMES])
-
-
-LINE_OF = re.compile(r"(.+):(\d+) in ")
-CALLS_WAIT = re.compile(r"\.wait\(")
-IN_WAIT = ", in wait()"
+    lines = [f"{match[1]}:{match[2]} in {match[3]}" for match in map(FRAME.match, text.splitlines()) if match]
+    return tuple(lines[:MAX_FRAMES])
 
 
 def with_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
@@ -291,10 +298,6 @@ def with_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
         if at and CALLS_WAIT.search(lines[int(at[2]) - 1]):
             return (stack[0] + IN_WAIT, *stack[1:])
     return stack
-
-
-PR_SET_CHILD_SUBREAPER = 36
-REAP_POLL_S = 0.05
 
 
 def descendants(pid: int) -> tuple[int, ...]:
@@ -311,12 +314,12 @@ def descendants(pid: int) -> tuple[int, ...]:
             continue  # ended meanwhile
         if stat.state != "Z":
             children.setdefault(stat.parent, []).append(int(folder.name))
-    found: list[int] = []
+    pids: list[int] = []
     layer = [pid]
     while layer:
         layer = [child for parent in layer for child in children.get(parent, ())]
-        found += layer
-    return tuple(found)
+        pids += layer
+    return tuple(pids)
 
 
 def end_descendants(grace_s: float) -> None:
@@ -337,9 +340,6 @@ def end_descendants(grace_s: float) -> None:
             pass
     except ChildProcessError:
         return  # no children are left
-
-
-PR_SET_PDEATHSIG = 1
 
 
 class RankGroup:

@@ -24,8 +24,8 @@ from typing import IO, BinaryIO, TextIO
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import survives_signal
-from cputrain.affinity.terminal import SafeOutput, clip, discard, printed_text, safe_output
-from cputrain.mpi.supervise.activity import READ_S, ActivityMeter, tree
+from cputrain.affinity.terminal import SafeOutput, clip_line, discard_output, printed_text, safe_output
+from cputrain.mpi.supervise.activity import READ_S, ActivityMeter, process_tree
 from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     NO_ANSWER,
@@ -46,12 +46,16 @@ CHUNK_BYTES = 1 << 16
 MAX_CHUNKS = 256  # waiting to be shown
 BLOCKED_S = 5.0  # limit for blocked output; ranks that are silent for three times as long count as lost
 END = bytes(1)  # compared by identity
-MOST_OF_A_LINE = 1 << 20  # bytes: a longer line is shown and logged in parts
+MAX_LINE_BYTES = 1 << 20  # bytes: a longer line is shown and logged in parts
 PLAIN_PROGRESS_S = 10.0  # without a terminal, a progress bar is printed as a line this often
 
 
 OUR_LINE = re.compile(r"^(?:\r\x1b\[2K)?((?:\[[^\]\n]*\] )?)(cputrain: [^\n]*)\n", re.MULTILINE)
-MOST_REMEMBERED = 1000  # of cputrain's lines
+MAX_REMEMBERED_LINES = 1000  # of cputrain's lines
+
+STOP_POLL_S = 0.05
+PREEMPT_S = 30.0  # after which a rank gets the preemption signal even if it neither handles nor blocks it
+TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,7 @@ class Terminal:
 
     def _of_one_rank(self, line: re.Match[str]) -> str:
         label, message = line.groups()
-        if len(self._labels) < MOST_REMEMBERED:
+        if len(self._labels) < MAX_REMEMBERED_LINES:
             self._labels.setdefault(message, label)
         return line[0] if self._labels.get(message, label) == label else ""
 
@@ -93,7 +97,7 @@ class Terminal:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        discard(self.stream)
+        discard_output(self.stream)
         with suppress(OSError):
             print(
                 f"cputrain: {self.name}: {error.strerror}; the job continues, and its output is in {self.logs}",
@@ -167,12 +171,12 @@ class Stream:
 
     def feed(self, data: bytes) -> None:
         """Show and log the complete lines of new output; redraw its progress bar."""
-        *lines, rest = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
+        *lines, incomplete = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             self._line(line.rpartition(b"\r")[2])
-        before, carriage, last = rest.rpartition(b"\r")
-        self._pending = (carriage + last) if carriage else rest
-        if len(self._pending) > MOST_OF_A_LINE:
+        before, carriage, last = incomplete.rpartition(b"\r")
+        self._pending = (carriage + last) if carriage else incomplete
+        if len(self._pending) > MAX_LINE_BYTES:
             self._line(self._pending.lstrip(b"\r"))
             self._pending = b""
         drawn = last if last.strip() else before.rpartition(b"\r")[2]
@@ -208,7 +212,9 @@ class Stream:
         self._transient = True
         shown = f"{self.label}{safe_output(printed_text(text))}"
         if self.live:
-            self.terminal.write(CLEAR_LINE + clip(shown, get_terminal_size().columns - 1))  # CLEAR_LINE clears one row
+            self.terminal.write(
+                CLEAR_LINE + clip_line(shown, get_terminal_size().columns - 1)
+            )  # CLEAR_LINE clears one row
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
             self._log_line(text.rstrip())
@@ -223,11 +229,6 @@ class Stream:
         except OSError as error:
             self._log_is_full = True
             self.terminal.write(f"cputrain: {self.log.name}: {error.strerror}; the job continues without this log\n")
-
-
-STOP_POLL_S = 0.05
-PREEMPT_S = 30.0  # after which a rank gets the preemption signal even if it neither handles nor blocks it
-TAIL_BYTES = 1 << 16  # at the end of a log, searched for its last lines
 
 
 @dataclass(slots=True, kw_only=True)
@@ -386,9 +387,9 @@ class RankSupervisor:
         """Return the Python stacks of the running ranks among these: an earlier one if a rank does not answer in time
         and is where it was, empty for a rank without one."""
         shown = [rank for rank in self.ranks if rank.rank in numbers and rank.exited_at is None]
-        found = read_stacks([(tree(rank.process.pid), rank.files) for rank in shown])
+        stacks = read_stacks([(process_tree(rank.process.pid), rank.files) for rank in shown])
         now = self.clock.now()
-        for rank, stack in zip(shown, found, strict=True):
+        for rank, stack in zip(shown, stacks, strict=True):
             answered = stack and stack != (NO_ANSWER,)
             if answered or not rank.stack or not is_where_it_was(rank.meter.activity, now - rank.stacked_at):
                 rank.stack, rank.stacked_at = stack, now

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from cputrain.affinity.ranks.rank import LOOPBACK
+from cputrain.affinity.rank import LOOPBACK
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, redraws, status_of_signal
 from cputrain.affinity.wording import first_named, plural
-from cputrain.mpi.hosts.hostfile import job_plan_json, own_address
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
+from cputrain.mpi.hostfile import job_plan_json, own_address
+from cputrain.mpi.launch_command import build_launch_command
+from cputrain.mpi.launchers import InstalledLauncher, Job, LaunchCommand, bound_command, local_commands
 from cputrain.mpi.supervise.monitor import Monitor
 from cputrain.mpi.supervise.processes import (
     SETTLE_S,
@@ -42,15 +42,24 @@ from cputrain.mpi.supervise.signals import (
     StopSignals,
     stop_signals,
 )
-from cputrain.mpi.supervise.stalls import MOST_STACKS, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
+from cputrain.mpi.supervise.stalls import MAX_STACKS, Stacks, Stall, StallWatch, describe_failure, inspectable_ranks
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 
 LOCAL_POLL_S = 0.05
-# Below the ports of mpirun's jobs (affinity/ranks/rank.py) and Linux's ephemeral ports.
+# Below the ports of mpirun's jobs (affinity/rank.py) and Linux's ephemeral ports.
 PORTS, PORTS_TRIED = range(10_000, 20_000), 100
 CLAIMS_KEPT = 64
 _claims: deque[socket.socket] = deque()
 logger = logging.getLogger(__name__)
+
+REMOTE_POLL_S = 0.1
+STALL_CHECK_S = 1.0  # between two checks for stalls
+LAST_POLL_S = 0.01  # once all ranks have succeeded: the launcher exits soon
+AGENT_EXIT_S = 1.0  # for the agents to exit after their ranks
+RELAY_S = 1.0  # for the rest of the launcher's output
+KILL_S = 1.0  # between SIGTERM and SIGKILL for the launcher's processes
+START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next hello
+LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's exit
 
 
 @dataclass(slots=True)
@@ -189,17 +198,7 @@ def _rejected(job: Job, first: RankExit) -> int:
 
 def _stacks(ranks: RankSupervisor | Monitor, stall: Stall | None) -> Stacks:
     """Return the Python stacks of the first awaited ranks that can be inspected."""
-    return ranks.stacks(inspectable_ranks(stall.awaited[:MOST_STACKS])) if stall else {}
-
-
-REMOTE_POLL_S = 0.1
-STALL_CHECK_S = 1.0  # between two checks for stalls
-LAST_POLL_S = 0.01  # once all ranks have succeeded: the launcher exits soon
-AGENT_EXIT_S = 1.0  # for the agents to exit after their ranks
-RELAY_S = 1.0  # for the rest of the launcher's output
-KILL_S = 1.0  # between SIGTERM and SIGKILL for the launcher's processes
-START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next hello
-LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's exit
+    return ranks.stacks(inspectable_ranks(stall.awaited[:MAX_STACKS])) if stall else {}
 
 
 def remote_command(
@@ -212,7 +211,7 @@ def remote_command(
     agent = (*isolated_command("cputrain.mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
-    return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
+    return build_launch_command(with_token, installed, (*agent, *bound), folder.resolve())
 
 
 def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> int:
@@ -275,7 +274,7 @@ def _watch_remote(
             signals.check()
         if failed := monitor.failed():
             exits = [rank.state.exit for rank in failed if rank.state.exit is not None]
-            if len(exits) == len(failed) and all(one.status == ExitStatus.WRONG_INPUT for one in exits):
+            if len(exits) == len(failed) and all(rank_exit.status == ExitStatus.WRONG_INPUT for rank_exit in exits):
                 return _rejected(job, exits[0])
             if not exits:
                 hosts = tuple(dict.fromkeys(job.host_of_ranks[rank.state.rank] for rank in failed))
@@ -309,7 +308,7 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
         raise JobFailedError(why, hosts=job.hosts)
     hosts = _missing(job, monitor)
     exits = (rank.state.exit for rank in monitor.ranks.values())
-    ended = [one for one in exits if one and one.status]
+    ended = [rank_exit for rank_exit in exits if rank_exit and rank_exit.status]
     if not hosts and ended:  # the agents ended their ranks
         first = first_cause(ended)
         raise JobFailedError(f"the agent of rank {first.rank} was stopped by a signal; {describe_exit(first)}")

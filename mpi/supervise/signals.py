@@ -9,6 +9,12 @@ from typing import Any, NoReturn
 
 AWAY_S = 5.0  # loops read the clock several times a second
 
+PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
+# From a stop signal to SIGKILL: the ranks may finish a step, about ten seconds with large batches, and save gigabytes.
+# Job scripts request a slightly earlier notice before the time limit.
+SAVE_S = 90.0
+FAILURE_GRACE_S = 3.0  # the same after a failure, when the other ranks wait for the lost one in vain
+
 
 class RunningClock:
     """A monotonic clock that stands still while its process is suspended, so that others do not seem silent then.
@@ -28,13 +34,6 @@ class RunningClock:
             self._away_s += read - self._read
         self._read = read
         return read - self._away_s
-
-
-PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
-# From a stop signal to SIGKILL: the ranks may finish a step, about ten seconds with large batches, and save gigabytes.
-# Job scripts request a slightly earlier notice before the time limit.
-SAVE_S = 90.0
-FAILURE_GRACE_S = 3.0  # the same after a failure, when the other ranks wait for the lost one in vain
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

@@ -17,11 +17,11 @@ from cputrain.mpi.supervise.wire import Activity
 STOPPED_S = 8.0  # limit for a stopped rank; it is noticed up to six seconds later, in jobs of thousands of ranks eight
 WAITING_S = 8.0  # a rank that is idle, or in a collective, for this long is assumed to wait for others
 AFTERWARDS_S = 10.0  # within this time a rank that lost a peer or timed out has exited: errors take time to print
-MOST_STACKS = 3
+MAX_STACKS = 3
 STARTING_S = 180.0  # a job's first minutes, when ranks import and compile, on slow disks one after another
 WITHOUT_STACK_S = 30.0  # the first part of it, in which a rank may not yet be able to dump its stack
 SETTLES_S = 2.0  # after a rank has waited for WAITING_S, for other ranks to have done the same thing for half as long
-ASK_AGAIN_S, MOST_ASK_AGAIN_S = 2.0, 60.0  # after stacks that import, compile or prove nothing; doubled each time
+ASK_AGAIN_S, MAX_ASK_AGAIN_S = 2.0, 60.0  # after stacks that import, compile or prove nothing; doubled each time
 IMPORTING = "<frozen importlib."  # occurs in a stack during an import
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 # Innermost frames of a call that waits for other ranks: of torch, and of cputrain's groups and their store.
@@ -103,68 +103,68 @@ class Stall:
     @property
     def seconds(self) -> float:
         """How long all of the waiting ranks have waited."""
-        return min(one.waited_s for one in self.waiting)
+        return min(rank.waited_s for rank in self.waiting)
 
     def now(self, rank_states: tuple[RankState, ...]) -> "Stall":
         """Return the same stall with later states of the ranks."""
-        state = {one.rank: one for one in rank_states}
-        waiting, awaited = (tuple(state[one.rank] for one in ranks) for ranks in (self.waiting, self.awaited))
+        state = {rank.rank: rank for rank in rank_states}
+        waiting, awaited = (tuple(state[rank.rank] for rank in ranks) for ranks in (self.waiting, self.awaited))
         return replace(self, waiting=waiting, awaited=awaited, rank_states=rank_states)
 
 
 def stopped_rank(rank_states: Sequence[RankState]) -> RankState | None:
     """Return a rank that has been stopped (SIGSTOP) for too long while another one runs, or None. If all are stopped,
     the job was suspended as a whole and continues later."""
-    running = [one for one in rank_states if one.exit is None]
-    stopped = [one for one in running if one.activity.stopped_s > 0]
+    running = [rank for rank in rank_states if rank.exit is None]
+    stopped = [rank for rank in running if rank.activity.stopped_s > 0]
     if len(stopped) == len(running):
         return None
-    first = max(stopped, key=lambda one: one.activity.stopped_s, default=None)
+    first = max(stopped, key=lambda rank: rank.activity.stopped_s, default=None)
     return first if first is not None and first.activity.stopped_s >= STOPPED_S else None
 
 
-def describe_stopped(one: RankState) -> str:
+def describe_stopped(rank: RankState) -> str:
     """Describe a stopped rank in one line."""
-    return f"{one.place} has been stopped for {one.activity.stopped_s:.0f} s: find the sender of its SIGSTOP"
+    return f"{rank.place} has been stopped for {rank.activity.stopped_s:.0f} s: find the sender of its SIGSTOP"
 
 
-def absent_ranks(rank_states: tuple[RankState, ...]) -> Stall | None:
+def find_absent_ranks(rank_states: tuple[RankState, ...]) -> Stall | None:
     """Return the ranks that have not called a collective in which others have long waited; None if there are none.
 
     Of these, ranks that themselves wait in another collective or message are left out, unless all do.
     """
-    waiting = [one for one in rank_states if one.exit is None and one.activity.waited_s >= WAITING_S]
-    sought = {(one.activity.group, one.activity.number) for one in waiting if one.activity.group}
-    absent = [one for one in rank_states if any(group_calls(one, group) < number for group, number in sought)]
-    first = [one for one in absent if one.activity.waited_s < WAITING_S / 2] or absent
-    others = [one for one in waiting if one not in first]
-    return Stall(waiting=tuple(others), awaited=tuple(first), rank_states=rank_states) if first and others else None
+    waiting = [rank for rank in rank_states if rank.exit is None and rank.activity.waited_s >= WAITING_S]
+    sought = {(rank.activity.group, rank.activity.number) for rank in waiting if rank.activity.group}
+    absent = [rank for rank in rank_states if any(group_calls(rank, group) < number for group, number in sought)]
+    first = [rank for rank in absent if rank.activity.waited_s < WAITING_S / 2] or absent
+    later = [rank for rank in waiting if rank not in first]
+    return Stall(waiting=tuple(later), awaited=tuple(first), rank_states=rank_states) if first and later else None
 
 
-def group_calls(one: RankState, group: str) -> float:
+def group_calls(rank: RankState, group: str) -> float:
     """Return how many collectives of a group a rank has called; infinitely many if it is not in the group."""
-    return dict(one.activity.calls).get(group, float("inf"))
+    return dict(rank.activity.calls).get(group, float("inf"))
 
 
 def ranks_outside(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall | None:
     """Return the ranks whose stacks are in no collective, else those without a stack, else those that have exited,
     while others wait in one; None if there are none, or if they compute and outnumber the others, as the waiting ones
     are then early."""
-    running = [one for one in rank_states if one.exit is None]
-    inside = [one for one in running if waits(one, stacks.get(one.rank, ()))]
-    waiting = [one for one in inside if one.waited_s >= WAITING_S / 2]
-    left = [one for one in running if one not in inside]
-    shown = [one for one in left if stacks.get(one.rank, ()) not in ((), (NO_ANSWER,))]
-    outside = shown or left or [one for one in rank_states if one.finished]
-    computing = [one for one in outside if one.doing is Doing.COMPUTING]
+    running = [rank for rank in rank_states if rank.exit is None]
+    inside = [rank for rank in running if waits(rank, stacks.get(rank.rank, ()))]
+    waiting = [rank for rank in inside if rank.waited_s >= WAITING_S / 2]
+    missing = [rank for rank in running if rank not in inside]
+    shown = [rank for rank in missing if stacks.get(rank.rank, ()) not in ((), (NO_ANSWER,))]
+    outside = shown or missing or [rank for rank in rank_states if rank.finished]
+    computing = [rank for rank in outside if rank.doing is Doing.COMPUTING]
     if not waiting or not outside or len(computing) > len(waiting):
         return None
     return Stall(waiting=tuple(waiting), awaited=tuple(outside), rank_states=rank_states)
 
 
-def waits(one: RankState, stack: Sequence[str]) -> bool:
+def waits(rank: RankState, stack: Sequence[str]) -> bool:
     """Return whether a rank with this stack waits for others in a collective, a message, or the start of a group."""
-    idle = one.activity.idle_s >= WAITING_S / 2 or one.activity.waited_s >= WAITING_S / 2
+    idle = rank.activity.idle_s >= WAITING_S / 2 or rank.activity.waited_s >= WAITING_S / 2
     frame = next((line for line in stack if not OF_OPERATORS.search(line)), "")
     return bool(WAITS.search(frame) or (idle and BACKWARD.search(frame)))
 
@@ -173,26 +173,31 @@ def idle_ranks(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall | No
     """Return the ranks that have long been idle while all others, who do not outnumber them, compute or have exited
     with status 0; or all of them, if they are at different lines of code. This is no proof that some wait for others,
     and may be right, so it deserves a message but does not end the job."""
-    here = [one for one in rank_states if not one.finished]
-    idle = [one for one in here if one.activity.idle_s >= WAITING_S and one.exit is None]
-    rest = [one for one in here if one not in idle]
-    if any(one.exit or max(one.activity.busy_s, one.activity.stopped_s) < WAITING_S for one in rest):
+    unfinished = [rank for rank in rank_states if not rank.finished]
+    idle = [rank for rank in unfinished if rank.activity.idle_s >= WAITING_S and rank.exit is None]
+    active = [rank for rank in unfinished if rank not in idle]
+    if any(rank.exit or max(rank.activity.busy_s, rank.activity.stopped_s) < WAITING_S for rank in active):
         return None
-    if any(one.activity.collective for one in rest):  # not computing: this is soon proven, or it sends a large message
+    # These are not computing: this is soon proven, or they send a large message.
+    if any(rank.activity.collective for rank in active):
         return None
-    others = rest or [one for one in rank_states if one.finished]
-    places = {_place(lines) for lines in stacks.values() if lines}
-    if not idle or len(others) > len(idle) or (not others and len(places) < 2):
+    awaited = active or [rank for rank in rank_states if rank.finished]
+    lines_reached = {_place(lines) for lines in stacks.values() if lines}
+    if not idle or len(awaited) > len(idle) or (not awaited and len(lines_reached) < 2):
         return None
-    return Stall(waiting=tuple(idle), awaited=tuple(others), rank_states=rank_states, proven=False)
+    return Stall(waiting=tuple(idle), awaited=tuple(awaited), rank_states=rank_states, proven=False)
 
 
 def finished_before(cause: RankExit, rank_states: Sequence[RankState]) -> tuple[RankState, ...]:
     """Return the ranks that exited with status 0 just before another one failed, unless they outnumber the others."""
     finished = [
-        one for one in rank_states if one.exit and one.finished and 0.0 <= cause.time - one.exit.time <= AFTERWARDS_S
+        rank
+        for rank in rank_states
+        if rank.exit and rank.finished and 0.0 <= cause.time - rank.exit.time <= AFTERWARDS_S
     ]
-    return tuple(finished) if cause.by_itself and len(finished) <= sum(not one.finished for one in rank_states) else ()
+    return (
+        tuple(finished) if cause.by_itself and len(finished) <= sum(not rank.finished for rank in rank_states) else ()
+    )
 
 
 def is_where_it_was(activity: Activity, seconds: float) -> bool:
@@ -203,16 +208,16 @@ def is_where_it_was(activity: Activity, seconds: float) -> bool:
 
 def inspectable_ranks(ranks: Sequence[RankState]) -> tuple[int, ...]:
     """Return the ranks whose Python stacks can be requested because they are running."""
-    return tuple(one.rank for one in ranks if one.exit is None and one.doing is not Doing.STOPPED)
+    return tuple(rank.rank for rank in ranks if rank.exit is None and rank.doing is not Doing.STOPPED)
 
 
 def describe_stall(stall: Stall, stacks: Stacks) -> str:
     """Describe in one line which ranks wait, what the awaited ranks do instead, and where their code is; they may be
     right."""
     shown = stall.awaited if stall.proven else (*stall.awaited[:1], *stall.waiting)
-    lines = [(one.rank, _place(stacks.get(one.rank, ()))) for one in shown[:MOST_STACKS]]
-    places = [f"rank {rank} is at {place}" for rank, place in sorted(lines) if place]
-    return _stalled(stall) + (f" ({', '.join(places)})" if places else "")
+    lines = [(rank.rank, _place(stacks.get(rank.rank, ()))) for rank in shown[:MAX_STACKS]]
+    positions = [f"rank {rank} is at {position}" for rank, position in sorted(lines) if position]
+    return _stalled(stall) + (f" ({', '.join(positions)})" if positions else "")
 
 
 def is_starting(stall: Stall, stacks: Stacks, running_s: float, starting: Sequence[str]) -> bool:
@@ -221,8 +226,8 @@ def is_starting(stall: Stall, stacks: Stacks, running_s: float, starting: Sequen
     rank without a stack for WITHOUT_STACK_S, after which it is assumed to run no Python."""
     if running_s >= STARTING_S:
         return False
-    asked = stall.awaited if stall.proven else (*stall.awaited, *stall.waiting)
-    shown = [stacks.get(rank, ()) for rank in inspectable_ranks(asked)]
+    queried = stall.awaited if stall.proven else (*stall.awaited, *stall.waiting)
+    shown = [stacks.get(rank, ()) for rank in inspectable_ranks(queried)]
     texts = (IMPORTING, *starting)
     return any(
         any(text in line for line in lines for text in texts) if lines else running_s < WITHOUT_STACK_S
@@ -232,17 +237,17 @@ def is_starting(stall: Stall, stacks: Stacks, running_s: float, starting: Sequen
 
 def _stalled(stall: Stall) -> str:
     have = "has" if len(stall.waiting) == 1 else "have"
-    begun, seconds = f"{first_named([f'rank {one.rank}' for one in stall.waiting])} {have}", f"{stall.seconds:.0f} s"
+    begun, seconds = f"{first_named([f'rank {rank.rank}' for rank in stall.waiting])} {have}", f"{stall.seconds:.0f} s"
     if not stall.awaited:
         return f"{begun} been idle for {seconds}, at different lines of code"
     several = len(stall.awaited) > 1
-    doing = {one.rank: one.doing for one in stall.awaited}
+    doing = {rank.rank: rank.doing for rank in stall.awaited}
     if not stall.proven:  # a rank that polls, in MPI for example, looks busy
-        doing = {rank: Doing.POLLING if one is Doing.COMPUTING else one for rank, one in doing.items()}
-    names = first_named([one.place for one in stall.awaited])
+        doing = {rank: Doing.POLLING if what is Doing.COMPUTING else what for rank, what in doing.items()}
+    names = first_named([rank.place for rank in stall.awaited])
     what = next(iter(doing.values())).value[several]
     if several and len(set(doing.values())) > 1:
-        names, what = first_named([f"{one.place} ({doing[one.rank].value[0]})" for one in stall.awaited]), ""
+        names, what = first_named([f"{rank.place} ({doing[rank.rank].value[0]})" for rank in stall.awaited]), ""
     if stall.proven:
         return f"{begun} waited {seconds} for {names}" + (f", which {what}" if what else "")
     return f"{begun} been idle for {seconds}, " + (f"and {names} {what}" if what else f"unlike {names}")
@@ -256,10 +261,10 @@ def _place(lines: Sequence[str]) -> str | None:
 def describe_failure(cause: RankExit, rank_states: Sequence[RankState], stall: Stall | None, stacks: Stacks) -> str:
     """Describe a failed job in one line, followed by the last lines of output. If the failed rank had waited for a rank
     that is stopped, or there was a `stall` just before, that comes first. `stacks` are the stacks of its ranks."""
-    stopped = [one for one in rank_states if one.exit is None and one.doing is Doing.STOPPED]
+    stopped = [rank for rank in rank_states if rank.exit is None and rank.doing is Doing.STOPPED]
     if stopped and cause.by_itself:
         return f"{describe_stopped(stopped[0])}\nthen {describe_exit(cause)}"
-    if stall is not None and cause.by_itself and cause.rank not in [one.rank for one in stall.awaited]:
+    if stall is not None and cause.by_itself and cause.rank not in [rank.rank for rank in stall.awaited]:
         listed = "".join(
             f"\n  Python stack of rank {rank}, innermost first:" + "".join(f"\n  | {line}" for line in lines)
             for rank, lines in sorted(stacks.items())
@@ -267,20 +272,20 @@ def describe_failure(cause: RankExit, rank_states: Sequence[RankState], stall: S
         )
         return f"{_stalled(stall)}{listed}\nthen {describe_exit(cause)}"
     if finished := finished_before(cause, rank_states):
-        names = first_named([one.place for one in finished])
-        others = plural(sum(not one.finished for one in rank_states), "other")
-        return f"{names} exited with status 0 while {others} still ran; then {describe_exit(cause)}"
+        names = first_named([rank.place for rank in finished])
+        remaining = plural(sum(not rank.finished for rank in rank_states), "other")
+        return f"{names} exited with status 0 while {remaining} still ran; then {describe_exit(cause)}"
     return describe_exit(cause)
 
 
 def _is_soon_proven(rank_states: Sequence[RankState]) -> bool:
     """Return whether a rank waits in a collective, but not yet for long."""
-    return any(0.0 < one.activity.waited_s < WAITING_S for one in rank_states if one.exit is None)
+    return any(0.0 < rank.activity.waited_s < WAITING_S for rank in rank_states if rank.exit is None)
 
 
 def _is_settled(rank_states: Sequence[RankState], suspected_s: float) -> bool:
     """Return whether it is clear of each rank what it does, or will not be."""
-    return suspected_s >= SETTLES_S or all(one.finished or one.doing is not Doing.SLOW for one in rank_states)
+    return suspected_s >= SETTLES_S or all(rank.finished or rank.doing is not Doing.SLOW for rank in rank_states)
 
 
 class StallWatch:
@@ -306,7 +311,7 @@ class StallWatch:
         """Take a reading of all ranks; return the line about a stall if it is to be reported now. `stacks_of` returns
         the stacks of running ranks."""
         self._begun = now if self._begun is None else self._begun
-        suspects = tuple(one.rank for one in rank_states if one.waited_s >= WAITING_S)
+        suspects = tuple(rank.rank for rank in rank_states if rank.waited_s >= WAITING_S)
         if {*suspects} - {*self._seen}:
             self._ask_at, self._pause_s = min(self._ask_at, self._asked_at + ASK_AGAIN_S), ASK_AGAIN_S
         self._seen = suspects
@@ -320,20 +325,20 @@ class StallWatch:
         running_s = now - self._begun
         if now < self._ask_at:
             return None
-        absent = absent_ranks(rank_states)
+        absent = find_absent_ranks(rank_states)
         if absent is None and (_is_soon_proven(rank_states) or not _is_settled(rank_states, now - self._suspected_at)):
             return None  # a request for a stack may interrupt a call in C, so it is made when it can prove something
         self._asked_at = now
-        stacks = stacks_of(inspectable_ranks(absent.awaited[:MOST_STACKS] if absent else rank_states))
+        stacks = stacks_of(inspectable_ranks(absent.awaited[:MAX_STACKS] if absent else rank_states))
         stall = absent or ranks_outside(rank_states, stacks) or idle_ranks(rank_states, stacks)
         if stall is not None:
             self._last, self._suspects = (now, stall), suspects
         if stall is None or is_starting(stall, stacks, running_s, self._starting):
             started = self._begun + STARTING_S
             self._ask_at = min(now + self._pause_s, started if now < started else float("inf"))
-            self._pause_s = min(2 * self._pause_s, MOST_ASK_AGAIN_S)
+            self._pause_s = min(2 * self._pause_s, MAX_ASK_AGAIN_S)
             return None
-        awaited = tuple(one.rank for one in stall.awaited)
+        awaited = tuple(rank.rank for rank in stall.awaited)
         if awaited == self._reported:
             return None
         if stall.seconds < self._waiting_s:

@@ -22,17 +22,37 @@ from msgspec import Meta, MsgspecError, Struct, json, structs
 
 from cputrain.affinity.terminal import printable
 
+logger = logging.getLogger(__name__)
+
+
+MAX_ITEMS = 1 << 16  # per list
+MAX_TEXT = 4096  # characters: the limit for a path
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Texts = Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)]
+Integer = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
+Number = Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)]
+
+TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's processes share
+HEARTBEAT_S, MAX_HEARTBEAT_S = 2.0, 4.0  # between two heartbeats of a rank
+RANKS_A_SECOND = 1024  # heartbeats per second, if MAX_HEARTBEAT_S permits: thousands would use much of a core
+HEARTBEAT_TIMEOUT_S = 15.0  # limit for either side's silence
+ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after this time is answered
+SEND_TIMEOUT_S = 5.0  # limit for sending a message
+JOIN_TIMEOUT_S = 30.0  # for the answer to a Hello
+JOIN_PAUSE_S = 0.05  # after a connection was closed without an answer
+MAX_OPENING_BYTES = 1 << 10  # per line, before the first valid signature
+MAX_LINE_BYTES = 1 << 19
+NONCE = re.compile(rb"[0-9a-f]{32}")
+
+BACKLOG = 4096
+ACCEPTED_AT_ONCE = 256
+HELLO_TIMEOUT_S = 10.0  # then a connection without a signed Hello is closed
+SPARE_CONNECTIONS = 64  # without Hello, beyond one per rank; the oldest is read and closed to make room for a new one
+OWN_FILES = 64  # file descriptors that this process needs for other purposes
+
 
 class ProtocolError(Exception):
     """The other end of a connection sent something that is not a message of this job."""
-
-
-MOST_ITEMS = 1 << 16  # per list
-MOST_TEXT = 4096  # characters: the limit for a path
-Text = Annotated[str, Meta(max_length=MOST_TEXT)]
-Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_ITEMS)]
-Integer = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
-Number = Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)]
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=True):
@@ -58,7 +78,7 @@ class Activity(Message, frozen=True):
     waited_s: Number = 0.0
     group: Text = ""
     number: Integer = 0
-    calls: Annotated[tuple[tuple[Text, Integer], ...], Meta(max_length=MOST_ITEMS)] = ()
+    calls: Annotated[tuple[tuple[Text, Integer], ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class Exit(Message, frozen=True):
@@ -104,7 +124,7 @@ class ShowStack(Message, frozen=True):
     """Request for the rank's Python stack."""
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Encode a message as JSON; "type" is the name of its class."""
     return json.encode(_printable(message))
 
@@ -125,25 +145,12 @@ def _decoder(types: tuple[type, ...]) -> json.Decoder[Any]:
 def _printable(value: Any) -> Any:
     """Escape control codes in texts for terminals, and cut texts that are then too long."""
     if isinstance(value, str):
-        return printable(value)[:MOST_TEXT]
+        return printable(value)[:MAX_TEXT]
     if isinstance(value, tuple):
         return tuple(map(_printable, value))
     if isinstance(value, Message):
         return structs.replace(value, **{name: _printable(field) for name, field in structs.asdict(value).items()})
     return value
-
-
-TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's processes share
-HEARTBEAT_S, MAX_HEARTBEAT_S = 2.0, 4.0  # between two heartbeats of a rank
-RANKS_A_SECOND = 1024  # heartbeats per second, if MAX_HEARTBEAT_S permits: thousands would use much of a core
-HEARTBEAT_TIMEOUT_S = 15.0  # limit for either side's silence
-ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after this time is answered
-SEND_TIMEOUT_S = 5.0  # limit for sending a message
-JOIN_TIMEOUT_S = 30.0  # for the answer to a Hello
-JOIN_PAUSE_S = 0.05  # after a connection was closed without an answer
-MAX_OPENING_BYTES = 1 << 10  # per line, before the first valid signature
-MAX_LINE_BYTES = 1 << 19
-NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 def heartbeat_interval(ranks: int) -> float:
@@ -201,7 +208,7 @@ class Connection:
         """Send a message; return False if the other end is gone or reads nothing."""
         if self._ours is None:
             return False
-        text = encode(message)
+        text = encode_message(message)
         return self._send(self._ours.sign(text) + b" " + text)
 
     def _send(self, line: bytes) -> bool:
@@ -235,8 +242,8 @@ class Connection:
 
     def wait(self, deadline: float) -> list[Any]:
         """Return the next messages; none if the connection is closed or nothing arrives by the deadline (monotonic)."""
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([self], [], [], left)[0] and (messages := self.receive()) != []:
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if select.select([self], [], [], remaining_s)[0] and (messages := self.receive()) != []:
                 return messages or []
         return []
 
@@ -270,29 +277,21 @@ def connect(address: str, token: str, accepts: tuple[type, ...], timeout_s: floa
     return Connection(connected, token, accepts, secrets.token_hex(16).encode())
 
 
-def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> tuple[Connection, list[Any]]:
+def join_job(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> tuple[Connection, list[Any]]:
     """Connect to the launching host's HOST:PORT and send Hello; return the connection and the messages in answer.
 
     Reconnects if the connection is closed before: foreign connections may crowd it out. Raises OSError if the host
     cannot be reached or does not answer within JOIN_TIMEOUT_S.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while (left := deadline - time.monotonic()) > 0:
-        connection = connect(address, token, accepts, left)
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        connection = connect(address, token, accepts, remaining_s)
         connection.send(hello)
         if answer := connection.wait(deadline):
             return connection, answer
         connection.close()
         time.sleep(JOIN_PAUSE_S)
     raise TimeoutError(f"no answer in {JOIN_TIMEOUT_S:g} s")
-
-
-BACKLOG = 4096
-ACCEPTED_AT_ONCE = 256
-HELLO_TIMEOUT_S = 10.0  # then a connection without a signed Hello is closed
-SPARE_CONNECTIONS = 64  # without Hello, beyond one per rank; the oldest is read and closed to make room for a new one
-OWN_FILES = 64  # file descriptors that this process needs for other purposes
-logger = logging.getLogger(__name__)
 
 
 class RankServer:
@@ -304,15 +303,17 @@ class RankServer:
     """
 
     def __init__(self, token: str, hosts: tuple[str, ...], address: str, accepts: tuple[type, ...]) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank needs a connection
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # each rank needs a connection
         self.token = token
         self.connections: dict[int, Connection] = {}
         self.lost: set[int] = set()  # ranks whose connections have been closed
         self._hosts = hosts
         self._accepts = (Hello, *accepts)
         room = len(hosts) + SPARE_CONNECTIONS
-        self._max_waiting = room if most == resource.RLIM_INFINITY else max(1, min(room, most - len(hosts) - OWN_FILES))
+        self._max_waiting = (
+            room if hard_limit == resource.RLIM_INFINITY else max(1, min(room, hard_limit - len(hosts) - OWN_FILES))
+        )
         self._waiting: dict[Connection, float] = {}  # connections without Hello -> deadlines, oldest first
         self._ranks: dict[Connection, int] = {}
         self._names: dict[str, str] = {}  # host -> its name for itself, as its ranks report it
@@ -337,7 +338,7 @@ class RankServer:
             elif key.data in self._waiting or key.data in self._ranks:  # not closed meanwhile
                 received += self._receive(key.data)
         now = time.monotonic()
-        for connection in [one for one, deadline in self._waiting.items() if deadline < now]:
+        for connection in [connection for connection, deadline in self._waiting.items() if deadline < now]:
             self._close(connection)
         return received
 

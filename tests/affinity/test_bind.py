@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import (
+from cputrain.affinity.binding import (
     bind_process,
     bind_thread,
-    differences,
-    observe,
+    binding_differences,
+    observe_binding,
     running_on,
     set_memory_policy,
 )
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_dict, request_to_json
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.planner.workload import RESNET50
-from cputrain.affinity.ranks.rank import ENV
+from cputrain.affinity.rank import ENV
 from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import PPN, cputrain, here, mpi_path, need, needs_two_cores, refused
 
@@ -189,9 +189,9 @@ def test_memory_policy_is_set_and_read_back() -> None:
     """In a process of its own: the policy would stay with this one."""
     nodes = this_machine().allowed_nodes[:1]
     code = (
-        "from cputrain.affinity.kernel.binding import set_memory_policy\n"
-        "from cputrain.affinity.kernel.binding import observe\n"
-        f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
+        "from cputrain.affinity.binding import set_memory_policy\n"
+        "from cputrain.affinity.binding import observe_binding\n"
+        f"print(set_memory_policy('bind', {nodes!r}), observe_binding().memory_policy, observe_binding().memory_nodes)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert printed in (f"None bind {nodes!r}", "Operation not permitted None ()")
@@ -204,9 +204,12 @@ def test_an_absent_memory_node_is_refused_by_the_kernel() -> None:
 
 def test_observed_differences_are_named() -> None:
     worker = this_plan(ppn=1).workers[0]
-    observed = observe()
-    assert differences(worker, replace(observed, pus=worker.pus)) == []
-    assert "memory planned" in differences(replace(worker, memory_policy="bind"), replace(observed, pus=worker.pus))[0]
+    observed = observe_binding()
+    assert binding_differences(worker, replace(observed, pus=worker.pus)) == []
+    assert (
+        "memory planned"
+        in binding_differences(replace(worker, memory_policy="bind"), replace(observed, pus=worker.pus))[0]
+    )
 
 
 def test_running_on_moves_and_returns() -> None:
@@ -230,7 +233,7 @@ def test_cpus_that_do_not_exist_are_refused() -> None:
 def test_a_host_can_plan_itself(tmp_path: Path) -> None:
     """Each worker makes the same plan in memory, binds by it, and what it becomes can read it there."""
     read = (
-        "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; w = bound_worker(os.environ); "
+        "import os, json; from cputrain.affinity.bound_plan import bound_worker; w = bound_worker(os.environ); "
         "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
     )
     request = request_to_json(Request(ppn=PPN, local_batch=32, workload=RESNET50))
@@ -268,10 +271,10 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
 def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
     """Children cannot read a plan in memory; they are the rank all the same, with its cores."""
     inner = (
-        "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; "
-        "from cputrain.affinity.kernel.bound_plan import plan_for_rank; "
+        "import os, json; from cputrain.affinity.bound_plan import bound_worker; "
+        "from cputrain.affinity.bound_plan import plan_for_rank; "
         "from cputrain.affinity.planner.plan import Request; "
-        "from cputrain.affinity.ranks.rank import rank_from_env; rank = rank_from_env(os.environ); "
+        "from cputrain.affinity.rank import rank_from_env; rank = rank_from_env(os.environ); "
         "plan, index = plan_for_rank(Request(), rank, (), os.environ); "
         "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
     )

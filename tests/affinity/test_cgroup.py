@@ -15,7 +15,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import tarball
 from cputrain.affinity.topology.catalog import find_machine, tree_root
 from cputrain.affinity.topology.kernel_files import Limits, read_limits
-from cputrain.affinity.topology.tarball import unpacked
+from cputrain.affinity.topology.tarball import unpacked_tarball
 from tests.support.machines import build_machine, write_sysfs
 
 NOTHING = Limits(pus=None, nodes=None, cpu_quota=None, memory_bytes=None)
@@ -151,20 +151,23 @@ def packed(path: Path, members: Iterator[tuple[str, int]], **fields: str) -> Pat
 def test_a_tarball_that_unpacks_to_too_much_is_refused(
     members: Iterator[tuple[str, int]], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tarball, "MOST_UNPACKED", 32 << 20)
-    monkeypatch.setattr(tarball, "MOST_WRITTEN", 2 << 20)
-    monkeypatch.setattr(tarball, "MOST_MEMBERS", 200)
-    monkeypatch.setattr(tarball, "MOST_FILES", 100)
+    monkeypatch.setattr(tarball, "MAX_UNPACKED_BYTES", 32 << 20)
+    monkeypatch.setattr(tarball, "MAX_WRITTEN_BYTES", 2 << 20)
+    monkeypatch.setattr(tarball, "MAX_MEMBERS", 200)
+    monkeypatch.setattr(tarball, "MAX_FILES", 100)
     path = packed(tmp_path / "m.tar.gz", members)
     assert path.stat().st_size < 1 << 18
-    with nullcontext() if why is None else pytest.raises(InputError, match=rf"m\.tar\.gz has {why}"), unpacked(path):
+    with (
+        nullcontext() if why is None else pytest.raises(InputError, match=rf"m\.tar\.gz has {why}"),
+        unpacked_tarball(path),
+    ):
         pass
 
 
 def test_a_tarball_s_header_of_many_bytes_is_refused(tmp_path: Path) -> None:
     """It would be read into memory before the member that it belongs to is known."""
     path = packed(tmp_path / "m.tar.gz", iter([("proc/cpuinfo", 1)]), comment="x" * (17 << 20))
-    with pytest.raises(InputError, match=r"m\.tar\.gz has a header of 17,82.,... bytes"), unpacked(path):
+    with pytest.raises(InputError, match=r"m\.tar\.gz has a header of 17,82.,... bytes"), unpacked_tarball(path):
         pass
 
 
@@ -229,13 +232,13 @@ def linked(path: Path, links: dict[str, str], size: int = 1) -> Path:
 @pytest.mark.slow
 def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would be written to the disk once more, without a limit."""
-    monkeypatch.setattr(tarball, "MOST_WRITTEN", 2 << 20)
+    monkeypatch.setattr(tarball, "MAX_WRITTEN_BYTES", 2 << 20)
     path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 1 << 19)
-    with pytest.raises(InputError, match="more than 2 MiB of topology files"), unpacked(path):
+    with pytest.raises(InputError, match="more than 2 MiB of topology files"), unpacked_tarball(path):
         pass
     last = sys.getrecursionlimit() + 100
     chain = {f"x{i}/cpu.max": f"x{i - 1}/cpu.max" if i else "big" for i in range(last + 1)}
-    with unpacked(linked(tmp_path / "chain.tar.gz", chain)) as folder:
+    with unpacked_tarball(linked(tmp_path / "chain.tar.gz", chain)) as folder:
         assert (folder / f"x{last}/cpu.max").read_bytes() == bytes(1)
-    with pytest.raises(InputError, match="cannot unpack"), unpacked(linked(path, {"x/cpu.max": "absent"})):
+    with pytest.raises(InputError, match="cannot unpack"), unpacked_tarball(linked(path, {"x/cpu.max": "absent"})):
         pass

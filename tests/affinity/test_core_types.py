@@ -9,7 +9,7 @@ from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.hwloc import read_synthetic
-from cputrain.affinity.topology.machine import Machine, ordered
+from cputrain.affinity.topology.machine import Machine, ordered_cores
 from cputrain.affinity.topology.sysfs import read_machine
 from tests.support.machines import build_machine, write_sysfs
 
@@ -23,7 +23,7 @@ def hybrid() -> Machine:
     slow = [replace(machine.cores[i], pus=(4 + i,), speed=0.6) for i in range(4, 12)]
     pus = tuple(range(16))
     node = replace(machine.numa_nodes[0], pus=pus)
-    return replace(machine, cores=ordered(fast + slow), numa_nodes=(node,), allowed_pus=pus)
+    return replace(machine, cores=ordered_cores(fast + slow), numa_nodes=(node,), allowed_pus=pus)
 
 
 def put(root: Path, path: str, text: str) -> None:

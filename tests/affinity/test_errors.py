@@ -14,7 +14,7 @@ from cputrain.affinity.errors import (
     as_argument,
     as_option,
     as_recipe_key,
-    describe,
+    describe_error,
 )
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
@@ -34,7 +34,7 @@ def test_a_request_that_does_not_fit_is_worded_as_fields_options_or_recipe_keys(
         (as_recipe_key, "plan.ppn=64", "plan.ppn", "plan.oversubscribe=true"),
         (as_argument, "plan.ppn=64", "plan.ppn", "plan.oversubscribe=true"),
     ):
-        message = str(refused.value) if wording is None else describe(refused.value, wording)
+        message = str(refused.value) if wording is None else describe_error(refused.value, wording)
         assert message == f"{ppn} needs 64 cores; {fits.format(name)} {oversubscribe}"
 
 
@@ -47,16 +47,16 @@ def test_a_count_of_one_has_a_singular(cores: int, counted: str) -> None:
 
 def test_settings_have_the_names_of_the_command() -> None:
     batch = RequestError("set {local_batch} to 4 or fewer")
-    assert describe(batch, wording_of(["train", "imagefolder"])) == "set batch.local to 4 or fewer"
-    assert describe(batch, wording_of(["plan"])) == "set --local-batch (with a recipe: batch.local) to 4 or fewer"
-    assert describe(BindingError("or {verify=false}"), as_argument) == "or cputrain launch --no-verify"
+    assert describe_error(batch, wording_of(["train", "imagefolder"])) == "set batch.local to 4 or fewer"
+    assert describe_error(batch, wording_of(["plan"])) == "set --local-batch (with a recipe: batch.local) to 4 or fewer"
+    assert describe_error(BindingError("or {verify=false}"), as_argument) == "or cputrain launch --no-verify"
     for arguments in (["launch"], ["train"], []):
-        assert describe(BindingError("or {verify=false}"), wording_of(arguments)) == "or --no-verify"
+        assert describe_error(BindingError("or {verify=false}"), wording_of(arguments)) == "or --no-verify"
 
 
 def test_other_errors_keep_their_text() -> None:
     for error in (InputError("no {ppn} here"), RunError("no {ppn} here")):
-        assert describe(error, as_option) == str(error) == "no {ppn} here"
+        assert describe_error(error, as_option) == str(error) == "no {ppn} here"
     assert isinstance(RequestError(""), InputError) and isinstance(BindingError(""), RunError)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import cache_folder, check_writable, mount_of, refusal
+from cputrain.affinity.filesystem import cache_folder, check_writable, filesystem_refusal, mount_of
 from tests.support.commands import PYTHON, here, mpi_path, refused
 from tests.support.forked import Ended, ended, forked
 from tests.support.images import write_images
@@ -265,7 +265,7 @@ import os, subprocess, sys
 from cputrain.data import pixels
 from cputrain.doctor import PARTS, cache_check
 from cputrain.native_build import _checksum, checksum_file
-place = pixels.built_path(os.environ)
+place = pixels.decoder_path(os.environ)
 place.parent.mkdir(parents=True)
 place.write_bytes(bytes(99))
 checksum_file(place).write_text(_checksum(place))
@@ -296,12 +296,14 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"--write {folder}: {tmp_path}/file is a file; name a folder"):
             check_writable(folder, "--write")
     check_writable(tmp_path / "a/b/c", "--write")
-    assert refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
+    assert filesystem_refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
         "x.pt: Disk quota exceeded: free some space, or name another folder"
     )
-    assert refusal(OSError(errno.ENOSPC, "No space left on device")) is not None
-    assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
-    assert refusal(PermissionError(errno.EPERM, "Operation not permitted")) is None, "of sched_setaffinity, say"
+    assert filesystem_refusal(OSError(errno.ENOSPC, "No space left on device")) is not None
+    assert filesystem_refusal(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
+    assert filesystem_refusal(PermissionError(errno.EPERM, "Operation not permitted")) is None, (
+        "of sched_setaffinity, say"
+    )
 
 
 def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(place: Path) -> None:
@@ -321,7 +323,7 @@ def test_a_file_in_place_of_a_folder_and_a_folder_in_place_of_a_file_are_named(t
     for act in ((tmp_path / "file").mkdir, (tmp_path / "file/below").mkdir, tmp_path.read_bytes):
         with pytest.raises(OSError, match=str(tmp_path)) as error:
             act()
-        said = refusal(error.value)
+        said = filesystem_refusal(error.value)
         assert said is not None and said.startswith(f"{tmp_path}")
         assert said.endswith(": move the existing file, or name another folder")
 

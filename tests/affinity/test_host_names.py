@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan_file import plan_of_host
-from cputrain.affinity.ranks.host_names import (
+from cputrain.affinity.host_names import (
     find_host,
     host_key,
     host_labels,
@@ -19,6 +18,7 @@ from cputrain.affinity.ranks.host_names import (
     network_name,
     repeated_host,
 )
+from cputrain.affinity.planner.plan_file import plan_of_host
 from tests.support.commands import HANGS_S, need
 
 WORKERS = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")  # as Docker, Kubernetes and OpenStack name them
@@ -105,12 +105,11 @@ def test_spellings_of_one_host() -> None:
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.1", "n1")] == [1, 1, 1, 0, 0]
 
 
-FIND = "import sys; from cputrain.affinity.ranks.host_names import find_this_host; print(find_this_host(sys.argv[1:]))"
+FIND = "import sys; from cputrain.affinity.host_names import find_this_host; print(find_this_host(sys.argv[1:]))"
 
 
 TWICE = (
-    "import sys; from cputrain.affinity.ranks.host_names import repeated_this_host; "
-    "print(repeated_this_host(sys.argv[1:]))"
+    "import sys; from cputrain.affinity.host_names import repeated_this_host; print(repeated_this_host(sys.argv[1:]))"
 )
 
 
@@ -178,7 +177,7 @@ def test_names_and_addresses_of_this_host_are_one_host(
 
 
 ONE_HOST = (
-    "import sys; from cputrain.affinity.ranks.host_names import names_of_one_host; "
+    "import sys; from cputrain.affinity.host_names import names_of_one_host; "
     "print(*(names_of_one_host(sys.argv[1:], by_name=by_name) for by_name in (False, True)))"
 )
 
@@ -202,7 +201,7 @@ def test_a_name_and_its_short_form_with_one_address_are_one_host(
     assert found_here("x", hosts, listed, tmp_path, ONE_HOST) == twice
 
 
-HERE = "import sys; from cputrain.affinity.ranks import is_this_host; print([*map(is_this_host, sys.argv[1:])])"
+HERE = "import sys; from cputrain.affinity.host_names import is_this_host; print([*map(is_this_host, sys.argv[1:])])"
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from cputrain.affinity.binding import check_layout, layout_difference
 from cputrain.affinity.errors import PlanOfAnotherMachineError
-from cputrain.affinity.kernel.binding import check_layout, layout_difference
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import Machine, narrowed
+from cputrain.affinity.topology.machine import Machine, narrow_machine
 from cputrain.affinity.topology.sysfs import this_machine
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.commands import here
@@ -50,7 +50,7 @@ def test_a_plan_of_this_machine_is_of_this_machine(drawn) -> None:
     machine, request = drawn
     plan = plan_from_dict(json.loads(json.dumps(plan_to_dict(plan_machine(machine, request, Runtime())))))
     assert layout_difference(plan, machine) is None
-    assert layout_difference(plan, narrowed(machine, frozenset(machine.pus[:1]), frozenset())) is None
+    assert layout_difference(plan, narrow_machine(machine, frozenset(machine.pus[:1]), frozenset())) is None
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.errors import as_option, as_recipe_key, render
-from cputrain.affinity.kernel.bound_plan import (
+from cputrain.affinity.bound_plan import (
     Neighbor,
     contention_warnings,
     find_neighbors,
     planned_worker_of,
     variables_of,
 )
+from cputrain.affinity.errors import as_option, as_recipe_key, render_message
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, request_to_json
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.planner.workload import RESNET50
+from cputrain.affinity.topology.machine import name_cpus
 from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import here, refused
 from tests.support.images import write_images
@@ -78,7 +79,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
         ("cputrain", "launch", "--output", "run", "--share", "--", "true"),
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
-    assert f"{plain[0]} (CPUs {','.join(map(str, taken))})" in warning
+    assert f"{plain[0]} ({name_cpus(taken)})" in warning
     assert warning.endswith(" of another plan: {share=true} avoids it") and "by process " in warning
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
@@ -99,7 +100,7 @@ def test_a_training_shares_the_host_or_warns_that_it_takes_others_cores(tmp_path
     (pid, status, out, err), around = beside(
         tmp_path, CORES[0].pus, (*train, "--dry-run"), (*train, "plan.share=true", "plan.ppn=1", "output=run")
     )
-    assert status == 0 and f"{pid} (CPUs" in (shown := " ".join(out.split())), err
+    assert status == 0 and f"{pid} (CPU" in (shown := " ".join(out.split())), err
     assert "plan.share=true avoids it" in shown
     assert around[1] == 0, around[3]
     assert "in use" not in around[2]
@@ -135,8 +136,8 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     assert contention_warnings(plan, ()) == contention_warnings(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
     neighbors = tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20))  # hyper-threads of the plan's cores
     (warning,) = contention_warnings(plan, neighbors)
-    assert render(warning, as_option).endswith(" of another plan: --share avoids them")
-    assert render(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
+    assert render_message(warning, as_option).endswith(" of another plan: --share avoids them")
+    assert render_message(warning, as_recipe_key).endswith(" of another plan: plan.share=true avoids them")
     named = ", ".join(f"{pid} (CPUs 8-9)" for pid in range(10, 15))
     assert f"{named} and 5 more of another plan" in warning
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import (
+from cputrain.affinity.binding import (
     Thread,
     anonymous_bytes,
     memory_share,
-    misallocated,
-    misplaced,
+    misallocated_memory,
+    misplaced_threads,
     policy_in,
     threads_of,
 )
-from cputrain.affinity.kernel.bound_plan import Running, comparison, inspect_process, running_processes
+from cputrain.affinity.bound_plan import Running, binding_report, inspect_process, running_processes
+from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json
@@ -37,17 +37,17 @@ from tests.support.machines import build_machine
 BIND = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
 TEAM = """
 import json, os, torch
-from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.kernel.binding import memory_share, misallocated, misplaced, team_of, threads_of
+from cputrain.affinity.bound_plan import bound_worker
+from cputrain.affinity.binding import memory_share, misallocated_memory, misplaced_threads, team_of, threads_of
 worker = bound_worker(os.environ)
 torch.set_num_threads(worker.intra_op)
 values = torch.empty(16 << 20)
 team = team_of(lambda: values.fill_(1.0))
 share = memory_share(values.data_ptr())
-wrong = misplaced(worker, team) + misallocated(worker, share)
+wrong = misplaced_threads(worker, team) + misallocated_memory(worker, share)
 ids = {t.tid for t in team}
 os.sched_setaffinity(team[-1].tid, worker.pus)
-moved = misplaced(worker, [t for t in threads_of(os.getpid()) if t.tid in ids])
+moved = misplaced_threads(worker, [t for t in threads_of(os.getpid()) if t.tid in ids])
 print(json.dumps([[t.pus for t in team], wrong, share, moved]))
 """
 
@@ -83,11 +83,11 @@ def test_differences_of_teams_and_pages_are_named() -> None:
     plan = plan_machine(build_machine(2, 1, 4, 1), Request(ppn=2), Runtime())
     worker = plan.workers[1]
     team = tuple(Thread(tid=i, name="t", pus=(pu,)) for i, pu in enumerate(worker.compute_pus))
-    assert misplaced(worker, team) == []
-    assert misplaced(worker, team[:-1])  # a thread too few
-    assert misplaced(worker, (*team[:-1], replace(team[-1], pus=(0,))))
-    assert misallocated(worker, {1: 0.97, 0: 0.03}) == []
-    assert misallocated(worker, {0: 0.5, 1: 0.5}) == [
+    assert misplaced_threads(worker, team) == []
+    assert misplaced_threads(worker, team[:-1])  # a thread too few
+    assert misplaced_threads(worker, (*team[:-1], replace(team[-1], pus=(0,))))
+    assert misallocated_memory(worker, {1: 0.97, 0: 0.03}) == []
+    assert misallocated_memory(worker, {0: 0.5, 1: 0.5}) == [
         "memory planned on nodes 1, its pages are 50% on node 0, 50% on node 1"
     ]
 
@@ -143,12 +143,12 @@ def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
             plan = json.loads((tmp_path / "plan.json").read_text())
             plan["workers"][0].update(compute_pus=list(worker.pus[:1]), intra_op=1, comm_pus=[], loader_pus=[])
             (tmp_path / "plan.json").write_text(json.dumps(plan))
-            assert "differs  thread" in comparison([inspect_process(process.pid)])
+            assert "differs  thread" in binding_report([inspect_process(process.pid)])
             assert here("doctor", "affinity", str(process.pid)).returncode == 1
             show = [sys.executable, "-m", "cputrain.affinity", "show", "--pid", str(process.pid)]
             assert subprocess.run(show, capture_output=True).returncode == 1
         (tmp_path / "plan.json").write_text("{}")
-        assert "planned  the plan" in comparison([inspect_process(process.pid)]), "of another version, say"
+        assert "planned  the plan" in binding_report([inspect_process(process.pid)]), "of another version, say"
         process.communicate(b"\n")
 
 
@@ -159,7 +159,7 @@ def test_processes_that_end_while_they_are_looked_at_are_left_out(tmp_path: Path
     with subprocess.Popen([*BIND, sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         for _ in range(30):
-            shown = comparison(running_processes(()))
+            shown = binding_report(running_processes(()))
             assert f"pid {process.pid}: " in shown and shown.replace("\n", "").isprintable()
         assert all(line.startswith(("pid ", "  ")) for line in shown.splitlines())
         process.kill()
@@ -228,7 +228,7 @@ def test_processes_that_cannot_be_compared_are_named_in_one_line(tmp_path: Path)
 def test_another_user_s_process_is_refused_in_one_line() -> None:
     code = f"""
 import os, sys
-from cputrain.affinity.kernel.bound_plan import inspect_process
+from cputrain.affinity.bound_plan import inspect_process
 os.setresuid(65534, 65534, 65534)
 try:
     inspect_process({os.getpid()})
@@ -263,7 +263,7 @@ def test_the_policy_of_the_stack_is_the_process_s(listed: str, policy: tuple[str
 
 
 def test_the_kernel_s_policy_is_read_where_it_may_be_set(tmp_path: Path) -> None:
-    code = "from cputrain.affinity.kernel.binding import *; print(set_memory_policy('interleave', (0,)), flush=True)"
+    code = "from cputrain.affinity.binding import *; print(set_memory_policy('interleave', (0,)), flush=True)"
     argv = [sys.executable, "-c", f"{code}; input()"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         refused = process.stdout.readline() != "None\n"
@@ -318,13 +318,13 @@ def running(*mappings: str) -> Running:
 def test_libraries_on_other_nodes_are_no_difference() -> None:
     process = running(LIBRARY, WRITTEN_LIBRARY, SHARED, HEAP)
     assert not process.differs
-    assert "differs" not in comparison([process])
+    assert "differs" not in binding_report([process])
 
 
 def test_huge_pages_on_other_nodes_are_a_difference_of_their_size() -> None:
     process = running(HEAP, HUGETLB)
     assert process.differs
-    assert "differs  32 MiB are on other nodes" in comparison([process])
+    assert "differs  32 MiB are on other nodes" in binding_report([process])
 
 
 def test_lists_in_messages_name_the_first_five() -> None:

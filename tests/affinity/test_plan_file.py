@@ -13,7 +13,14 @@ from site_pages.plan_json import plan_schema
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
-from cputrain.affinity.planner.plan_file import dumps, plan_from_dict, plan_to_dict, plan_to_json, read_plan, worker_of
+from cputrain.affinity.planner.plan_file import (
+    plan_from_dict,
+    plan_json,
+    plan_to_dict,
+    plan_to_json,
+    read_plan,
+    worker_of,
+)
 from cputrain.affinity.planner.request import PROFILES, Request
 from cputrain.affinity.planner.workload import RESNET50
 from cputrain.affinity.topology.catalog import find_machine
@@ -47,7 +54,7 @@ def test_plans_of_big_hosts_follow_the_schema(name: str, profile: str) -> None:
 def test_the_schema_s_file_is_that_of_the_types(pytestconfig: pytest.Config) -> None:
     """`pytest --update-golden` writes it."""
     if pytestconfig.getoption("update_golden"):
-        SCHEMA_FILE.write_text(f"{dumps(plan_schema())}\n")
+        SCHEMA_FILE.write_text(f"{plan_json(plan_schema())}\n")
     assert json.loads(SCHEMA_FILE.read_text()) == plan_schema()
 
 
@@ -59,7 +66,7 @@ def test_the_schema_refuses_what_is_no_plan() -> None:
 
 @pytest.mark.parametrize("value", [{}, [], [{}], {"a": [{"b": [1, 2]}]}, "x", [["a", "b" * 200]], {"l": ["c" * 200]}])
 def test_our_layout_is_json(value: object) -> None:
-    assert json.loads(dumps(value)) == value
+    assert json.loads(plan_json(value)) == value
 
 
 JUNK = st.sampled_from([None, True, -1, 0.5, 10**30, "", "x", [], [1, 1], [-1], ["a"], {}, {"a": 1}])

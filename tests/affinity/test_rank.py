@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import (
+from cputrain.affinity.rank import (
     APINFO_HEADER,
     APINFO_RANK,
     LAUNCHER_VARIABLES,

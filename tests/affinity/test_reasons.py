@@ -15,8 +15,8 @@ from cputrain.affinity.planner.request import PROFILES, Request
 from cputrain.affinity.planner.rules import inter_op_threads
 from cputrain.affinity.planner.workload import PROCESS_BYTES, RESNET50, footprint, largest_batch
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import NumaNode, narrowed, ordered
-from cputrain.affinity.wording import formatted, spread
+from cputrain.affinity.topology.machine import NumaNode, narrow_machine, ordered_cores
+from cputrain.affinity.wording import numbers_text, spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.machines import build_machine
 from tests.support.plan_facts import GIB, Facts, every, reason_of, workers_with_plenty_of_memory
@@ -204,8 +204,8 @@ def same(number: object, fact: object) -> bool:
 
 
 def test_a_text_carries_the_numbers_that_it_names_in_plain_units() -> None:
-    part = formatted("{cores:core} each", cores=(4, 5))
-    text = formatted(
+    part = numbers_text("{cores:core} each", cores=(4, 5))
+    text = numbers_text(
         "{room:GiB .1f} GiB, {part}, {workers:worker} ({{ppn}})", room=GIB, part=part, workers=1, unnamed=7
     )
     assert text == "1.0 GiB, 4-5 cores each, 1 worker ({ppn})"
@@ -263,7 +263,7 @@ def test_caches_of_several_core_types_are_shared_for_their_types() -> None:
     """As on GB10, whose two clusters have five cores of each type and a cache."""
     machine = build_machine(1, 1, 20, 1)
     cores = [replace(c, l3=c.pus[0] // 10 * 10, speed=0.7 if c.pus[0] % 10 < 5 else 1.0) for c in machine.cores]
-    plan = plan_machine(replace(machine, cores=ordered(cores)), Request(), Runtime())
+    plan = plan_machine(replace(machine, cores=ordered_cores(cores)), Request(), Runtime())
     found = reason_of(plan, "level-3 caches per worker")
     assert found.numbers == {"each": (2, 2), "shared": 2, "caches": 2} and "cores of one type" in found.why
 
@@ -279,9 +279,9 @@ def test_an_assumed_rate_is_called_so() -> None:
 
 def test_one_node_with_memory_is_one_of_the_machine() -> None:
     machine = find_machine("numa:2(memory=64GiB) core:4")
-    here = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({0})), Request(), Runtime())
+    here = plan_machine(narrow_machine(machine, frozenset(range(4)), frozenset({0})), Request(), Runtime())
     assert reason_of(here, "memory policy").why.startswith("the process may use the memory of one NUMA node")
-    remote = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({1})), Request(), Runtime())
+    remote = plan_machine(narrow_machine(machine, frozenset(range(4)), frozenset({1})), Request(), Runtime())
     assert reason_of(remote, "memory policy").why.startswith("the process may not use the memory next to the worker")
     nodes = tuple(replace(node, memory_bytes=0) for node in machine.numa_nodes)
     unknown = plan_machine(replace(machine, numa_nodes=nodes), Request(), Runtime())

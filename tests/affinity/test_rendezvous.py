@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import LOOPBACK, MASTER_PORT, Rank, rank_from_env, rendezvous_address, with_rank
+from cputrain.affinity.rank import LOOPBACK, MASTER_PORT, Rank, rank_from_env, rendezvous_address, with_rank
 
 SPREAD = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[003,1-2]-ib,m1"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2,n3"}

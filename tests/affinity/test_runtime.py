@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import DoesNotFitError, InputError
-from cputrain.affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
+from cputrain.affinity.planner.openmp import Runtime, TargetPython, find_runtime, target_of, with_libiomp5
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json
 from cputrain.affinity.planner.request import Request
@@ -19,7 +19,7 @@ from tests.support.machines import build_machine
 
 
 def test_libraries_are_found_in_order(tmp_path: Path) -> None:
-    target = Target(prefix=tmp_path, torch_lib=None)
+    target = TargetPython(prefix=tmp_path, torch_lib=None)
     lib = tmp_path / "lib"
     lib.mkdir()
     assert find_runtime(target, {}, ()) == Runtime(origin=f"assumed: no torch in {tmp_path}")
@@ -35,7 +35,7 @@ def test_libraries_are_found_in_order(tmp_path: Path) -> None:
 def test_what_torch_brings_is_not_preloaded(tmp_path: Path) -> None:
     torch_lib = tmp_path / "site/torch/lib"
     torch_lib.mkdir(parents=True)
-    target = Target(prefix=tmp_path, torch_lib=torch_lib)
+    target = TargetPython(prefix=tmp_path, torch_lib=torch_lib)
     assert find_runtime(target, {}, ()).origin == "the system's"
     (torch_lib / "libgomp.so.1").touch()
     assert find_runtime(target, {}, ()) == Runtime(origin=f"{torch_lib}/libgomp.so.1, loaded by torch")
@@ -49,7 +49,7 @@ def test_what_the_user_preloads_counts(tmp_path: Path) -> None:
     (tmp_path / "lib/libjemalloc.so.2").touch()
     for name in ("libiomp5.so", "libtcmalloc.so.4.5"):
         (tmp_path / name).touch()
-    target = Target(prefix=tmp_path, torch_lib=None)
+    target = TargetPython(prefix=tmp_path, torch_lib=None)
     env = {"LD_PRELOAD": f"{tmp_path}/libiomp5.so {tmp_path}/libtcmalloc.so.4.5"}
     found = find_runtime(target, env, ())
     assert (found.openmp, found.allocator, found.preload, found.missing) == ("libiomp5", "tcmalloc", (), ())
@@ -59,12 +59,12 @@ def test_what_the_user_preloads_counts(tmp_path: Path) -> None:
 
 def test_a_cuda_build_of_torch_takes_more_memory(tmp_path: Path) -> None:
     (tmp_path / "torch/lib").mkdir(parents=True)
-    target = Target(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
+    target = TargetPython(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
     plain = find_runtime(target, {}, ())
     (tmp_path / "torch/lib/libtorch_cuda.so").touch()
     cuda = find_runtime(target, {}, ())
     assert (plain.cuda, cuda.cuda) == (False, True)
-    assert not find_runtime(Target(prefix=tmp_path, torch_lib=None), {}, ()).cuda
+    assert not find_runtime(TargetPython(prefix=tmp_path, torch_lib=None), {}, ()).cuda
     machine = build_machine(1, 1, 8, 1)
     for known in (RESNET50, replace(RESNET50, assumed=False)):
         request = Request(ppn=2, local_batch=4, workload=known)
@@ -81,7 +81,7 @@ def test_a_cuda_build_of_torch_takes_more_memory(tmp_path: Path) -> None:
 
 
 def test_preloaded_libraries_that_do_not_exist_do_not_count(tmp_path: Path) -> None:
-    target = Target(prefix=tmp_path, torch_lib=None)
+    target = TargetPython(prefix=tmp_path, torch_lib=None)
     env = {"LD_PRELOAD": "/nowhere/libiomp5.so:libtcmalloc.so.4:/nowhere/their.so"}
     found = find_runtime(target, env, ())
     assert (found.openmp, found.allocator) == ("libgomp", "glibc")
@@ -94,7 +94,7 @@ def test_preloaded_libraries_that_do_not_exist_do_not_count(tmp_path: Path) -> N
 def test_a_requested_runtime_that_is_missing_is_an_error_that_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "torch/lib").mkdir(parents=True)
     (tmp_path / "torch/lib/libgomp.so.1").touch()
-    target = Target(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
+    target = TargetPython(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
     with pytest.raises(InputError, match=r"loads libgomp: pip install intel-openmp, or export LD_PRELOAD="):
         find_runtime(target, {}, (), openmp="libiomp5")
     (tmp_path / "lib").mkdir()
@@ -146,7 +146,9 @@ def test_another_python_is_run_to_find_its_torch(tmp_path: Path) -> None:
     other.write_text("#!/bin/sh\necho /opt/env\necho /opt/env/lib/python3/site-packages/torch/__init__.py\n")
     other.chmod(0o755)
     target = target_of((str(other), "train.py"))
-    assert target == Target(prefix=Path("/opt/env"), torch_lib=Path("/opt/env/lib/python3/site-packages/torch/lib"))
+    assert target == TargetPython(
+        prefix=Path("/opt/env"), torch_lib=Path("/opt/env/lib/python3/site-packages/torch/lib")
+    )
     for script, said in {"exit 3": "status 3", "echo two >&2; echo lines >&2; exit 1": "lines"}.items():
         other.write_text(f"#!/bin/sh\n{script}\n")
         with pytest.raises(InputError, match=f"cannot find the torch of .*, which fails with {said}: "):

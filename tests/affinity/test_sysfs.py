@@ -18,7 +18,7 @@ from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.hwloc import read_synthetic
-from cputrain.affinity.topology.machine import Machine, name_cpus, narrowed, parse_list
+from cputrain.affinity.topology.machine import Machine, name_cpus, narrow_machine, parse_list
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from tests.support.commands import PYTHON, need
 from tests.support.machines import build_machine, write_sysfs
@@ -47,7 +47,7 @@ def test_a_written_machine_reads_back_the_same(
 
 def test_allowed_pus_are_kept_to_those_online(tmp_path: Path) -> None:
     write_sysfs(build_machine(1, 1, 4, 2), tmp_path)
-    machine = narrowed(read_machine(tmp_path), frozenset((1, 5, 99)), frozenset((0, 7)))
+    machine = narrow_machine(read_machine(tmp_path), frozenset((1, 5, 99)), frozenset((0, 7)))
     assert machine.allowed_pus == (1, 5)
     assert machine.allowed_nodes == (0,)
     assert [core.pus for core in machine.allowed_cores] == [(1, 5)]
@@ -270,7 +270,7 @@ def test_loader_threads_on_isolated_cpus_have_one_each(isolated: str, tmp_path: 
         pytest.skip(reason="needs root (mount) and two CPUs")
     (tmp_path / "isolated").write_text(f"{isolated}\n")
     show = (
-        "import os; from cputrain.affinity.kernel.binding import bind_thread\n"
+        "import os; from cputrain.affinity.binding import bind_thread\n"
         "pus = tuple(sorted(os.sched_getaffinity(0)))\n"
         "for number in range(len(pus) + 1): bind_thread(pus, number); print(len(os.sched_getaffinity(0)))"
     )

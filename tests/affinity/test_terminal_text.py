@@ -12,13 +12,13 @@ from cputrain.affinity.terminal import (
     SafeOutput,
     accept_any_text,
     align_columns,
-    clip,
+    clip_line,
     csv_table,
     markdown_table,
     printable,
     printable_lines,
+    printable_name,
     safe_output,
-    shown,
 )
 
 # What a terminal would obey: titles and clipboard (OSC), questions that it answers, clearing and scrolling the screen,
@@ -69,8 +69,8 @@ def test_a_sequence_without_end_is_not_waited_for() -> None:
 
 
 def test_a_clipped_line_keeps_its_sequences_whole() -> None:
-    assert clip("ab\x1b[31mcd\x1b[0mef", 3) == "ab\x1b[31mc\x1b[0m"
-    assert clip("abc", 5) == "abc" and clip("abc", 0) == clip("abc", -1) == ""
+    assert clip_line("ab\x1b[31mcd\x1b[0mef", 3) == "ab\x1b[31mc\x1b[0m"
+    assert clip_line("abc", 5) == "abc" and clip_line("abc", 0) == clip_line("abc", -1) == ""
 
 
 def test_streams_write_what_their_encoding_lacks_as_codes() -> None:
@@ -85,7 +85,7 @@ def test_streams_write_what_their_encoding_lacks_as_codes() -> None:
         stream.write("caf\udce9 th\u00e9 \u2192 █▁│─")
         stream.flush()
         assert stream.buffer.getvalue() == expected, encoding
-    assert shown("caf\udce9 th\u00e9") == "caf\\xe9 th\u00e9" and printable("caf\udce9") == r"caf\xe9"
+    assert printable_name("caf\udce9 th\u00e9") == "caf\\xe9 th\u00e9" and printable("caf\udce9") == r"caf\xe9"
 
 
 def test_a_byte_that_is_not_utf_8_has_its_code_also_where_a_message_quotes_it() -> None:

@@ -25,9 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cputrain.affinity import InputError, RunError
 from cputrain.checkpoint.async_checkpoint import AsyncCheckpoint, use_all_cpus
-from cputrain.checkpoint.files import MANIFEST, MODEL, DamagedError, write_tensors
-from cputrain.checkpoint.folder import list_checkpoints, name_of
-from cputrain.checkpoint.tree import Tensors, decoded, encoded
+from cputrain.checkpoint.files import MANIFEST, MODEL, DamagedError, checkpoint_name, list_checkpoints, write_tensors
+from cputrain.checkpoint.state import Tensors, decode_state, encode_state
 from cputrain.checksums import crc32c_of_json
 from cputrain.comm.hooks import compress_bf16
 from cputrain.models.weights import read_weights
@@ -85,7 +84,7 @@ def test_a_restored_loop_continues_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(3):
         epoch(*again)  # another past
     found = AsyncCheckpoint(tmp_path).restore(again[0], again[1], scheduler=again[2], shuffled=again[3])
-    assert found is not None and found.step == 6 and found.path == tmp_path / name_of(6)
+    assert found is not None and found.step == 6 and found.path == tmp_path / checkpoint_name(6)
     assert found.values == {"history": {"losses": losses[:2], "best": (1, float("inf"))}}
     assert [epoch(*again) for _ in range(2)] == losses[2:]
     assert same(model.state_dict(), again[0].state_dict())
@@ -114,8 +113,8 @@ def same(a: Any, b: Any) -> bool:
 )
 def test_states_come_back_with_their_types(state: Any) -> None:
     tensors: Tensors = {}
-    tree = json.loads(json.dumps(encoded(state, "it", tensors)))
-    assert same(decoded(tree, tensors), state) or state == decoded(tree, tensors)
+    tree = json.loads(json.dumps(encode_state(state, "it", tensors)))
+    assert same(decode_state(tree, tensors), state) or state == decode_state(tree, tensors)
     assert all(name.startswith("it") for name in tensors)
 
 
@@ -219,7 +218,7 @@ def test_the_weights_open_in_plain_torch(tmp_path: Path) -> None:
     with AsyncCheckpoint(tmp_path) as checkpoint:
         checkpoint.save(5, Compiled(nn.DataParallel(model)), torch.optim.SGD(model.parameters(), 0.1))
     plain = network()
-    plain.load_state_dict(load_file(tmp_path / name_of(5) / MODEL))
+    plain.load_state_dict(load_file(tmp_path / checkpoint_name(5) / MODEL))
     assert same(dict(plain.state_dict()), dict(model.state_dict()))
 
 
@@ -239,7 +238,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = saved(tmp_path, 1, 2)
-    file = tmp_path / name_of(2) / MODEL
+    file = tmp_path / checkpoint_name(2) / MODEL
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     checkpoint = AsyncCheckpoint(tmp_path)
@@ -251,8 +250,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert caplog.records[-1].getMessage().endswith("renamed to step-0000002.damaged, using step-0000001")
     checkpoint.save(2, model, optimizer)
     checkpoint.close()
-    (tmp_path / name_of(2) / MANIFEST).unlink()
-    (tmp_path / name_of(1) / MODEL).unlink()
+    (tmp_path / checkpoint_name(2) / MANIFEST).unlink()
+    (tmp_path / checkpoint_name(1) / MODEL).unlink()
     with pytest.raises(InputError, match=r"none of the 2 checkpoints in .* can be used, the newest because .* has no"):
         checkpoint.restore(model, optimizer)
 
@@ -323,10 +322,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         assert list_checkpoints(tmp_path) == []
         threading.Timer(0.2, disk.set).start()
         checkpoint.save(2, model)
-        assert list_checkpoints(tmp_path)[0] == tmp_path / name_of(1) and begun[0] == ".step-0000001.partial"
-    first = load_file(tmp_path / name_of(1) / MODEL)
+        assert list_checkpoints(tmp_path)[0] == tmp_path / checkpoint_name(1) and begun[0] == ".step-0000001.partial"
+    first = load_file(tmp_path / checkpoint_name(1) / MODEL)
     assert first.keys() == before.keys() and all(torch.equal(first[name], before[name]) for name in before)
-    assert not load_file(tmp_path / name_of(2) / MODEL)["0.weight"].any()
+    assert not load_file(tmp_path / checkpoint_name(2) / MODEL)["0.weight"].any()
 
 
 def test_a_full_disk_is_raised_at_the_next_call_and_the_loop_may_go_on(
@@ -359,16 +358,18 @@ def test_a_full_disk_is_raised_at_the_next_call_and_the_loop_may_go_on(
     monkeypatch.undo()
     checkpoint.save(6, model)
     checkpoint.close()
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(6)]
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(6)]
 
 
 def test_the_newest_are_kept_and_never_lost_to_another_training(tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path, 1, 2, 3)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(2), checkpoint_name(3)]
     with pytest.raises(InputError, match=r"step-0000003 is newer than step 1, which is to be saved: restore it first"):
         AsyncCheckpoint(tmp_path).save(1, model, optimizer)
     saved(tmp_path, 3)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)], "the same step is replaced"
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(2), checkpoint_name(3)], (
+        "the same step is replaced"
+    )
 
 
 @needs_two_cores
@@ -428,15 +429,15 @@ def test_a_program_that_is_killed_leaves_whole_checkpoints_and_one_that_ends_com
         found = checkpoint.restore(model, optimizer)
         assert found is not None and found.step == 1
         checkpoint.save(2, model, optimizer)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [name_of(1), name_of(2)]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [checkpoint_name(1), checkpoint_name(2)]
     with forked("-c", LEFT, cwd=tmp_path) as process:
         assert ended(process).status == 0
-    assert [path.name for path in list_checkpoints(tmp_path / "left")] == [name_of(1)], "also without close()"
+    assert [path.name for path in list_checkpoints(tmp_path / "left")] == [checkpoint_name(1)], "also without close()"
 
 
 def test_foreign_and_hostile_checkpoints_are_refused_in_a_line(tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path / "mine", 1, value=(1,))
-    file = tmp_path / "mine" / name_of(1) / MANIFEST
+    file = tmp_path / "mine" / checkpoint_name(1) / MANIFEST
     content = json.loads(file.read_text())["checkpoint"]
     changes: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"version": 2}, InputError, "is from another program, or another version of cputrain"),
@@ -459,7 +460,7 @@ def test_checkpoints_of_the_trainer_and_of_a_loop_are_told_apart(tmp_path: Path)
     with pytest.raises(InputError, match=r"was saved by cputrain train, which resumes it; its weights are in .*model"):
         AsyncCheckpoint(tmp_path / "run").restore(network_of_trainer())
     saved(tmp_path / "loop", 1)
-    path = tmp_path / "loop" / name_of(1)
+    path = tmp_path / "loop" / checkpoint_name(1)
     with pytest.raises(InputError, match=r"was saved by AsyncCheckpoint, .*: name its model.safetensors"):
         read_weights(path)
     assert read_weights(path / MODEL)[0].tensors.keys() == network().state_dict().keys()
@@ -555,7 +556,7 @@ def test_two_ranks_resume_bit_for_bit_and_agree_on_every_checkpoint(tmp_path: Pa
         "disk": "RunError the checkpoint was not saved: run/step-0000009/rank-00001.safetensors: No space left",
     }.items():
         assert [each.startswith(message) for each in both[name]] == [True, True], both[name]
-    assert f"names ['{name_of(6)}', '{name_of(15)}']" in end.out
+    assert f"names ['{checkpoint_name(6)}', '{checkpoint_name(15)}']" in end.out
     assert both["damaged"] == ["6", "6"] and end.err.count("renamed to step-0000015.damaged") == 1
 
     model, optimizer, scheduler, shuffled = made(3)
@@ -595,7 +596,7 @@ def test_with_another_number_of_ranks_the_generators_stay_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = saved(tmp_path, 1, epoch=1)
-    file = tmp_path / name_of(1) / MANIFEST
+    file = tmp_path / checkpoint_name(1) / MANIFEST
     content = {**json.loads(file.read_text())["checkpoint"], "ranks": 3}
     file.write_text(json.dumps({"crc32c": crc32c_of_json(content), "checkpoint": content}))
     torch.manual_seed(6)

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.input import main as bench_decoders
 from cputrain.affinity.topology.machine import NumaNode
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.affinity.views import processor
+from cputrain.affinity.views import processor_text
 from cputrain.cli import main
 from cputrain.kernels.convolution import ConvolutionShape
 from cputrain.kernels.measure import shape_key
@@ -307,5 +307,5 @@ def test_the_benchmark_of_decoders_runs_to_its_end(
         torch.set_num_threads(threads)
         gc.unfreeze()
     out = capsys.readouterr().out
-    assert out.startswith(f"{processor(this_machine())}\n")
+    assert out.startswith(f"{processor_text(this_machine())}\n")
     assert "| images per CPU-second, 2 files |" in out and "an epoch permuted in" in out

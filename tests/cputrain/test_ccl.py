@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.launch_command import find_launcher
 from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, lines_of, needs_ccl, started, unmeasured_cache
 from tests.support.commands import PPN, mpi_path, needs_two_cores

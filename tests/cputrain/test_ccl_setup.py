@@ -21,24 +21,24 @@ from types import SimpleNamespace
 import pytest
 
 from cputrain import native_build as compiled
+from cputrain.affinity.binding import Thread
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.affinity.kernel.binding import Thread
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm import ccl
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.environment import (
     NATIVE,
     Libraries,
     Transport,
-    built_path,
+    ccl_extension,
+    ccl_settings,
     check_host,
-    ensure_built,
+    ensure_extension,
+    extension_path,
     find_libraries,
     link_line,
-    load,
-    part,
-    settings,
+    load_extension,
     sweep_segments,
     units_of,
 )
@@ -57,7 +57,7 @@ ALONE = ("plan.ppn=1", "plan.threads=1")
 TWO_WORLDS = """
 import os
 import torch, torch.distributed as dist
-from cputrain.mpi.supervise import free_port
+from cputrain.mpi.supervise.run import free_port
 os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
 for _ in range(2):
     before = dict(os.environ)
@@ -145,17 +145,19 @@ LIBRARIES = Libraries(
 
 
 def test_variables_set_by_the_user_are_kept() -> None:
-    names = {name for name, _, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
+    names = {name for name, _, _ in ccl_settings(LIBRARIES, RANK, LIBFABRIC, {})}
     assert {"I_MPI_ROOT", "CCL_ROOT", "FI_PROVIDER_PATH", "CCL_LOCAL_RANK", "CCL_WORKER_OFFLOAD"} <= names
     kept = dict.fromkeys(names, "mine") | {"CCL_ATL_TRANSPORT": "ofi"}
-    assert settings(LIBRARIES, RANK, LIBFABRIC, kept) == ()
+    assert ccl_settings(LIBRARIES, RANK, LIBFABRIC, kept) == ()
 
 
 def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     planned = {"CCL_WORKER_COUNT": "1", "CCL_WORKER_AFFINITY": "3,7,11,15"}
-    assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, LIBFABRIC, planned)}
-    assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
-    without = {name: value for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {"CCL_WORKER_COUNT": "4"})}
+    assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in ccl_settings(LIBRARIES, RANK, LIBFABRIC, planned)}
+    assert ("CCL_WORKER_OFFLOAD", "0") in {
+        (name, value) for name, value, _ in ccl_settings(LIBRARIES, RANK, LIBFABRIC, {})
+    }
+    without = {name: value for name, value, _ in ccl_settings(LIBRARIES, RANK, LIBFABRIC, {"CCL_WORKER_COUNT": "4"})}
     assert without["CCL_WORKER_COUNT"] == "1"
     there = (Thread(tid=1, name="python", pus=(4, 5, 6, 7)), Thread(tid=2, name="python", pus=(7,)))
     assert misplaced_comm_threads(1, planned, there) == []
@@ -169,7 +171,7 @@ def test_a_user_s_number_of_oneccl_s_threads_is_replaced_and_other_variables_sta
     """With several queues and no threads oneCCL takes libfabric's psm3, which may hang."""
     env = {"CCL_WORKER_COUNT": "4"}
     monkeypatch.setattr(ccl, "_env", env)
-    monkeypatch.setattr(ccl, "applied", settings(LIBRARIES, RANK, LIBFABRIC, env))
+    monkeypatch.setattr(ccl, "applied", ccl_settings(LIBRARIES, RANK, LIBFABRIC, env))
     env["CCL_LOG_LEVEL"] = "info"  # set since then
     ccl._set_variables()
     assert (env["CCL_WORKER_COUNT"], env["CCL_WORKER_OFFLOAD"], env["CCL_LOG_LEVEL"]) == ("1", "0", "info")
@@ -177,16 +179,16 @@ def test_a_user_s_number_of_oneccl_s_threads_is_replaced_and_other_variables_sta
 
 def test_ranks_of_one_host_meet_on_loopback() -> None:
     """On any other interface they would wait for ever once it goes, as those of containers do."""
-    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
+    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in ccl_settings(LIBRARIES, RANK, LIBFABRIC, {})}
     spread = replace(RANK, world_size=4, local_world_size=2)
     assert ("FI_TCP_IFACE", "lo") not in {
-        (n, v) for n, v, _ in settings(LIBRARIES, spread, LIBFABRIC, {"MASTER_ADDR": "192.0.2.9"})
+        (n, v) for n, v, _ in ccl_settings(LIBRARIES, spread, LIBFABRIC, {"MASTER_ADDR": "192.0.2.9"})
     }
 
 
 FOUR_RANKS = """
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm.ccl.environment import check_host
 subprocess.run("%s", shell=True, check=True)
 try:
@@ -297,14 +299,14 @@ def test_threads_that_oneccl_accepts_pass() -> None:
 
 def test_no_compiler_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH: install g\+\+, or set"):
-        ensure_built(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
+        ensure_extension(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
 
 
 def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path)}
-    path = built_path(LIBRARIES, env)
+    path = extension_path(LIBRARIES, env)
     assert re.fullmatch(r"ccl-torch[\w.+]+-x86_64-[0-9a-f]{16}|ccl-torch[\w.+]+-aarch64-[0-9a-f]{16}", path.parent.name)
-    assert built_path(replace(LIBRARIES, ccl=Path("/other/libccl.so.1")), env) != path
+    assert extension_path(replace(LIBRARIES, ccl=Path("/other/libccl.so.1")), env) != path
     line = link_line("c++", LIBRARIES, (), path)
     assert "-Wl,--disable-new-dtags" in line and "-Wl,-rpath,/o/lib/ccl/cpu/lib" in line
 
@@ -315,8 +317,8 @@ def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: P
         RunError,
         match=r"cannot compile the oneCCL backend for torch .* \(.*oneapi/ccl.hpp.*\); see its output in .*\.log",
     ):
-        ensure_built(LIBRARIES, env)
-    assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
+        ensure_extension(LIBRARIES, env)
+    assert [path.suffix for path in extension_path(LIBRARIES, env).parent.iterdir()] == [".log"]
 
 
 def test_every_source_is_compiled_once_on_any_number_of_cores() -> None:
@@ -336,7 +338,9 @@ def test_what_takes_long_is_told_by_one_rank_of_a_host(
     for rank, lines in (("0", ("compiling the oneCCL backend", "has been compiling for", "compiled in")), ("1", ())):
         caplog.clear()
         cache = str(tmp_path / rank)
-        ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx, "LOCAL_RANK": rank})
+        ensure_extension(
+            LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx, "LOCAL_RANK": rank}
+        )
         told = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
         assert all(any(line in each for each in told) for line in lines) and bool(told) == bool(lines), told
 
@@ -353,7 +357,7 @@ def fake_compiler(folder: Path, seconds: float) -> Path:
 
 
 def built_by_another_process(cache: str, cxx: str) -> None:
-    ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx})
+    ensure_extension(LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx})
 
 
 def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
@@ -366,14 +370,14 @@ def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
     for process in processes:
         process.join(HANGS_S)
     assert [process.exitcode for process in processes] == [0] * 8
-    assert (tmp_path / "calls").read_text() == "called\n" * (len(part(LIBRARIES).parts("c++", tmp_path)) + 1)
-    assert built_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
+    assert (tmp_path / "calls").read_text() == "called\n" * (len(ccl_extension(LIBRARIES).parts("c++", tmp_path)) + 1)
+    assert extension_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
 
 
 def empty_cache(folder: Path) -> tuple[dict[str, str], Path]:
     """Return an environment with a cache and a fast compiler, and the path of what it compiles."""
     env = {"CPUTRAIN_CACHE": str(folder / "cache"), "PATH": os.environ["PATH"], "CXX": str(fake_compiler(folder, 0))}
-    path = built_path(LIBRARIES, env)
+    path = extension_path(LIBRARIES, env)
     path.parent.mkdir(parents=True)
     return env, path
 
@@ -383,7 +387,7 @@ def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(compiled, "STALE_S", 1.0)
     env, path = empty_cache(tmp_path)
     path.with_suffix(".lock").write_text("gone 1\n")
-    assert ensure_built(LIBRARIES, env) == path and path.read_text() == "made\n"
+    assert ensure_extension(LIBRARIES, env) == path and path.read_text() == "made\n"
 
 
 def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
@@ -392,7 +396,7 @@ def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
     (tmp_path / "file").touch()
     for cache in ("file", "file/below"):
         with pytest.raises(RunError, match=r"cannot compile .* into .*: .*; set CPUTRAIN_CACHE to a writable folder"):
-            ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
+            ensure_extension(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     with pytest.raises(RunError, match="user 54321 has no home directory for the cache: set CPUTRAIN_CACHE"):
@@ -416,7 +420,7 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     other = threading.Thread(target=live)
     other.start()
-    assert ensure_built(LIBRARIES, env).read_text() == "theirs\n"
+    assert ensure_extension(LIBRARIES, env).read_text() == "theirs\n"
     other.join()
     assert not (tmp_path / "calls").exists()
 
@@ -436,14 +440,14 @@ def test_a_lock_lives_on_after_a_suspension_of_its_owner_and_those_that_wait(
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 100.0 * len(polls))
     monkeypatch.setattr(compiled, "time", clock)
-    assert ensure_built(LIBRARIES, env).read_text() == "theirs\n"
+    assert ensure_extension(LIBRARIES, env).read_text() == "theirs\n"
     assert not (tmp_path / "calls").exists()
 
 
 def test_what_does_not_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "cputrain_ccl.so").write_text("no library")
     with pytest.raises(RunError, match=r"cannot load .* \(.*\); remove it"):
-        load(tmp_path / "cputrain_ccl.so")
+        load_extension(tmp_path / "cputrain_ccl.so")
 
 
 def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path: Path) -> None:

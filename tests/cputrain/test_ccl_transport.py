@@ -12,16 +12,16 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
-from cputrain.affinity.ranks.rank import Rank, with_rank
-from cputrain.affinity.topology.machine import narrowed
+from cputrain.affinity.rank import Rank, with_rank
+from cputrain.affinity.topology.machine import narrow_machine
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import check
-from cputrain.comm.ccl.environment import Transport, agree, choose_transport, worker_threads
+from cputrain.comm.ccl.environment import Transport, agree_on_transport, choose_transport, worker_threads
 from cputrain.comm.store import SignedKeys
 from cputrain.launch.command import is_due
-from cputrain.measurements import cached_seconds, keep, transport_records
-from cputrain.mpi.hosts.hostfile import HostGroup
-from cputrain.mpi.launchers.programs import INTEL_MPI, OPEN_MPI
+from cputrain.measurements import cached_seconds, save_measurement, transport_records
+from cputrain.mpi.hostfile import HostGroup
+from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI
 from cputrain.mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, lines_of, needs_ccl, unmeasured_cache
 from tests.support.commands import cputrain, here, mpi_path
@@ -72,7 +72,7 @@ def test_the_faster_one_is_taken_where_both_can_be_used_and_were_measured() -> N
 def keep_seconds(env: dict[str, str], seconds: dict[str, float]) -> None:
     """Keep figures as a measurement does."""
     for record in transport_records({name: (s, 0.9 * s, 1.1 * s) for name, s in seconds.items()}, command="a test"):
-        keep(record, env)
+        save_measurement(record, env)
 
 
 def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
@@ -82,7 +82,7 @@ def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
     assert cached_seconds(env) == {}
     keep_seconds(env, FASTER_LIBFABRIC)
     whole = this_machine()
-    part = replace(narrowed(whole, frozenset(whole.pus[:1]), None), cpu_quota=0.5, memory_limit_bytes=1 << 30)
+    part = replace(narrow_machine(whole, frozenset(whole.pus[:1]), None), cpu_quota=0.5, memory_limit_bytes=1 << 30)
     monkeypatch.setattr(measurements, "this_machine", lambda: part)
     assert cached_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
 
@@ -94,7 +94,9 @@ def agreed(own: list[Transport], is_set: list[bool], threads: tuple[int, ...] = 
     def one(number: int) -> str:
         rank = replace(RANK, rank=number, world_size=3, local_world_size=3)
         try:
-            return agree(rank, keys, lambda: own[number], is_set=is_set[number], threads=threads[number]).name
+            return agree_on_transport(
+                rank, keys, lambda: own[number], is_set=is_set[number], threads=threads[number]
+            ).name
         except InputError as error:
             return str(error)
 

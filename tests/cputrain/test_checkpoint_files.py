@@ -10,15 +10,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.checkpoint.files import write_tensors
-from cputrain.checkpoint.folder import (
+from cputrain.checkpoint.files import (
+    checkpoint_name,
     list_checkpoints,
-    name_of,
     partial_name,
     remove_old,
     remove_partial,
     set_best,
     step_of,
+    write_tensors,
 )
 from cputrain.checkpoint.writer import CheckpointWriter
 from cputrain.comm.store import SignedKeys
@@ -35,14 +35,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         path = written(tmp_path, state, TrainProgress(step=step))
         if step == 1:
             set_best(path)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
-    set_best(tmp_path / name_of(4))
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(step) for step in (1, 3, 4)]
+    set_best(tmp_path / checkpoint_name(4))
     remove_old(tmp_path, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", name_of(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", checkpoint_name(4)]
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
     assert load(tmp_path.with_name("moved") / "best", 0, 1).position.step == 4
     written(tmp_path, state, TrainProgress(step=4, best_score=1.0))
-    assert load(tmp_path / name_of(4), 0, 1).position.best_score == 1.0, "one of the same step is replaced"
+    assert load(tmp_path / checkpoint_name(4), 0, 1).position.best_score == 1.0, "one of the same step is replaced"
 
 
 def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,17 +174,17 @@ def test_a_checkpoint_that_was_moved_and_linked_is_replaced_and_removed_like_oth
     """To another disk, for room: the link goes, and what it leads to stays."""
     state, places = state_of(network()), tmp_path / "checkpoints"
     for step in (1, 1, 2, 3, 3):
-        if (path := places / name_of(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
+        if (path := places / checkpoint_name(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
             shutil.move(path, far)
             path.symlink_to(far)
         written(places, state, TrainProgress(step=step))
-    assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (2, 3)]
+    assert sorted(path.name for path in places.iterdir()) == [checkpoint_name(step) for step in (2, 3)]
     assert not any(path.is_symlink() for path in places.iterdir())
-    shutil.move(places / name_of(2), tmp_path / "far-2")
-    (places / name_of(2)).symlink_to(tmp_path / "far-2")
+    shutil.move(places / checkpoint_name(2), tmp_path / "far-2")
+    (places / checkpoint_name(2)).symlink_to(tmp_path / "far-2")
     for step in (4, 5):
         written(places, state, TrainProgress(step=step))
-    assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (4, 5)]
+    assert sorted(path.name for path in places.iterdir()) == [checkpoint_name(step) for step in (4, 5)]
     assert all(load(tmp_path / f"far-{step}", 0, 1).position.step == step for step in (1, 2, 3))
 
 
@@ -209,7 +209,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_training(
     for step in (1, 2, 3):
         written(tmp_path, state_of(network()), TrainProgress(step=step))
     remove_partial(tmp_path)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(2), checkpoint_name(3)]
     monkeypatch.undo()
     remove_partial(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(2), name_of(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(2), checkpoint_name(3)]

@@ -14,8 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.checkpoint.files import DTYPES, MANIFEST, DamagedError, read_tensors, write_tensors
-from cputrain.checkpoint.folder import list_checkpoints, name_of
+from cputrain.checkpoint.files import (
+    DTYPES,
+    MANIFEST,
+    DamagedError,
+    checkpoint_name,
+    list_checkpoints,
+    read_tensors,
+    write_tensors,
+)
 from cputrain.checksums import crc32c_of_json
 from cputrain.manifest import EMA
 from cputrain.models.weights import read_weights
@@ -139,7 +146,7 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         written(tmp_path, state, TrainProgress(step=step), keep=3)
     for step, file in ((3, MANIFEST), (2, "model.safetensors")):
-        (tmp_path / name_of(step) / file).write_bytes(b"junk")
+        (tmp_path / checkpoint_name(step) / file).write_bytes(b"junk")
     found = load_newest(tmp_path, 0)
     assert (
         found is not None

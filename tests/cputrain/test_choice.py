@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm import ccl
 from cputrain.comm.ccl.environment import Transport
 from cputrain.comm.group import choose_backend, convert_lost_peer_errors

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cputrain.affinity.kernel import bound_plan
+from cputrain.affinity import bound_plan
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.cli import main
 from tests.support.commands import CORES, PYTHON, here, mpi_path, refused

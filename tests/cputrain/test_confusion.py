@@ -9,7 +9,7 @@ import pytest
 from cputrain.checkpoint.files import MANIFEST
 from cputrain.cli import main
 from cputrain.report.page import (
-    MOST_CLASSES,
+    MAX_CLASSES,
     Predicted,
     class_accuracies,
     confused_classes,
@@ -59,7 +59,7 @@ def test_the_matrix_counts_every_image_and_shows_the_hardest_of_very_many_classe
     labels = np.repeat(np.arange(1000), 2)
     guesses = np.where(labels >= 900, 0, labels)
     heat = confusion_heat(predictions(labels.tolist(), guesses.tolist()), tuple(map(str, range(1000))))
-    assert len(heat.rows) == MOST_CLASSES and set(map(str, range(900, 1000))) <= set(heat.rows)
+    assert len(heat.rows) == MAX_CLASSES and set(map(str, range(900, 1000))) <= set(heat.rows)
     assert "with the lowest accuracy" in heat.title
 
 

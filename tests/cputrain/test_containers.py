@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.rank import LAUNCHER_VARIABLES, PREFIXES
 from cputrain.jobs.script import Container, Training, container_script
 from cputrain.runs.events import read_events
 from tests.support.commands import CORES, PYTHON, cputrain, need

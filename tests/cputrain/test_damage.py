@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.data.formats.dataset import ImageFiles, allowed_damage, causes, refusal
+from cputrain.affinity.rank import Rank
+from cputrain.data.formats.dataset import ImageFiles, allowed_damage, summarize_corrupt, too_many_corrupt_error
 from cputrain.data.formats.folder import image_files
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.pixels import center_crop, decode_by_pillow
@@ -78,12 +78,12 @@ def test_what_stands_in_the_place_of_an_image_is_said(data: bytes, told: str) ->
 def test_damaged_images_are_counted_by_cause() -> None:
     lines = [f"a/{i}.jpg: image file is truncated ({i} bytes not processed)" for i in range(1000, 1005)]
     lines += ["b.jpg: cannot identify image file", "c.jpg: No such file or directory"]
-    assert causes(lines) == (
+    assert summarize_corrupt(lines) == (
         "image file is truncated (1000 bytes not processed) (5, first a/1000.jpg), cannot identify image file (b.jpg), "
         "No such file or directory (c.jpg)"
     )
-    assert causes([*lines, "d.jpg: x", "e.jpg: y"]).endswith(", 2 other causes")
-    told = str(refusal("val", lines, 32, 50_000, 0.01))
+    assert summarize_corrupt([*lines, "d.jpg: x", "e.jpg: y"]).endswith(", 2 other causes")
+    told = str(too_many_corrupt_error("val", lines, 32, 50_000, 0.01))
     assert told.startswith("val split has 7 damaged images among 32 of 50,000: image file is truncated")
     assert told.endswith("data.max_damaged=0.01 allows 500; repair or remove them, or raise it")
 

@@ -18,10 +18,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards
-from cputrain.data.loader import MOST_AHEAD, batches_ahead, decoded_batches
+from cputrain.data.loader import MAX_BATCHES_AHEAD, batches_ahead, decoded_batches
 from cputrain.data.order import epoch_order, evaluation_share, image_rng, rank_share
 from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.prepare import Options, pack_dataset
 from tests.support.images import survey, write_images
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def pack(folder: Path, out: Path, **how: object) -> dict:
-    return prepare(open_dataset(str(folder)), out, Options(kind="imagefolder", source=str(folder), **how))
+    return pack_dataset(open_dataset(str(folder)), out, Options(kind="imagefolder", source=str(folder), **how))
 
 
 def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
@@ -48,8 +48,8 @@ def test_image_files_and_shards_are_counted_without_numpy(folder: Path, tmp_path
     """Planning a training takes no longer for its data."""
     pack(folder, tmp_path / "shards")
     code = (
-        "import sys; from cputrain.data.formats import detect; print([detect(each).count().train for each in "
-        "sys.argv[1:]]); sys.exit('numpy' in sys.modules)"
+        "import sys; from cputrain.data.formats.open import detect_source; print([detect_source(each).count().train "
+        "for each in sys.argv[1:]]); sys.exit('numpy' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, folder, tmp_path / "shards"], capture_output=True, text=True, check=True
@@ -82,7 +82,7 @@ def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) ->
     done: list[None] = []
     out = tmp_path / "shards"
     options = Options(kind="imagefolder", source=str(folder), seed=3, shard_bytes=20_000)
-    splits = prepare(open_dataset(str(folder)), out, options, on_image=lambda: done.append(None))
+    splits = pack_dataset(open_dataset(str(folder)), out, options, on_image=lambda: done.append(None))
     assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(done) == 51
     plain, packed = open_dataset(str(folder)), open_dataset(str(out))
     for a, b in ((plain.train, packed.train), (plain.val, packed.val)):
@@ -234,7 +234,7 @@ def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: 
         places.add(batch.images.data_ptr())
         for i, found in zip(share.tolist(), batch.images.numpy(), strict=True):
             assert np.array_equal(found, alone(images, i))
-    assert len(places) <= MOST_AHEAD + 2
+    assert len(places) <= MAX_BATCHES_AHEAD + 2
 
 
 def test_what_is_decoded_ahead_is_bounded_in_bytes() -> None:

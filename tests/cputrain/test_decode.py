@@ -204,7 +204,7 @@ def test_rows_above_and_below_a_part_are_not_decoded() -> None:
 @NEEDS_TURBO
 def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(cxx: str, output: Path) -> tuple[str, ...]:
-        return (*decoding.command_line(cxx, output), "-DCPUTRAIN_PLAIN")
+        return (*decoding.decoder_build_command(cxx, output), "-DCPUTRAIN_PLAIN")
 
     monkeypatch.setattr(decoding, "EXTENSION", replace(decoding.EXTENSION, argv=argv))
     plain, _ = choose_decoder("turbo", {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]})
@@ -218,7 +218,7 @@ def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pyte
 @NEEDS_TURBO
 def test_a_damaged_file_does_not_hinder_the_next() -> None:
     """libjpeg-turbo itself goes on to decode whole ones after any kind of damage, at any byte."""
-    decoder = decoding.load(os.environ)
+    decoder = decoding.load_decoder(os.environ)
     whole, crops = encoded(noise(90, 120), "jpeg"), center_crop(40, 32)
     out = np.zeros((2, 32, 32, 3), dtype=np.uint8)
     assert decoder.decode([whole, whole], crops, out) == [True, True]

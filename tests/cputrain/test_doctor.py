@@ -9,25 +9,32 @@ from pathlib import Path
 import pytest
 
 from cputrain import doctor
-from cputrain.affinity.kernel import bound_plan
+from cputrain.affinity import bound_plan
 from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.rank import LAUNCHER_VARIABLES, PREFIXES
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.cli import main
-from cputrain.doctor import (
+from cputrain.doctor import PARTS, probe_results
+from cputrain.host_checks import (
     ERROR,
     OK,
-    PARTS,
     WARNING,
     Check,
     ProcessLimits,
     checks_text,
+    control_groups,
     current_limits,
     error,
+    governor,
     host_checks,
+    locked_memory,
     ok,
-    probed,
+    process_limits,
+    processor_check,
+    reserved_huge_pages,
+    shared_memory,
+    transparent_huge_pages,
     warning,
 )
 from cputrain.variables import HIDDEN, shown_variables
@@ -63,19 +70,19 @@ def written(root: Path, name: str, text: str) -> Path:
 def test_the_clock_governor(tmp_path: Path, files: dict[str, str], status: str) -> None:
     for name, text in files.items():
         written(tmp_path, f"sys/devices/system/cpu/{name}", text)
-    assert doctor.governor(tmp_path).status == status
+    assert governor(tmp_path).status == status
 
 
 @pytest.mark.parametrize(("text", "status"), [("always [madvise] never", OK), ("always madvise [never]", WARNING)])
 def test_transparent_huge_pages(tmp_path: Path, text: str, status: str) -> None:
-    found = doctor.transparent_huge_pages(written(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text))
+    found = transparent_huge_pages(written(tmp_path, "sys/kernel/mm/transparent_hugepage/enabled", text))
     assert found.status == status and bool(found.remedy) == (status == WARNING)
 
 
 def test_huge_pages_that_nobody_uses(tmp_path: Path) -> None:
     meminfo = "MemTotal: 1000000 kB\nHugePages_Total: {0}\nHugePages_Free: {0}\nHugepagesize: 2048 kB\n"
-    assert doctor.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(0))).status == OK
-    found = doctor.reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(200)))
+    assert reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(0))).status == OK
+    found = reserved_huge_pages(written(tmp_path, "proc/meminfo", meminfo.format(200)))
     assert found.status == WARNING and "400 MiB unused" not in found.remedy and "vm.nr_hugepages=0" in found.remedy
 
 
@@ -84,29 +91,29 @@ def with_limits(**limits: object) -> Machine:
 
 
 def test_limits_of_control_groups() -> None:
-    assert {check.status for check in doctor.control_groups(with_limits())} == {OK}
-    cpus, memory = doctor.control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
+    assert {check.status for check in control_groups(with_limits())} == {OK}
+    cpus, memory = control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
     assert cpus.status == WARNING and "24 of 24 cores, limited to the time of 2.5 CPUs" in cpus.found
     assert memory.status == WARNING and "allows 1 GiB" in memory.found
 
 
 def test_no_cpu_isolated_cpus_and_contradictions_are_not_ok() -> None:
-    none, *_ = doctor.control_groups(with_limits(allowed_pus=()))
+    none, *_ = control_groups(with_limits(allowed_pus=()))
     assert none.status == ERROR and none.found == "0 of 24 cores"
-    _, isolated, _ = doctor.control_groups(with_limits(isolated_pus=(2, 3)))
+    _, isolated, _ = control_groups(with_limits(isolated_pus=(2, 3)))
     assert (
         isolated.status == WARNING and isolated.found.startswith("2-3 (isolcpus)") and "--cores 2-3" in isolated.remedy
     )
-    _, contradiction, _ = doctor.control_groups(with_limits(warnings=("cpu/online lists others",)))
+    _, contradiction, _ = control_groups(with_limits(warnings=("cpu/online lists others",)))
     assert (contradiction.status, contradiction.found) == (WARNING, "cpu/online lists others")
 
 
 def test_the_processor_and_what_a_virtual_machine_hides() -> None:
-    assert doctor.processor(named_machine("skx-8160-1s"), virtual=False).status == OK
-    assert doctor.processor(named_machine("bdw-e5-2699v4-1s"), virtual=False).status == OK
-    hidden = doctor.processor(named_machine("bdw-e5-2699v4-1s"), virtual=True)
+    assert processor_check(named_machine("skx-8160-1s"), virtual=False).status == OK
+    assert processor_check(named_machine("bdw-e5-2699v4-1s"), virtual=False).status == OK
+    hidden = processor_check(named_machine("bdw-e5-2699v4-1s"), virtual=True)
     assert hidden.status == WARNING and "-cpu host" in hidden.remedy
-    assert doctor.processor(with_limits(isa=()), virtual=False).status == ERROR
+    assert processor_check(with_limits(isa=()), virtual=False).status == ERROR
 
 
 @pytest.mark.parametrize(
@@ -114,15 +121,15 @@ def test_the_processor_and_what_a_virtual_machine_hides() -> None:
 )
 def test_locked_memory_matters_to_networks_that_pin_it(fabric: str, locked: int, status: str) -> None:
     limits = ProcessLimits(locked_bytes=locked, address_bytes=-1, files=1, processes=1)
-    assert doctor.locked_memory(limits, fabric).status == status
+    assert locked_memory(limits, fabric).status == status
 
 
 def test_few_files_processes_or_shared_memory_are_warned_of() -> None:
     tight = ProcessLimits(locked_bytes=-1, address_bytes=1 << 33, files=1024, processes=100)
-    assert [check.status for check in doctor.process_limits(tight)] == [WARNING] * 3
-    assert [check.status for check in doctor.process_limits(PLENTY)] == [OK] * 2
-    assert doctor.shared_memory(64 << 20).status == WARNING and "--shm-size" in doctor.shared_memory(64 << 20).remedy
-    assert doctor.shared_memory(None).status == ERROR and doctor.shared_memory(8 << 30).status == OK
+    assert [check.status for check in process_limits(tight)] == [WARNING] * 3
+    assert [check.status for check in process_limits(PLENTY)] == [OK] * 2
+    assert shared_memory(64 << 20).status == WARNING and "--shm-size" in shared_memory(64 << 20).remedy
+    assert shared_memory(None).status == ERROR and shared_memory(8 << 30).status == OK
 
 
 def test_a_damaged_tree_is_an_error_and_the_other_checks_go_on(tmp_path: Path) -> None:
@@ -168,11 +175,11 @@ def test_the_other_libraries(tmp_path: Path) -> None:
     assert [check.status for check in doctor.runtime_checks(Runtime(allocator="tcmalloc"))] == [OK, OK]
     assert doctor.compiler_check(None).status == WARNING
     missing = {"error": "InputError: comm.backend=ccl: oneCCL is not installed: pip install it"}
-    cache = doctor.ok("cache", "")
+    cache = ok("cache", "")
     assert "gloo communicates: oneCCL is not installed" in doctor.oneccl_check(missing, cache).found
     found = {"version": "2021.13", "compiled": None, "library": "x"}
     assert "not compiled yet" in doctor.oneccl_check(found, cache).found
-    without = doctor.oneccl_check(found, doctor.warning("cache", "full", "set CPUTRAIN_CACHE"))
+    without = doctor.oneccl_check(found, warning("cache", "full", "set CPUTRAIN_CACHE"))
     assert (without.status, without.remedy) == (WARNING, "set CPUTRAIN_CACHE") and "gloo" in without.found
     assert doctor.oneccl_check({**found, "compiled": "x.so"}, without).status == OK
     assert doctor.launcher_check({"error": "InputError: no mpirun on PATH"}).status == WARNING
@@ -184,7 +191,7 @@ def test_the_other_libraries(tmp_path: Path) -> None:
 def test_what_an_import_prints_or_dies_of_is_no_answer() -> None:
     printing = "print('hello'); print('[1]'); print('{\"launcher\": {\"name\": \"x\"}}'); import os; os.abort()"
     started = subprocess.Popen([sys.executable, "-u", "-c", printing], stdout=subprocess.PIPE)
-    found = probed(started, 60)
+    found = probe_results(started, 60)
     assert found["launcher"] == {"name": "x"}
     assert found["decoder"]["error"] == "the import ended with SIGABRT"
     assert found["torch"]["error"] == "not reached: the import ended with SIGABRT" and set(found) == set(PARTS)
@@ -194,7 +201,7 @@ def test_an_import_that_takes_too_long_is_given_up() -> None:
     sleeping = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True
     )
-    found = probed(sleeping, 0.2)
+    found = probe_results(sleeping, 0.2)
     assert all(part["late"] and "no answer after 0.2 s" in part["error"] for part in found.values())
     assert sleeping.returncode == -9
 

@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.records import ENGINE, Records, measured_of, read_records
 from cputrain.affinity.planner.request import BF16
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.recipes import precision_lines

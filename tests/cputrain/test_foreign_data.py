@@ -15,7 +15,7 @@ import pytest
 import webdataset
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.open import detect, open_dataset
+from cputrain.data.formats.open import detect_source, open_dataset
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_tfrecord import field, record, varint
 from tests.support.commands import here, optional
@@ -336,18 +336,18 @@ def test_tars_without_a_sample_are_passed_over_and_named(tmp_path: Path) -> None
 
 def test_images_without_labels_are_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:
     blind = write_tars(tmp_path / "blind", lambda i: {"cls": b"-1" if i >= 50 else str(i % 2).encode()})
-    assert detect(blind).splits.keys() == {"train"}
-    assert detect(blind).notes == (f"{blind}: ignored 4 images of the val split without a label",)
+    assert detect_source(blind).splits.keys() == {"train"}
+    assert detect_source(blind).notes == (f"{blind}: ignored 4 images of the val split without a label",)
     mixed = [
         write_tars(
             tmp_path / f"mixed{label}", lambda i, n=label: {"json": json.dumps({"label": (0, n)[i % 2]}).encode()}
         )
         for label in (-1, -7)
     ]
-    assert [split.images for split in detect(mixed[0]).splits.values()] == [4, 2]
-    assert detect(mixed[0]).notes[0] == f"{mixed[0]}: ignored 4 images of the train split without a label"
+    assert [split.images for split in detect_source(mixed[0]).splits.values()] == [4, 2]
+    assert detect_source(mixed[0]).notes[0] == f"{mixed[0]}: ignored 4 images of the train split without a label"
     with pytest.raises(InputError, match=r"has samples with label -7, but a label must be 0 or higher"):
-        detect(mixed[1])
+        detect_source(mixed[1])
 
 
 @pytest.mark.parametrize("label", [None, [1, 2], True, 1.5, ""])

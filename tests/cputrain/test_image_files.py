@@ -20,7 +20,7 @@ from cputrain.data.formats.folder import image_files, read_folder
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.source import IMAGE_SUFFIXES, is_hidden, is_image
 from cputrain.data.pixels import Crop, Decode, center_crop, choose_decoder, decode_by_pillow
-from cputrain.data.prepare import ImageError, Options, encode, prepare
+from cputrain.data.prepare import ImageError, Options, encode_image, pack_dataset
 from cputrain.data.sources import read_caltech256
 from tests.cputrain.test_sources import archive
 from tests.support.commands import here
@@ -97,7 +97,7 @@ def test_an_image_of_any_format_is_listed_decoded_and_packed(tmp_path: Path, suf
     assert choose_decoder("auto", {})[0]([dataset.train.read(0)], center_crop(16, 16), out) == [None]
     gray = round(0.299 * 200 + 0.587 * 60 + 0.114 * 90)  # ITU-R 601-2, as Pillow has it
     assert np.abs(out.astype(int) - ((gray,) * 3 if suffix == ".pgm" else (200, 60, 90))).max() <= 6
-    made = prepare(dataset, tmp_path / "out", Options(kind="imagefolder", source="in"))
+    made = pack_dataset(dataset, tmp_path / "out", Options(kind="imagefolder", source="in"))
     assert made["train"]["images"] == 2 and not made["train"]["damaged"]
 
 
@@ -169,11 +169,11 @@ def test_deeper_gray_is_scaled_to_8_bits(name: str, decode: Decode, tmp_path: Pa
     out = np.empty((1, 64, 64, 3), np.uint8)
     assert decode([data], center_crop(64, 64), out) == [None]
     assert np.array_equal(out[0], np.repeat(expected[..., None], 3, axis=2))
-    packed = encode(data, short_side=None, quality=95, jpeg_only=False)
+    packed = encode_image(data, short_side=None, quality=95, jpeg_only=False)
     again = np.asarray(Image.open(io.BytesIO(packed.data))).astype(int)
     assert again.shape == (64, 64) and np.abs(again - expected).max() <= 8, "a white image would differ by 255"
     assert {"gray", "16 bits", "no jpeg"} <= set(packed.unusual)
-    kept = encode(data, short_side=None, quality=None, jpeg_only=False)
+    kept = encode_image(data, short_side=None, quality=None, jpeg_only=False)
     assert kept.data == data and kept.suffix == {"jpeg 2000": ".jp2", "pgm": ".ppm", "png": ".png"}.get(name, ".tif")
 
 
@@ -192,7 +192,7 @@ def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
     assert problem and problem.startswith("32-bit, signed or floating-point gray has no known white")
     for quality in (None, 90):
         with pytest.raises(ImageError, match="has no known white: convert it to 8 bits"):
-            encode(data, short_side=None, quality=quality, jpeg_only=False)
+            encode_image(data, short_side=None, quality=quality, jpeg_only=False)
 
 
 @pytest.mark.parametrize("decode", [decode_by_pillow, choose_decoder("auto", {})[0]], ids=["pillow", "auto"])
@@ -209,8 +209,8 @@ def test_too_large_an_image_is_damaged_with_every_decoder_and_in_prepare(
     assert decode([large, allowed], center_crop(16, 16), out) == [problem, None]
     for quality in (None, 90):
         with pytest.raises(ImageError, match=problem):
-            encode(large, short_side=None, quality=quality, jpeg_only=False)
-        encode(allowed, short_side=None, quality=quality, jpeg_only=False)
+            encode_image(large, short_side=None, quality=quality, jpeg_only=False)
+        encode_image(allowed, short_side=None, quality=quality, jpeg_only=False)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     assert decode([large, allowed], center_crop(16, 16), out) == [None, None], "a script may lift the limit"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
@@ -257,7 +257,7 @@ def test_damage_in_any_place_of_any_format_is_damage_and_no_failure(form: str) -
         data = bytes(whole[:place] + bytes([whole[place] ^ 255]) * 8 + whole[place + 8 :])
         found += decode_by_pillow([data], center_crop(16, 16), out)
         with suppress(ImageError):
-            encode(data, short_side=8, quality=90, jpeg_only=False)
+            encode_image(data, short_side=8, quality=90, jpeg_only=False)
     assert any(found)
 
 
@@ -278,7 +278,7 @@ def test_a_jpeg_is_one_by_its_bytes_whatever_stands_behind_it(tmp_path: Path) ->
     first, second = (Image.open(io.BytesIO(jpeg(i))) for i in (1, 2))
     data = encoded(first, "MPO", save_all=True, append_images=[second])
     assert Image.open(io.BytesIO(data)).format == "MPO"
-    kept = encode(data, short_side=None, quality=None, jpeg_only=True)
+    kept = encode_image(data, short_side=None, quality=None, jpeg_only=True)
     assert kept.suffix == ".jpg" and "no jpeg" not in kept.unusual and kept.data == data, "byte for byte, TFRecords too"
     fast, slow = (np.empty((1, 32, 32, 3), np.uint8) for _ in range(2))
     assert choose_decoder("auto", {})[0]([data], center_crop(32, 32), fast) == [None]

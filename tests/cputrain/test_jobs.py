@@ -18,8 +18,8 @@ from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import plural
-from cputrain.mpi.launchers.command import find_launcher, newest_version
-from cputrain.mpi.launchers.programs import bound_command
+from cputrain.mpi.launch_command import find_launcher, newest_version
+from cputrain.mpi.launchers import bound_command
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.resume import recipe_text
@@ -220,7 +220,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
-        "import os, json; from cputrain.affinity.ranks.rank import rank_from_env; r = rank_from_env(os.environ); "
+        "import os, json; from cputrain.affinity.rank import rank_from_env; r = rank_from_env(os.environ); "
         "printed = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(printed).encode() + b'\\n')"
     )

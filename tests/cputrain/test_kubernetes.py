@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Pods, pods_of
+from cputrain.affinity.rank import Pods, pods_of
 from cputrain.jobs.kubernetes import LONGEST_NAME, NAME, PodJob, label_of, manifests
 from cputrain.runs.events import read_events
 from tests.support.commands import here, refused

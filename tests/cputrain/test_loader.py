@@ -14,13 +14,13 @@ import torch
 
 import cputrain.data
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.data import loader
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import images_per_block
 from cputrain.data.loader import ImageLoader, choose_normalize
 from cputrain.data.pixels import Transform, choose_decoder
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.prepare import Options, pack_dataset
 from cputrain.data.settings import Augmentation
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
@@ -58,7 +58,7 @@ def images(tmp_path: Path) -> Path:
 
 def shards_of(images: Path) -> Path:
     out = images.parent / "shards"
-    prepare(open_dataset(str(images)), out, Options(kind="imagefolder", source="x", shards=3))
+    pack_dataset(open_dataset(str(images)), out, Options(kind="imagefolder", source="x", shards=3))
     return out
 
 

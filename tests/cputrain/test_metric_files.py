@@ -84,7 +84,7 @@ def test_metric_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: 
 def test_an_epoch_that_is_continued_after_a_stop_is_one_interval_for_mlperf(tmp_path: Path) -> None:
     recipe = Recipe(name="demo", output=str(tmp_path), log=("mlperf",))
     for steps in ((3,), (4, 8)):  # of four steps an epoch
-        with open_events(recipe) as events:
+        with open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             for step in steps:
                 events.write("epoch", step=step, epoch=-(-step // 4), val_top1=25.0 * step / 4, **EPOCH)

@@ -13,7 +13,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data.formats.open import detect, open_dataset
+from cputrain.data.formats.open import detect_source, open_dataset
 from cputrain.data.loader import ImageLoader
 from tests.support.commands import optional
 from tests.support.images import jpeg, png, write_files
@@ -92,12 +92,12 @@ def test_a_table_of_absolute_paths_that_repeats_the_class_folders_is_ignored(
     assert (dataset.classes, len(dataset.train)) == (("cat", "dog"), 12)
     assert dataset.notes == (f"{place}: ignored index.parquet, because only class folders are read",)
     table(folder / "stats.parquet", n=[1], mean=[0.5])
-    assert detect(place).notes == (
+    assert detect_source(place).notes == (
         f"{place}: ignored index.parquet, stats.parquet, because only class folders are read",
     )
     table(folder / "index.parquet", path=[str(folder / path) for path in PATHS], label=OTHER_LABELS)
     with pytest.raises(InputError, match=r"as class folders .* and as Parquet or Arrow files"):
-        detect(place)
+        detect_source(place)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_class_folders_and_another_table_are_refused_with_both(folder: Path, kin
         r"\(labels.parquet, images in column .*\): move one .* cputrain prepare imagefolder or parquet .*photos OUT"
     )
     with pytest.raises(InputError, match=told):
-        detect(folder)
+        detect_source(folder)
     assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "folders")]) == 0
     assert open_dataset(str(tmp_path / "folders")).classes == ("cat", "dog")
     column = "fine" if kind == "several" else "label"
@@ -168,17 +168,19 @@ def test_class_folders_and_samples_of_classes_in_tar_files_are_refused(folder: P
     for root, named in ((folder, "train/cat, train/dog"), (folder / "train", "cat, dog")):
         tar(root / "train-0000.tar", samples(of_class))
         with pytest.raises(InputError, match=rf"class folders \({named}\) and as tar files \(train-0000.tar\)"):
-            detect(root)
+            detect_source(root)
         (root / "train-0000.tar").unlink()
 
 
 def test_two_formats_of_files_are_refused_or_the_only_complete_one_is_read(tmp_path: Path) -> None:
     tar(tmp_path / "train-0000.tar", samples(of_class))
     table(tmp_path / "train-0000.parquet", key=["0"], path=["x.jpg"], label=["a"])
-    assert detect(tmp_path).notes == (f"{tmp_path}: ignored train-0000.parquet, because only tar files are read",)
+    assert detect_source(tmp_path).notes == (
+        f"{tmp_path}: ignored train-0000.parquet, because only tar files are read",
+    )
     table(tmp_path / "train-0000.parquet", image=BYTES, label=NAMES)
     with pytest.raises(InputError, match=r"as Parquet or Arrow files .* and as tar files \(train-0000.tar\): move one"):
-        detect(tmp_path)
+        detect_source(tmp_path)
 
 
 def test_a_table_without_images_beside_tables_of_images_is_ignored_and_named(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_images_in_no_split_s_folder_are_named(folder: Path) -> None:
     write_files(
         folder, {"extra/cat/0.png": png(0), "more/0.png": png(0), "docs/readme.txt": b"", "old/train/red/0.png": png(0)}
     )
-    (note,) = detect(folder).notes
+    (note,) = detect_source(folder).notes
     assert note == f"{folder}: ignored the images in extra, more, old, which are in no split's folder"
 
 
@@ -230,12 +232,12 @@ def test_img2dataset_s_tar_files_without_classes_and_its_folders_are_refused(tmp
         (tmp_path / name).mkdir()
     img2dataset(tmp_path / "tars")
     with pytest.raises(InputError, match=r"000000000.json in .*/00000.tar has no label: it has caption, key"):
-        detect(tmp_path / "tars")
+        detect_source(tmp_path / "tars")
     for shard in ("00000", "00001"):
         write_files(tmp_path / "files", {f"{shard}/{i}.jpg": jpeg(i) for i in range(4)})
         table(tmp_path / f"files/{shard}.parquet", key=["0"], url=["u"])
     with pytest.raises(InputError, match=r"files has 00000, 00001, which are shards of img2dataset, not classes"):
-        detect(tmp_path / "files")
+        detect_source(tmp_path / "files")
 
 
 def test_images_in_folders_beside_files_with_images_are_named(tmp_path: Path) -> None:

@@ -17,18 +17,10 @@ from site_pages.text import plain
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import group
-from cputrain.mpi.launchers.command import find_launcher
-from cputrain.other_launchers import (
-    PROGRAMS,
-    Program,
-    Translation,
-    binder_in,
-    join_words,
-    option_named,
-    read,
-    split_words,
-    translate,
-)
+from cputrain.mpi.launch_command import find_launcher
+from cputrain.other_launchers import PROGRAMS, ForeignLauncher, option_named
+from cputrain.other_launchers.parsing import binder_in, join_words, parse_command, split_words
+from cputrain.other_launchers.translation import Translation, translate
 from tests.support.commands import here, mpi_path, refused
 from tests.support.forked import ended, forked, in_fork
 
@@ -154,7 +146,7 @@ def pairs(text: str) -> list[tuple[str, str]]:
     return list(zip(lines[::2], lines[1::2], strict=True))
 
 
-def unknown(program: Program, names: list[str]) -> list[str]:
+def unknown(program: ForeignLauncher, names: list[str]) -> list[str]:
     """The names that a program's table lacks."""
     lacking = []
     for name in names:
@@ -237,7 +229,9 @@ def test_every_option_of_srun_s_help_is_known(tmp_path: Path) -> None:
 
 
 def ours(line: str, name: str | None = None, hosts: int | None = 2, launcher: str | None = None) -> Translation:
-    return translate(read(split_words(line), name, lambda program: launcher), cores=8, hosts_in=lambda path: hosts)
+    return translate(
+        parse_command(split_words(line), name, lambda program: launcher), cores=8, hosts_in=lambda path: hosts
+    )
 
 
 @pytest.mark.parametrize(("theirs", "expected"), pairs(LINES))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cputrain import train
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.cli import main
 from cputrain.training.user_code import _user_recipe, note_on_ppn
 from tests.support.commands import cputrain

@@ -50,7 +50,7 @@ with signals_blocked(os.environ, prepared=prepared):
 """
 INTERRUPTED = """
 import atexit, signal
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.launch.rank_process import run_rank
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
@@ -60,12 +60,12 @@ run_rank(rank, lambda: signal.raise_signal(signal.SIGINT))
 """
 MISPLACED = """
 from types import SimpleNamespace
-from cputrain.affinity.kernel.binding import refuse
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.binding import raise_binding_error
+from cputrain.affinity.rank import Rank
 from cputrain.launch.rank_process import run_rank
 
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
-run_rank(rank, lambda: refuse(SimpleNamespace(local_rank=0), ["2 OpenMP threads may leave CPUs 0-1"]))
+run_rank(rank, lambda: raise_binding_error(SimpleNamespace(local_rank=0), ["2 OpenMP threads may leave CPUs 0-1"]))
 """
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 

@@ -24,7 +24,7 @@ from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import RECORD, Shards
 from cputrain.data.formats.source import apportioned
 from cputrain.data.order import epoch_order, expected_classes_in_window, mean_classes_in_window
-from cputrain.data.prepare import Options, inspect, prepare
+from cputrain.data.prepare import Options, inspect, pack_dataset
 from cputrain.data.sources import open_source
 from tests.support.commands import PYTHON, here
 from tests.support.images import jpeg, survey, write_files, write_images, write_mnist
@@ -118,7 +118,7 @@ def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: st
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
     sides = {f"in/{split}/a/{i}.jpg": (300, 100)[i % 2] for split in ("train", "val") for i in range(4)}
     write_files(tmp_path, {place: jpeg(i, side) for i, (place, side) in enumerate(sides.items())})
-    prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
+    pack_dataset(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
     packed = Shards(tmp_path / "out", "train")
     sizes = [Image.open(io.BytesIO(packed.read(i))).size for i in range(4)]
     assert sorted(sizes) == [(108, 100), (108, 100), (131, 128), (131, 128)]  # smaller ones stay as large as they are
@@ -143,7 +143,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
         (folder / "page.jpg").write_bytes(b"<html>404</html>")
         (folder / "empty.jpg").write_bytes(b"")
     how = {"short_side": 16, "quality": 90} if anew else {}
-    made = prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, **how))["train"]
+    made = pack_dataset(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, **how))["train"]
     assert made["unusual"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
     assert made["images"] == 5 and len(made["damaged"]) == 3
     assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
@@ -179,7 +179,9 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     assert here(*command, cwd=tmp_path).returncode == 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
     assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
-    whole = prepare(open_dataset(str(folder)), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
+    whole = pack_dataset(
+        open_dataset(str(folder)), tmp_path / "again", options(folder, shards=24, quality=90, format=form)
+    )
     assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
     again = here(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
@@ -201,15 +203,15 @@ def test_a_folder_of_other_files_is_not_taken_and_an_empty_one_is(tmp_path: Path
     out, dataset = tmp_path / "out", open_dataset(str(folder))
     out.write_text("mine")
     with pytest.raises(InputError, match=r"out is a file: prepare into a new folder$"):
-        prepare(dataset, out, options(folder))
+        pack_dataset(dataset, out, options(folder))
     out.unlink()
     write_files(out, {"thesis.tex": b"years of work", "manifest.json": b"{}"})
     with pytest.raises(InputError, match=r"out has other files, manifest.json, thesis.tex: prepare into a new folder$"):
-        prepare(dataset, out, options(folder))
+        pack_dataset(dataset, out, options(folder))
     assert (out / "thesis.tex").read_bytes() == b"years of work"
     shutil.rmtree(out)
     out.mkdir()
-    assert prepare(dataset, out, options(folder))["train"]["images"] == len(dataset.train)
+    assert pack_dataset(dataset, out, options(folder))["train"]["images"] == len(dataset.train)
 
 
 def shards_done(beside: Path) -> list[Path]:
@@ -223,7 +225,7 @@ def test_a_disk_that_is_too_small_is_told_before(tmp_path: Path, monkeypatch: py
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preparing.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"has 0.0 GB free, but the shards need about"):
-        prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
+        pack_dataset(open_dataset(str(folder)), tmp_path / "out", options(folder))
     assert not (tmp_path / "out").exists()
 
 
@@ -237,7 +239,7 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     code = (
         "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data import prepare as p\n"
         "from cputrain.data.formats.open import open_dataset\np._check_space = lambda *_: None\n"
-        f"p.prepare(open_dataset({str(folder)!r}), Path({str(small)!r}) / 'out', "
+        f"p.pack_dataset(open_dataset({str(folder)!r}), Path({str(small)!r}) / 'out', "
         "p.Options(kind='imagefolder', source='x', shards=2))\n"
     )
     script = f'mount -t tmpfs -o size=100k none {small} && {PYTHON} -c "$CODE"; echo rc=$?; find {small} | sort'
@@ -296,7 +298,7 @@ def test_images_that_are_repaired_after_a_refusal_are_read_again(tmp_path: Path)
 
 def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
+    pack_dataset(open_dataset(str(folder)), tmp_path / "out", options(folder))
     index = tmp_path / "out/train.index.npy"
     records = np.load(index)
     records[20]["label"] = 3
@@ -319,14 +321,14 @@ def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
     assert 27 < expected_classes_in_window(ordered) < 28
     places = [f"in/{split}/c{k:02d}/{i}.jpg" for split in ("train", "val") for k in range(40) for i in range(8)]
     write_files(tmp_path, dict.fromkeys(places, jpeg(1, 8)))
-    made = prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path))
+    made = pack_dataset(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path))
     mix = made["train"]["mixing"]
     assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
 
 
 def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
+    pack_dataset(open_dataset(str(folder)), tmp_path / "out", options(folder))
     shard, index = tmp_path / "out/train-00000.tar", tmp_path / "out/train.index.npy"
     records = np.load(index)
     assert records.dtype == RECORD
@@ -395,7 +397,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
 def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
     images = [f"in/train/a/{i}.jpg" for i in range(100)]
     write_files(tmp_path, dict.fromkeys([*images, "in/val/a/0.jpg"], jpeg(1, 8)))
-    prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, shards=100))
+    pack_dataset(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, shards=100))
     out = str(tmp_path / "out")
     code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"
     limited = f'ulimit -S -n 64; exec {PYTHON} -c "{code}"'

@@ -16,15 +16,15 @@ from msgspec import structs
 
 from cputrain.cli import main
 from cputrain.report.charts import (
-    FEWEST_ROWS,
-    MOST_ROWS,
+    MAX_ROWS,
+    MIN_ROWS,
     Chart,
     Line,
     charts_data,
     packed,
     rank_times,
     rows_per_run,
-    thin,
+    thin_table,
     time_heat,
     trust_heat,
 )
@@ -36,12 +36,12 @@ from cputrain.report.run import (
     RUNNING,
     STOPPED,
     Run,
-    duration,
+    duration_text,
     faults_of,
-    figures,
-    notes_of,
-    particulars,
     read_run,
+    run_figures,
+    run_notes,
+    run_particulars,
     warnings_of,
 )
 from tests.support.run_folders import BEGUN, write_run
@@ -64,7 +64,7 @@ def data_of(html: str) -> Any:
 def test_the_page_names_what_ran_where_and_how_well(run: Path) -> None:
     html = write_report(run).read_text()
     read = read_run(run)
-    shown = dict(figures(read)) | dict(particulars(read))
+    shown = dict(run_figures(read)) | dict(run_particulars(read))
     assert shown["workers"] == "4 on 1 host" and shown["global batch"] == "128" and shown["started"].endswith("UTC")
     assert "Platinum 8160" in shown["CPU"] and shown["torch"] == "2.13.0+cpu" and shown["backend"].startswith("ccl")
     assert all(f"<dd>{value}</dd>" in html for value in (shown["time to train"], shown["images/s"], "4 on 1 host"))
@@ -205,11 +205,11 @@ def busy(run: Path, cpus: float, *, whole: float) -> Run:
 def test_workers_that_had_little_of_their_cpus_are_named_at_the_top(run: Path) -> None:
     """Four workers of 11 or 12 compute CPUs each."""
     cpus = len(read_run(run).plans[0][1].workers[0].compute_pus)
-    assert notes_of(busy(run, 0.9 * cpus, whole=4 * cpus)) == ()
-    (alone,) = notes_of(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus))
+    assert run_notes(busy(run, 0.9 * cpus, whole=4 * cpus)) == ()
+    (alone,) = run_notes(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus))
     used = "the workers used 65 % of the time of the CPUs on which they compute"
     assert alone == f"{used}: see the waits below"
-    (crowded,) = notes_of(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus + 10))
+    (crowded,) = run_notes(busy(run, 0.65 * cpus, whole=0.65 * 4 * cpus + 10))
     assert crowded == f"{used}: other programs used 10.0 CPUs on n00"
     short = busy(run, 0.5 * cpus, whole=30.0)
     assert short.usage is not None
@@ -217,8 +217,8 @@ def test_workers_that_had_little_of_their_cpus_are_named_at_the_top(run: Path) -
         rank: [structs.replace(each, seconds=0.1, cpu_s=0.1) for each in records]
         for rank, records in short.usage.workers.items()
     }
-    assert notes_of(replace(short, usage=replace(short.usage, workers=seconds))) == ()
-    assert notes_of(replace(short, usage=None)) == ()
+    assert run_notes(replace(short, usage=replace(short.usage, workers=seconds))) == ()
+    assert run_notes(replace(short, usage=None)) == ()
 
 
 def test_the_plans_warnings_are_at_the_top(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_plans_warnings_are_at_the_top(tmp_path: Path) -> None:
     assert top.count("a quota &lt;b&gt;") == 1 and "in use: plan.share=true avoids them" in top
     groups = [{"hosts": [name], "plan": plan} for name in ("n1", "n2")]
     (run / "plan.json").write_text(json.dumps({"host_groups": groups}))
-    assert [note.partition(":")[0] for note in notes_of(read_run(run))] == ["n1", "n1", "n2", "n2"]
+    assert [note.partition(":")[0] for note in run_notes(read_run(run))] == ["n1", "n1", "n2", "n2"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +243,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_durations_read_as_people_say_them() -> None:
     seconds = (0.41, 52.0, 200.0, 18_420.0, 183_600.0)
-    assert [duration(each) for each in seconds] == ["0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
+    assert [duration_text(each) for each in seconds] == ["0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
 
 
 def test_a_rank_that_the_kernel_put_elsewhere_is_named(run: Path) -> None:
@@ -266,7 +266,7 @@ def steps(count: int, seed: int = 0) -> dict[str, np.ndarray]:
 @given(st.integers(1, 3000), st.integers(20, 500), st.integers(0, 9))
 def test_thinning_keeps_the_ends_and_the_lowest_and_highest_of_every_column(count: int, most: int, seed: int) -> None:
     table = steps(count, seed)
-    kept = thin(table, most)
+    kept = thin_table(table, most)
     assert len(kept["step"]) <= max(most, 2 * 3 + 2) + 6
     assert (kept["step"][0], kept["step"][-1]) == (1, count) and (np.diff(kept["step"]) > 0).all()
     for name in ("loss", "rate", "images_per_s"):
@@ -279,8 +279,8 @@ def test_a_spike_of_one_step_in_a_million_stays_at_its_step() -> None:
     table = steps(1_000_000)
     table["loss"][654_321] = 1e3
     table["loss"][100:200] = np.nan
-    kept = thin(table, rows_per_run(1))
-    assert len(kept["step"]) <= MOST_ROWS
+    kept = thin_table(table, rows_per_run(1))
+    assert len(kept["step"]) <= MAX_ROWS
     assert kept["step"][np.nanargmax(kept["loss"])] == 654_322
 
 
@@ -292,7 +292,7 @@ def test_a_million_steps_stay_below_15_mb(runs: int, events: int) -> None:
     data = charts_data((chart,), tables, (), rows_per_run(runs))
     size = sum(len(text) for table in data["tables"].values() for text in table.values())  # type: ignore[attr-defined]
     assert size < 10e6, "the rest of the page, with its program, is below a megabyte"
-    assert rows_per_run(runs) >= FEWEST_ROWS
+    assert rows_per_run(runs) >= MIN_ROWS
 
 
 def test_packed_numbers_are_float32_with_nan_for_what_is_missing() -> None:

@@ -18,8 +18,8 @@ from cputrain.affinity.planner.request import Request
 from cputrain.affinity.wording import GIB
 from cputrain.files import LOGS
 from cputrain.launch.command import RemainingHosts, training_arguments, with_missing_module
-from cputrain.mpi.hosts.hostfile import HostGroup
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.hostfile import HostGroup
+from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise.processes import JobFailedError, OutOfMemory, RankExit
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.request import remedy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from cputrain.checkpoint.folder import name_of, step_of
+from cputrain.checkpoint.files import checkpoint_name, step_of
 from cputrain.manifest import ScaleRecord
 from cputrain.models.weights import read_weights
 from cputrain.mpi.supervise.run import free_port
@@ -83,7 +83,7 @@ def test_a_resumed_run_names_the_step_inside_its_checkpoint(place: Path) -> None
     shutil.copytree(place / "killed", run, symlinks=True)
     before = newest(run)
     step = step_of(before)
-    before.rename(before.with_name(name_of(step + 1000)))
+    before.rename(before.with_name(checkpoint_name(step + 1000)))
     recipe = load_recipe(str(run / "recipe.yaml"), (f"output={run}",))
     start = next(event for event in raw_events(run) if event["event"] == "start")
     assert f"continues after step {step:,}" in check_folder(

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.comm.group import check_consistency, describe_difference
+from cputrain.affinity.rank import Rank
+from cputrain.comm.group import check_consistency, describe_rank_difference
 from cputrain.comm.store import SignedKeys
 from cputrain.data.from_settings import open_data
 from cputrain.mpi.supervise.run import free_port
@@ -56,10 +56,10 @@ def test_all_ranks_are_told_who_differs_and_in_what() -> None:
 
 def test_many_differences_are_some_names() -> None:
     own, first = ({"host": host, "facts": {f"k{i}": host for i in range(9)}} for host in ("n2", "n1"))
-    line = describe_difference(3, own, first)
+    line = describe_rank_difference(3, own, first)
     assert line.startswith("rank 3 on n2 differs from rank 0 on n1 in k0: n2 instead of n1, k1: ")
     assert "k4: n2 instead of n1 and 4 more: start all ranks with the same program, recipe and data" in line
-    assert "x: 1 instead of nothing" in describe_difference(
+    assert "x: 1 instead of nothing" in describe_rank_difference(
         1, {"host": "b", "facts": {"x": "1"}}, {"host": "a", "facts": {}}
     )
 

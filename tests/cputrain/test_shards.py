@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.data.formats import shards
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import BlockReader, Shards, copies_folder_name, copy, staged
+from cputrain.data.formats.shards import BlockReader, Shards, copies_folder_name, copy, staged_shards
 from cputrain.data.order import (
     WINDOW,
     block_length,
@@ -23,7 +23,7 @@ from cputrain.data.order import (
     mean_classes_in_window,
     rank_share,
 )
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.prepare import Options, pack_dataset
 from tests.cputrain.test_training import PPN
 from tests.support.forked import in_fork
 from tests.support.images import write_images
@@ -35,7 +35,7 @@ HERE = tuple(sorted(os.sched_getaffinity(0)))
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     folder = write_images(tmp_path / "images", train=40)
-    prepare(open_dataset(str(folder)), tmp_path / "data", Options(kind="imagefolder", source="x", shards=3))
+    pack_dataset(open_dataset(str(folder)), tmp_path / "data", Options(kind="imagefolder", source="x", shards=3))
     return tmp_path / "data"
 
 
@@ -137,7 +137,7 @@ def group(tmp_path: Path):
 def test_copies_are_read_once_they_are_there_and_removed(data: Path, tmp_path: Path, group: None) -> None:
     dataset = open_dataset(str(data))
     expected = [dataset.train.read(i) for i in range(120)]
-    with staged(dataset, str(tmp_path / "scratch"), ALONE, HERE):
+    with staged_shards(dataset, str(tmp_path / "scratch"), ALONE, HERE):
         folder = tmp_path / "scratch" / copies_folder_name([*dataset.train.paths, *dataset.val.paths])
         next(thread for thread in threading.enumerate() if thread.name == "stage").join(30)
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in data.glob("*.tar"))
@@ -171,20 +171,20 @@ def test_what_cannot_be_staged_is_refused_before(
 ) -> None:
     with (
         pytest.raises(InputError, match=r"copies shards, but data.path has none"),
-        staged(open_dataset(str(tmp_path / "images")), str(tmp_path / "s"), ALONE, HERE),
+        staged_shards(open_dataset(str(tmp_path / "images")), str(tmp_path / "s"), ALONE, HERE),
     ):
         pass
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(InputError, match=r"Not a directory|File exists"),
-        staged(open_dataset(str(data)), str(tmp_path / "file"), ALONE, HERE),
+        staged_shards(open_dataset(str(data)), str(tmp_path / "file"), ALONE, HERE),
     ):
         pass
     usage = shards.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
     with (
         pytest.raises(InputError, match=r"has 0\.0 GB free, but the shards need"),
-        staged(open_dataset(str(data)), str(tmp_path / "s"), ALONE, HERE),
+        staged_shards(open_dataset(str(data)), str(tmp_path / "s"), ALONE, HERE),
     ):
         pass
 

@@ -26,7 +26,7 @@ from cputrain.affinity.topology.catalog import named_machine
 from cputrain.cli import main
 from cputrain.cli.studies import numbers_of_hosts
 from cputrain.predict.assumptions import ASSUMPTIONS, CONSTANTS, PublishedRun, link_of, published_runs
-from cputrain.predict.step_time import Setup, Speed, Step, messages_of, step_of, work_of
+from cputrain.predict.step_time import Setup, Speed, Step, messages_of, predict_step, work_of
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.request import request_of
 from cputrain.studies.simulate.predict import (
@@ -56,7 +56,7 @@ def speed_of_256_hosts() -> Speed:
 
 def predicted(setup: Setup) -> Step:
     """The step on hosts as fast as those of the 256-node run."""
-    return step_of(setup, speed_of_256_hosts(), CONSTANTS)
+    return predict_step(setup, speed_of_256_hosts(), CONSTANTS)
 
 
 @pytest.fixture(scope="module")

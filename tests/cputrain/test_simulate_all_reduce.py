@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.predict.assumptions import LINKED, link_of
-from cputrain.predict.collectives import ALGORITHMS, MessagePath, cost, exchanges
+from cputrain.predict.collectives import ALGORITHMS, MessagePath, all_reduce_exchanges, exchange_cost
 from cputrain.predict.step_time import expected_maximum, slowest
 
 PATH = MessagePath(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
@@ -20,8 +20,8 @@ SIZE = 1e8
 
 def seconds(algorithm: str, hosts: int, workers: int, size: float = SIZE, path: MessagePath = PATH) -> float:
     link = path.link or link_of("opa")
-    found = exchanges(algorithm, size, hosts=hosts, workers=workers, leaf_hosts=link.leaf_hosts)
-    return cost(found, replace(path, link=path.link if hosts > 1 else None)).seconds
+    found = all_reduce_exchanges(algorithm, size, hosts=hosts, workers=workers, leaf_hosts=link.leaf_hosts)
+    return exchange_cost(found, replace(path, link=path.link if hosts > 1 else None)).seconds
 
 
 def over(fabric: str, **link: float) -> MessagePath:
@@ -88,11 +88,11 @@ def test_workers_of_a_host_share_its_link_only_where_they_cross_it() -> None:
 def test_messages_over_tcp_cost_cores_more_than_inside_a_host() -> None:
     free = replace(PATH, link=link_of("ethernet", gbit=1000))
     copied = replace(free, wire_move_bytes_per_s=1.5e9)
-    across = exchanges("ring", SIZE, hosts=8, workers=1, leaf_hosts=40)
-    assert cost(across, copied).core_s == pytest.approx(2 * cost(across, free).core_s)
-    assert cost(across, copied).seconds == pytest.approx(2 * cost(across, free).seconds, rel=0.02)
-    inside = exchanges("ring", SIZE, hosts=1, workers=8, leaf_hosts=40)
-    assert cost(inside, copied) == cost(inside, free)
+    across = all_reduce_exchanges("ring", SIZE, hosts=8, workers=1, leaf_hosts=40)
+    assert exchange_cost(across, copied).core_s == pytest.approx(2 * exchange_cost(across, free).core_s)
+    assert exchange_cost(across, copied).seconds == pytest.approx(2 * exchange_cost(across, free).seconds, rel=0.02)
+    inside = all_reduce_exchanges("ring", SIZE, hosts=1, workers=8, leaf_hosts=40)
+    assert exchange_cost(inside, copied) == exchange_cost(inside, free)
 
 
 def test_the_top_of_the_network_is_narrower() -> None:

@@ -11,7 +11,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.records import machine_name, read_records
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.cli import main
-from cputrain.measurements import keep, rate_record
+from cputrain.measurements import rate_record, save_measurement
 from cputrain.predict.assumptions import CONSTANTS, link_of
 from cputrain.predict.layers import Layer
 from cputrain.recipe.loading import load_recipe
@@ -56,7 +56,7 @@ def test_a_measurement_is_found_for_its_machine_and_precision(measured: Measurem
     env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
     assert find(read_records(machine, env), *WANTED) is None
     other = replace(measured, network="resnet18")
-    kept = [keep(training_record(machine, each, command=COMMAND), env) for each in (measured, other)]
+    kept = [save_measurement(training_record(machine, each, command=COMMAND), env) for each in (measured, other)]
     assert kept[0] != kept[1]
     found = find(read_records(machine, env), *WANTED)
     assert found is not None and found.rate == measured  # its own network before others
@@ -78,7 +78,7 @@ def test_a_measurement_with_other_fields_is_not_used(measured: Measurement, tmp_
         {"layers": NEGATIVE},
     )
     for changes in wrong:
-        keep(replace(record, values={**values, **changes} if changes else {}), env)
+        save_measurement(replace(record, values={**values, **changes} if changes else {}), env)
         records = read_records(machine, env)
         assert find(records, *WANTED) is None
         (line,) = unreadable(records)
@@ -93,7 +93,7 @@ def test_predictions_start_from_the_measured_rate(
     command = ["simulate", "resnet50-skx-256node", "--machine", MACHINE, "--nodes", "1", "data.path=synthetic"]
     assert main(command) == 2
     assert "run `cputrain bench model precision=float32` there" in capsys.readouterr().err
-    keep(training_record(machine, measured, command=COMMAND), env)
+    save_measurement(training_record(machine, measured, command=COMMAND), env)
     settings = ("comm.backend=gloo", "plan.threads=15", "plan.loader_cores=1", "--workers", "2", "--format", "json")
     assert main([*command, *settings]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -130,7 +130,7 @@ def test_predictions_use_measured_rates_of_communication_and_tell_of_stale_ones(
     monkeypatch.setenv("CPUTRAIN_CACHE", str(tmp_path))
     env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
     record = rate_record(machine, "all-reduce ccl", (1e9, 0.9e9, 1.1e9), command="cputrain bench comm")
-    path = keep(record, env)
+    path = save_measurement(record, env)
     assert record.machine == machine_name(machine)
     command = ["simulate", "resnet50-skx-256node", "--machine", MACHINE, "--nodes", "16", "--rate", "100"]
     assert main([*command, "--explain"]) == 0
@@ -156,7 +156,7 @@ def passes(layers: tuple[Layer, ...]) -> tuple[LayerSeconds, ...]:
 def test_a_step_in_time_follows_from_the_measured_times_of_layers(measured: Measurement, tmp_path: Path) -> None:
     """Images/s stay those measured; the gradients are ready when the layers' times say so, on several hosts too."""
     env, machine, table = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE), layers_of(RECIPE)
-    keep(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
+    save_measurement(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
     found = find(read_records(machine, env), *WANTED)
     assert found is not None and found.rate.layers == passes(table)
     cores = ("plan.comm_cores=1", "plan.loader_cores=1")  # nearly the threads of the measurement

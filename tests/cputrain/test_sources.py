@@ -14,7 +14,7 @@ from PIL import Image
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.folder import DEVKIT, SYNSETS
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.prepare import prepare
+from cputrain.data.prepare import pack_dataset
 from cputrain.data.sources import TRAIN, VAL, open_source, read_idx
 from tests.cputrain.test_prepare import options
 from tests.support.commands import unpack
@@ -62,7 +62,7 @@ def test_imagenet_s_archives_are_read_where_they_lie(imagenet: Path, tmp_path: P
     assert dataset.train.name(7).endswith(f"{TRAIN}:n01443537/n01443537_2.JPEG")
     assert dataset.val.labels.tolist() == [1, 2, 0, 1, 2, 0]  # the link is no image
     assert dataset.val.read(3) == jpeg(103)
-    made = prepare(dataset, tmp_path / "out", options(imagenet, "imagenet"))
+    made = pack_dataset(dataset, tmp_path / "out", options(imagenet, "imagenet"))
     assert (made["train"]["images"], made["val"]["images"]) == (15, 6)
     assert not list(tmp_path.rglob("evil*"))
 
@@ -125,7 +125,7 @@ def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, expected: 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
     pixels = write_mnist(tmp_path / "mnist", train=20, val=10, zipped=zipped)
-    made = prepare(
+    made = pack_dataset(
         open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1),
         tmp_path / "out",
         options(tmp_path, "mnist"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.launch.rank_process import Startup, startup_of
 from cputrain.mpi.supervise.ranks import Stream
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE

@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.mpi.supervise.run import free_port
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
@@ -26,7 +26,7 @@ JOIN = """
 import os, signal, sys
 from datetime import timedelta
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm.store import connect_store
 rank = Rank(rank=int(sys.argv[1]), world_size=2, local_rank=int(sys.argv[1]), local_world_size=2, convention="env")
 try:
@@ -155,7 +155,7 @@ def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) 
 
 SERVE = """
 import sys
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm.store import connect_store
 rank = Rank(rank=0, world_size=2, local_rank=0, local_world_size=1, convention="env")
 connect_store(rank, {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]})

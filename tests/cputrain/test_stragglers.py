@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.affinity.kernel.binding import threads_of
+from cputrain.affinity.binding import threads_of
 from cputrain.training.core_usage import CoreUsage, pus_left
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
 from cputrain.training.watchers import stragglers

@@ -10,7 +10,7 @@ import pytest
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data.formats import tables
-from cputrain.data.formats.open import TABLES, detect, open_dataset, table_files
+from cputrain.data.formats.open import TABLES, detect_source, open_dataset, table_files
 from cputrain.data.formats.tables import TableImages
 from cputrain.data.loader import ImageLoader
 from tests.support.commands import optional
@@ -137,7 +137,7 @@ def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) 
     (tmp_path / "alone").mkdir()
     (tmp_path / "only.parquet").rename(tmp_path / "alone/only.parquet")
     (tmp_path / "a.png").rename(tmp_path / "alone/a.png")
-    train = detect(tmp_path / "alone").splits["train"].load()
+    train = detect_source(tmp_path / "alone").splits["train"].load()
     assert train.read(0) == png(99)
     for i, problem in ((1, "the image is a file outside "), (2, "the row has no image")):
         with pytest.raises(OSError, match=problem):

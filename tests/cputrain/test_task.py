@@ -36,8 +36,8 @@ FAILURES = """
 import json, os, sys
 from pathlib import Path
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner import read_plan
-from cputrain.launch import run_on_ranks
+from cputrain.affinity.planner.plan_file import read_plan
+from cputrain.launch.rank_process import run_on_ranks
 from tests.support.fork_server import fork_ranks
 
 fork_ranks()

@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.records import masked
 from cputrain.data.formats.shards import Shards, crc32c
-from cputrain.data.prepare import Options, prepare, problems
+from cputrain.data.prepare import Options, pack_dataset, sample_problems
 from cputrain.data.sources import open_source
 from cputrain.runs.events import read_events
 from tests.cputrain.test_prepare import options
@@ -85,7 +85,7 @@ def test_tfrecords_are_read_and_prepared(tmp_path: Path, packed: bool, synsets: 
     found = survey(str(tmp_path / "in"))
     assert (found.classes, found.train, found.val) == (dataset.classes, 12, 3)
     source = open_source("tfrecord", tmp_path / "in", val_fraction=None, seed=1)
-    made = prepare(source, tmp_path / "out", Options(kind="tfrecord", source="in"))
+    made = pack_dataset(source, tmp_path / "out", Options(kind="tfrecord", source="in"))
     assert (made["train"]["images"], made["val"]["images"]) == (12, 3)
 
 
@@ -199,7 +199,7 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
 def test_tfrecords_of_ours_are_shuffled_as_our_archives_are_and_opened_by_index_or_without(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     for form in ("tar", "tfrecord"):
-        prepare(open_dataset(str(folder)), tmp_path / form, options(folder, shards=2, seed=3, format=form))
+        pack_dataset(open_dataset(str(folder)), tmp_path / form, options(folder, shards=2, seed=3, format=form))
     archives, records = (open_dataset(str(tmp_path / form)) for form in ("tar", "tfrecord"))
     assert isinstance(records.train, Shards), "with the manifest no record has to be looked for"
     (tmp_path / "tfrecord/manifest.json").unlink()
@@ -216,7 +216,7 @@ def test_tfrecords_of_ours_are_shuffled_as_our_archives_are_and_opened_by_index_
 
 def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder, format="tfrecord"))
+    pack_dataset(open_dataset(str(folder)), tmp_path / "out", options(folder, format="tfrecord"))
     images = Shards(tmp_path / "out", "train")
     offsets = [int(offset) for offset in images.index["offset"]]
     ends = [int(row["offset"]) + int(row["length"]) + 4 for row in images.index]
@@ -224,7 +224,7 @@ def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
     for at in (offsets[4] + 30, ends[8], offsets[12] - 60, ends[20] - 1):  # image, length, other field, last checksum
         data[at] ^= 4
     images.paths[0].write_bytes(data)
-    found = [(i, wrong) for i, wrong in enumerate(problems(tmp_path / "out", "train")) if wrong]
+    found = [(i, wrong) for i, wrong in enumerate(sample_problems(tmp_path / "out", "train")) if wrong]
     assert [i for i, _ in found] == [4, 9, 12, 20]
     for (_, wrong), told in zip(
         found, ("the image's checksum differs", "length at byte", "outside the image", "outside the image"), strict=True

@@ -100,7 +100,7 @@ def test_the_group_s_threads_end_with_it() -> None:
     """Threads of gloo that live on abort the interpreter's exit now and then."""
     code = """
 import os, sys, time
-from cputrain.affinity.kernel.binding import threads_of
+from cputrain.affinity.binding import threads_of
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.topology.sysfs import this_machine
@@ -108,7 +108,7 @@ from cputrain.affinity.wording import plural
 from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]

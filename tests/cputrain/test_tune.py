@@ -12,7 +12,7 @@ from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.data.formats.source import DatasetSummary
-from cputrain.measurements import keep
+from cputrain.measurements import save_measurement
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.request import request_of
@@ -151,7 +151,7 @@ def test_plan_and_train_use_what_was_kept_for_this_training(tmp_path: Path) -> N
     machine, env = this_machine(), {"CPUTRAIN_CACHE": str(tmp_path / "cache")}
     record = tuned_record(result([1.31, 1.6, 1.0, 1.5], [2, 1]), "cputrain tune imagefolder")
     assert record is not None and record.values["ppn"] == 1
-    keep(replace(record, machine=machine_name(machine)), env)
+    save_measurement(replace(record, machine=machine_name(machine)), env)
     for command in (("plan",), ("train", "--dry-run")):
         told = here(command[0], "imagefolder", *SMALL, *command[1:], cwd=tmp_path, **env)
         assert f"workers per host 1: {record.values['why']}" in " ".join(told.stdout.split()), told.stderr

@@ -8,13 +8,13 @@ from rich.console import Console
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.report.watch import MOST_POINTS, EventTail, WatchState, braille_curve, screen
+from cputrain.report.watch import MAX_POINTS, EventTail, WatchState, braille_curve, watch_screen
 from tests.support.run_folders import BEGUN, write_run
 
 
 def shown(state: WatchState, name: str = "demo", width: int = 120, **more: float) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w", encoding="utf-8"), color_system=None)  # noqa: SIM115, PTH123
-    console.print(screen(name, state, width=width, **more))
+    console.print(watch_screen(name, state, width=width, **more))
     return console.export_text()
 
 
@@ -81,8 +81,8 @@ def test_steps_that_are_done_again_are_drawn_once() -> None:
     step = {"event": "step", "time": BEGUN, "epoch": 1.0, "rate": 0.1, "images_per_s": 5.0}
     state.add({**step, "step": at, "loss": 1.0} for at in (1, 2, 3, 2))
     assert [at for at, _ in state.losses] == [1, 2]
-    state.add({**step, "step": at, "loss": 9.0 if at == 777 else 1.0} for at in range(3, MOST_POINTS + 100))
-    assert len(state.losses) < MOST_POINTS and max(value for _, value in state.losses) == 9.0
+    state.add({**step, "step": at, "loss": 9.0 if at == 777 else 1.0} for at in range(3, MAX_POINTS + 100))
+    assert len(state.losses) < MAX_POINTS and max(value for _, value in state.losses) == 9.0
 
 
 def test_a_name_cannot_command_the_terminal() -> None:

@@ -22,13 +22,13 @@ from cputrain.comm.watchdog import (
     StoreHeartbeat,
     Watchdog,
     WatchedBackend,
-    absent_ranks,
     departed_rank,
     describe_absent,
     describe_peers,
     differing_ranks,
     is_scheduled,
     place_of_this_process,
+    ranks_not_joined,
     silence_limit,
     silent_rank,
     watched_ranks,
@@ -94,10 +94,10 @@ threading.Event().wait()
 KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
-from cputrain.comm.ccl.environment import ensure_built, find_libraries, load
+from cputrain.comm.ccl.environment import ensure_extension, find_libraries, load_extension
 from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
-loaded = load(ensure_built(find_libraries(os.environ), os.environ))
+loaded = load_extension(ensure_extension(find_libraries(os.environ), os.environ))
 loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1, *openssl_hmac(), -1)
 ours, guessed = SignedKeys(store, "token"), SignedKeys(store, "guess")
 before = json.loads(ours.get("beat"))["count"]
@@ -151,7 +151,7 @@ from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
-from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.rank import rank_from_env
 rank = rank_from_env(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0, os.environ)
 all_gather(1)
@@ -216,14 +216,14 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
         5: last(0, a=(5, 55)),
         6: last(0, "BARRIER #5 of group a", a=(5, 50)),
     }
-    assert describe_absent(absent_ranks(seen, waits, range(8)), own=0) == (
+    assert describe_absent(ranks_not_joined(seen, waits, range(8)), watcher=0) == (
         "not joined by rank 1 on n1 (in BROADCAST #4 of group a), rank 2 on n1 (in ALLREDUCE #51 of group b), "
         "rank 3 on n1 (has left), rank 6 on n1 (in BARRIER #5 of group a), rank 7 (no heartbeat yet)"
     )
-    assert describe_absent(absent_ranks(seen, waits, (0, 4, 5)), own=0) == "all of its ranks have joined"
-    assert describe_absent(absent_ranks(seen, waits, (0, 4, 7)), own=7) == "all of its ranks have joined"
+    assert describe_absent(ranks_not_joined(seen, waits, (0, 4, 5)), watcher=0) == "all of its ranks have joined"
+    assert describe_absent(ranks_not_joined(seen, waits, (0, 4, 7)), watcher=7) == "all of its ranks have joined"
     joins = {**seen, 1: last(0, "ALLREDUCE #5 of group a", a=(5, 56))}  # a rank that was in another one before
-    assert absent_ranks(joins, waits, (0, 1)) == []
+    assert ranks_not_joined(joins, waits, (0, 1)) == []
     assert departed_rank(seen, waits, range(8)) == "rank 3 on n1 (has left) never calls it"
     assert departed_rank(seen, waits, (0, 1, 4)) is None
     assert departed_rank(seen, PendingCollective("the destruction of group a"), range(8)) is None
@@ -232,7 +232,7 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
     assert departed_rank(seen, message, ()) is None
     assert departed_rank(seen, message._replace(peers=(3,)), ()) == "nobody is left to answer: rank 3 on n1 (has left)"
     many = {0: last(0, a=(5, 55)), **{i: last(0) for i in range(1, 20)}}
-    found = describe_absent(absent_ranks(many, waits, range(20)), own=0)
+    found = describe_absent(ranks_not_joined(many, waits, range(20)), watcher=0)
     assert found.endswith("rank 5 on n1 (in no collective) and 14 more")
 
 

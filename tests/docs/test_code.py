@@ -34,6 +34,7 @@ MAY_USE_THE_ENVIRONMENT = {
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
     "cputrain/kernels/apply.py",
+    "cputrain/kernels/operators.py",
     "cputrain/training/user_code.py",
     # Set what torch reads there.
     "cputrain/comm/group.py",

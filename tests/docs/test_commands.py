@@ -10,7 +10,7 @@ import pytest
 from site_pages.recipe_keys import keys
 
 from cputrain.cli import group
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.launchers import LAUNCHERS
 from tests.support.markdown import PAGES, ROOT, commands, inline, name_of, prose, scripts
 
 # Options of other programs that the pages mention.

@@ -82,7 +82,7 @@ def test_each_figure_of_the_readme_names_its_processor_and_a_command_that_exists
         words = row[4].strip("`").split()
         if words[0] == "python":
             text = (ROOT / f"{words[2].replace('.', '/')}.py").read_text()
-            assert 'print(f"{processor(this_machine())}\\n")' in text
+            assert 'print(f"{processor_text(this_machine())}\\n")' in text
             assert all(f'"{word}"' in text for word in words[3:] if word.startswith("--"))
         else:
             assert words[:2] == ["cputrain", "reproduce"]

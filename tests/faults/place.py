@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cputrain.checkpoint.folder import list_checkpoints, step_of
+from cputrain.checkpoint.files import list_checkpoints, step_of
 from cputrain.mpi.supervise.processes import descendants
 from cputrain.mpi.supervise.run import free_port
 from tests.support.commands import children_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import index_path
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.prepare import Options, pack_dataset
 from cputrain.models.weights import read_weights
 from tests.cputrain.test_tfrecord import example, record
 from tests.fuzz.inputs import damaged, fuzzed, read
@@ -49,7 +49,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
     """A folder of shards, and the bytes of its training images' index and of their only shard."""
     place = tmp_path_factory.mktemp("shards")
     write_images(place / "images", classes=2, train=3, val=1)
-    prepare(open_dataset(str(place / "images")), place / "shards", Options(kind="imagefolder", source="images"))
+    pack_dataset(open_dataset(str(place / "images")), place / "shards", Options(kind="imagefolder", source="images"))
     folder = place / "shards"
     return folder, index_path(folder, "train").read_bytes(), (folder / "train-00000.tar").read_bytes()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.report.page import report_html
 from cputrain.report.run import read_run
-from cputrain.report.watch import EventTail, WatchState, screen
+from cputrain.report.watch import EventTail, WatchState, watch_screen
 from tests.fuzz.inputs import COUNT, damaged, fuzzed
 from tests.support.run_folders import write_run
 
@@ -38,7 +38,7 @@ def test_a_damaged_run_has_a_page_and_a_screen(seed: int, data: st.DataObject, r
             assert "</html>" in report_html(read_run(run))
             state = WatchState()
             state.add(EventTail(run / "events.jsonl").read()[0])
-            screen("run", state, width=80)
+            watch_screen("run", state, width=80)
         except InputError as error:
             assert "\n" not in str(error)
         assert time.process_time() - began < LIMIT_S

@@ -21,17 +21,16 @@ from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.plan_file import plan_from_dict, plan_of_host, plan_to_json, read_json, read_plan
 from cputrain.affinity.planner.records import measured_of, parse_record
 from cputrain.affinity.planner.request import Request
-from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.rank import rank_from_env
 from cputrain.affinity.topology.catalog import find_machine, tree_root
 from cputrain.affinity.topology.hwloc import read_lstopo
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import read_machine
-from cputrain.affinity.topology.tarball import unpacked
+from cputrain.affinity.topology.tarball import unpacked_tarball
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 from cputrain.checkpoint.async_checkpoint import AsyncCheckpoint
-from cputrain.checkpoint.files import MANIFEST, read_content, read_tensors, write_tensors
-from cputrain.checkpoint.folder import name_of
-from cputrain.checkpoint.loop_state import check_fit, load_state
+from cputrain.checkpoint.files import MANIFEST, checkpoint_name, read_content, read_tensors, write_tensors
+from cputrain.checkpoint.loop_state import check_objects_fit, load_state
 from cputrain.checksums import crc32c_of_json
 from cputrain.cli.output import parse_clock
 from cputrain.data.formats import source as shards
@@ -39,10 +38,11 @@ from cputrain.data.sources import read_idx
 from cputrain.files import RECIPES
 from cputrain.jobs.script import parse_array
 from cputrain.manifest import read_manifest
-from cputrain.mpi.hosts.hostfile import expand, parse_hosts
-from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.other_launchers import command_and_rest, split_words, translate
-from cputrain.other_launchers import read as read_line
+from cputrain.mpi.hostfile import expand_hosts, parse_hosts
+from cputrain.mpi.schedulers import scheduler_allocation
+from cputrain.other_launchers.parsing import command_and_rest, split_words
+from cputrain.other_launchers.parsing import parse_command as read_line
+from cputrain.other_launchers.translation import translate
 from cputrain.recipe.loading import load_recipe, parse_setting
 from cputrain.report.run import read_usage
 from cputrain.runs.events import FILE as EVENTS
@@ -147,7 +147,7 @@ SHARDS = json.dumps({"version": 3, "classes": ["a"], "options": {"kind": "x", "s
 @given(text=edited((SHARDS,)) | json_edits(SHARDS))
 def test_manifests_of_shards(text: str, tmp_path: Path) -> None:
     write(tmp_path / shards.MANIFEST, text)
-    read(lambda: shards.read_manifest(tmp_path))
+    read(lambda: shards.read_data_manifest(tmp_path))
 
 
 NETWORK = {"model": {"name": "lenet"}, "classes": ["a", "b"], "features": None, "crop": 28, "resize": 28}
@@ -197,7 +197,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     folder = tmp_path_factory.mktemp("loop")
     with AsyncCheckpoint(folder) as checkpoint:
         checkpoint.save(1, model, optimizer, generator=torch.Generator(), value=(1, np.float32(2)))
-    return folder, model, optimizer, json.dumps(read_content(folder / name_of(1)))
+    return folder, model, optimizer, json.dumps(read_content(folder / checkpoint_name(1)))
 
 
 @fuzzed
@@ -205,11 +205,11 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 def test_checkpoints_of_loops(data: st.DataObject, loop: Loop) -> None:
     """What a script's own object then makes of its state is its own affair."""
     folder, model, optimizer, text = loop
-    write(folder / name_of(1) / MANIFEST, signed(data.draw(edited((text,)) | json_edits(text))))
+    write(folder / checkpoint_name(1) / MANIFEST, signed(data.draw(edited((text,)) | json_edits(text))))
 
     def load() -> None:
-        found = load_state(folder / name_of(1), 0, 1, wants_optimizer=True)
-        check_fit(found, model, optimizer, {"generator": torch.Generator()})
+        found = load_state(folder / checkpoint_name(1), 0, 1, wants_optimizer=True)
+        check_objects_fit(found, model, optimizer, {"generator": torch.Generator()})
 
     read(load)
 
@@ -280,7 +280,7 @@ FILES = ("n1 slots=4\nn2 slots=2\n", "n1:4\nn2:4\n", "# x\nn1\nn1\n", "n1 max_sl
 @fuzzed
 @given(hosts=edited(LISTS), lines=edited(FILES))
 def test_hosts(hosts: str, lines: str) -> None:
-    read(lambda: expand(hosts))
+    read(lambda: expand_hosts(hosts))
     read(lambda: parse_hosts(lines, "hosts"))
 
 
@@ -302,7 +302,7 @@ def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
     # As an environment holds them: bytes without zeros.
     env = {name: os.fsdecode(value.replace("\0", "").encode(errors="replace")) for name, value in env.items()}
     read(lambda: rank_from_env(env))
-    read(lambda: allocation(env))
+    read(lambda: scheduler_allocation(env))
 
 
 @fuzzed
@@ -375,7 +375,7 @@ def tarball(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def machine_in(tarball: Path) -> Machine:
-    with unpacked(tarball) as folder:
+    with unpacked_tarball(tarball) as folder:
         return read_machine(tree_root(folder))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.ranks.rank import interface_to
+from cputrain.affinity.rank import interface_to
 from cputrain.mpi.fabric import FABRICS, fabric_here
 from tests.support.fake_hosts import fake_hosts
 
@@ -56,6 +56,6 @@ def test_the_interface_to_this_host_is_loopback() -> None:
 def test_the_interface_to_another_host_is_that_of_its_route(tmp_path: Path) -> None:
     with fake_hosts(tmp_path / "hosts", 2) as hosts:
         names = "('h2', 'h1', '127.0.0.1')"
-        code = f"from cputrain.affinity.ranks.rank import interface_to; print(*map(interface_to, {names}))"
+        code = f"from cputrain.affinity.rank import interface_to; print(*map(interface_to, {names}))"
         argv = hosts.inside("h1", "env", f"PYTHONPATH={Path.cwd()}", sys.executable, "-c", code)
         assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == ["eth0", "eth0", "lo"]

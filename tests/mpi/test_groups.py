@@ -9,7 +9,7 @@ from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.plan_file import plan_from_dict
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.mpi.hosts.hostfile import cluster_to_dict, expand, plan_cluster
+from cputrain.mpi.hostfile import cluster_to_dict, expand_hosts, plan_cluster
 from cputrain.predict.next_best import compare_plan
 from tests.support.commands import here, refused
 
@@ -22,7 +22,7 @@ GROUPS = (
 
 def test_each_host_group_has_its_plan() -> None:
     cluster = plan_cluster(
-        [(expand(hosts), find_machine(name)) for hosts, name in GROUPS], Request(), compare=compare_plan
+        [(expand_hosts(hosts), find_machine(name)) for hosts, name in GROUPS], Request(), compare=compare_plan
     )
     workers = [len(group.plan.workers) for group in cluster.groups]
     assert cluster.world_size == 4000 * workers[0] + 3000 * workers[1] + 3000 * workers[2]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
+from cputrain.mpi.hostfile import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
 from tests.support.commands import HANGS_S, here, mpi_path, refused
 
 

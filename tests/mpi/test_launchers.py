@@ -13,8 +13,8 @@ from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.launchers.command import find_launcher
-from cputrain.mpi.launchers.programs import LAUNCHERS, bound_command
+from cputrain.mpi.launch_command import find_launcher
+from cputrain.mpi.launchers import LAUNCHERS, bound_command
 from tests.support.commands import CORES, HANGS_S, PYTHON, cputrain, here, launchers, mpi_path
 from tests.support.images import write_images
 from tests.support.jobs import job_of, printed_lists, written
@@ -23,13 +23,13 @@ from tests.support.trainings import LENET
 WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
-    "import os, json; from cputrain.affinity.ranks.rank import rank_from_env; rank = rank_from_env(os.environ); "
+    "import os, json; from cputrain.affinity.rank import rank_from_env; rank = rank_from_env(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, "
     "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
     "os.environ.get('GREETING')]).encode() + b'\\n')"
 )
 PRINT_CONVENTION = (
-    "import os; from cputrain.affinity.ranks.rank import rank_from_env; "
+    "import os; from cputrain.affinity.rank import rank_from_env; "
     "os.write(1, f'convention {rank_from_env(os.environ).convention}\\n'.encode())"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.

@@ -15,7 +15,7 @@ import pytest
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.launch.command import new_folder
-from cputrain.mpi.launchers.programs import Job
+from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import run
 from cputrain.mpi.supervise.monitor import Monitor
 from cputrain.mpi.supervise.run import run_local

@@ -12,7 +12,7 @@ from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import parse_list
-from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.launch_command import find_launcher
 from tests.support.commands import HANGS_S, mpi_path
 from tests.support.jobs import job_of, written
 

@@ -14,7 +14,7 @@ import pytest
 from cputrain.mpi.supervise.monitor import Monitor
 from cputrain.mpi.supervise.processes import RankExit, describe_exit, first_cause
 from cputrain.mpi.supervise.stalls import describe_stopped, stopped_rank
-from cputrain.mpi.supervise.wire import Activity, Answer, Connection, Exit, Preempt, Signaled, decode, encode
+from cputrain.mpi.supervise.wire import Activity, Answer, Connection, Exit, Preempt, Signaled, decode, encode_message
 from tests.support.jobs import agent, agent_process, poll_until
 
 RANKS = 2000
@@ -245,7 +245,7 @@ def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path
 def test_an_exit_arrives_whatever_characters_its_rank_has_printed(character: str) -> None:
     """As codes they are longer than a text may be."""
     sent = Exit(status=1, tail=(1000 * character,), log=f"/{1100 * character}", by_job=False)
-    received = decode(encode(sent), (Exit,))
+    received = decode(encode_message(sent), (Exit,))
     assert received.status == 1 and received.tail[0] and received.log.startswith("/")
 
 

@@ -11,11 +11,11 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
-from cputrain.affinity.ranks.rank import LAUNCHER_VARIABLES, LauncherVariables, Rank, rank_from_env
+from cputrain.affinity.rank import LAUNCHER_VARIABLES, LauncherVariables, Rank, rank_from_env
 from cputrain.affinity.topology.machine import format_list
-from cputrain.mpi.hosts.hostfile import HostGroup
-from cputrain.mpi.launchers.command import find_launcher, launch_command
-from cputrain.mpi.launchers.programs import LAUNCHERS, HostOptions, InstalledLauncher, Job, Launcher
+from cputrain.mpi.hostfile import HostGroup
+from cputrain.mpi.launch_command import build_launch_command, find_launcher
+from cputrain.mpi.launchers import LAUNCHERS, HostOptions, InstalledLauncher, Job, Launcher
 from tests.support.machines import build_machine
 
 VARIABLES = LauncherVariables(
@@ -92,7 +92,7 @@ def test_it_is_missed_with_its_package() -> None:
 
 
 def test_it_gets_a_hostfile_in_its_format_and_its_own_options(tmp_path: Path) -> None:
-    made = launch_command(JOB, INSTALLED, ("CMD", "x"), tmp_path)
+    made = build_launch_command(JOB, INSTALLED, ("CMD", "x"), tmp_path)
     hosts = tmp_path / "hosts"
     first = ("/opt/bin/example-run", "--ranks", "4", f"--hosts-in={hosts}", "--bind=none")
     assert made.argv == (*first, *SET, "--", "CMD", "x")
@@ -100,7 +100,7 @@ def test_it_gets_a_hostfile_in_its_format_and_its_own_options(tmp_path: Path) ->
 
 
 def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
-    made = launch_command(JOB, INSTALLED, ("CMD",), None)
+    made = build_launch_command(JOB, INSTALLED, ("CMD",), None)
     first = ("/opt/bin/example-run", "--ranks", "4", "--hosts", "h1+h2", "--bind=none")
     assert made.argv == (*first, *SET, "--", "CMD") and made.files == ()
 
@@ -108,7 +108,7 @@ def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
 def test_its_ranks_know_themselves_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     env = dict(zip(VARIABLES.rank_names, ("3", "4", "1", "2"), strict=True))
     assert rank_from_env(env) is None
-    monkeypatch.setattr("cputrain.affinity.ranks.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
+    monkeypatch.setattr("cputrain.affinity.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
     assert rank_from_env(env) == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="example")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.mpi.hosts.hostfile import expand, fold
+from cputrain.mpi.hostfile import expand_hosts, fold_hosts
 from tests.support.commands import need
 
 NAMES = st.builds(
@@ -35,26 +35,26 @@ NAMES = st.builds(
     ],
 )
 def test_lists_as_slurm_writes_them(text: str, hosts: tuple[str, ...]) -> None:
-    assert expand(text) == hosts
-    assert expand(fold(hosts)) == hosts
+    assert expand_hosts(text) == hosts
+    assert expand_hosts(fold_hosts(hosts)) == hosts
 
 
 @given(st.lists(NAMES, min_size=1, max_size=60, unique=True))
 def test_folding_and_expanding_round_trip(hosts: list[str]) -> None:
-    assert expand(fold(hosts)) == tuple(hosts)
+    assert expand_hosts(fold_hosts(hosts)) == tuple(hosts)
 
 
 def test_ranges_are_short() -> None:
     hosts = [f"n{i:05}" for i in range(1, 10_001)]
-    assert fold(hosts) == "n[00001-10000]"
-    assert fold(["n9", "n10", "n11", "n13"]) == "n[9-11,13]"
-    assert fold(["n098", "n099", "n100"]) == "n[098-100]"
+    assert fold_hosts(hosts) == "n[00001-10000]"
+    assert fold_hosts(["n9", "n10", "n11", "n13"]) == "n[9-11,13]"
+    assert fold_hosts(["n098", "n099", "n100"]) == "n[098-100]"
 
 
 @pytest.mark.parametrize("text", ["", ",", "n1,n1", "n[3-1]", "n[a]", "n[1-2", "n]1", "n[1-99999999]", "n[[1]]"])
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="hosts"):
-        expand(text)
+        expand_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_nonsense_is_refused(text: str) -> None:
 def test_lists_beyond_a_limit_are_refused_at_once_with_the_limit(text: str, limit: str) -> None:
     started = time.process_time()
     with pytest.raises(InputError, match=limit):
-        expand(text)
+        expand_hosts(text)
     assert time.process_time() - started < 2
 
 
 @given(st.text(max_size=200) | st.text("n0159[]-,", max_size=60))
 def test_any_text_is_a_list_or_refused(text: str) -> None:
     try:
-        hosts = expand(text)
+        hosts = expand_hosts(text)
     except InputError:
         return
     assert hosts and len(set(hosts)) == len(hosts)
@@ -118,7 +118,7 @@ def test_lists_are_expanded_as_slurm_does(text: str, tmp_path: Path) -> None:
     env = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     argv = ["scontrol", "show", "hostnames", text]
     result = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
-    assert expand(text) == tuple(result.stdout.split())
+    assert expand_hosts(text) == tuple(result.stdout.split())
 
 
 def test_a_host_is_in_a_list_once_however_it_is_written() -> None:
@@ -128,5 +128,5 @@ def test_a_host_is_in_a_list_once_however_it_is_written() -> None:
         ("n[1,01],N01", "n01 and N01"),
     ):
         with pytest.raises(InputError, match=f"contain {same}, the same host"):
-            expand(text)
-    assert expand("[fe80::1]:4,[fe80::2]:4,n[1-2]-ib") == ("[fe80::1]:4", "[fe80::2]:4", "n1-ib", "n2-ib")
+            expand_hosts(text)
+    assert expand_hosts("[fe80::1]:4,[fe80::2]:4,n[1-2]-ib") == ("[fe80::1]:4", "[fe80::2]:4", "n1-ib", "n2-ib")

@@ -182,7 +182,7 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
     """n0 and n2 send first, and cannot finish: the launcher has ended, as n1 is gone."""
     names = ("n0", "n1", "n2", "n3")
     server = RankServer("secret", names, "127.0.0.1", (HostReport, Listening, LinkSpeed))
-    monkeypatch.setattr(preflight, "unreachable", lambda hosts: [host for host in hosts if host == "n1"])
+    monkeypatch.setattr(preflight, "unreachable_hosts", lambda hosts: [host for host in hosts if host == "n1"])
     connections = []
     for rank, name in enumerate(names):
         connection = connect(f"127.0.0.1:{server.port}", "secret", (Clock, LinkPeer, Stop))

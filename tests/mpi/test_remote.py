@@ -19,7 +19,7 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.launchers.command import find_launcher
+from cputrain.mpi.launch_command import find_launcher
 from cputrain.mpi.supervise import monitor
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_remote

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.doctor import job_check
-from cputrain.mpi.hosts.schedulers import SCHEDULERS, allocation
+from cputrain.mpi.schedulers import SCHEDULERS, scheduler_allocation
 from tests.support.commands import CORES, here, mpi_path, refused
 
 Slots = list[tuple[str, int | None]]
@@ -18,7 +18,7 @@ SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u06
 
 
 def hosts_of(env: dict[str, str]) -> Slots:
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None
     return [(host.name, host.slots) for host in found.hosts]
 
@@ -27,14 +27,14 @@ def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"}
     assert hosts_of(slurm) == [("n1", 2), ("n2", 2), ("n3", 2), ("m1", 1)]
     with pytest.raises(InputError, match=r"has 3 hosts, SLURM_JOB_NODELIST=.* has 4"):
-        allocation({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
+        scheduler_allocation({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
     del slurm["SLURM_NTASKS"]  # TASKS_PER_NODE is a number of CPUs where no tasks are requested
     assert hosts_of(slurm)[0] == ("n1", None)
     (tmp_path / "nodes").write_text("a\na\nb\nb\nc\n")
     assert hosts_of({"PBS_NODEFILE": str(tmp_path / "nodes")}) == [("a", 2), ("b", 2), ("c", 1)]
     (tmp_path / "nodes").write_text("a\nb\n")
     assert hosts_of({"PBS_NODEFILE": str(tmp_path / "nodes")}) == [("a", 1), ("b", 1)]
-    assert allocation({}) is None
+    assert scheduler_allocation({}) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_damaged_list_of_slurm_is_named_with_its_variable(variable: str, liste
     if variable.endswith("1"):
         env["SLURM_JOB_NODELIST_HET_GROUP_0"] = "a1"
     with pytest.raises(InputError, match=rf"^{variable}: .*{said}"):
-        allocation(env)
+        scheduler_allocation(env)
 
 
 @given(st.text(max_size=30) | SLURM_TASKS.map(",".join))
@@ -77,16 +77,16 @@ def test_a_heterogeneous_slurm_job_has_the_hosts_of_all_its_components(word: str
         **{f"SLURM_TASKS_PER_NODE_{word}_GROUP_0": "2", f"SLURM_JOB_NODELIST_{word}_GROUP_1": "b[1-2]"},
         **{f"SLURM_NTASKS_{word}_GROUP_1": "8", f"SLURM_TASKS_PER_NODE_{word}_GROUP_1": "4(x2)"},
     }
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None and found.title == "Slurm job 5 of 2 components, 3 hosts"
     listed = [[(host.name, host.slots) for host in component] for component in found.components]
     assert listed == [[("a1", 2)], [("b1", 4), ("b2", 4)]]
     del env[f"SLURM_JOB_NODELIST_{word}_GROUP_1"]
     with pytest.raises(InputError, match=rf"SLURM_JOB_NODELIST_{word}_GROUP_1 is not set: name the hosts"):
-        allocation(env)
+        scheduler_allocation(env)
     env[f"SLURM_JOB_NODELIST_{word}_GROUP_1"] = "b1"
     for size in ("x", ""):  # the lists of the components are there all the same
-        found = allocation({**env, f"SLURM_{word}_SIZE": size, f"SLURM_TASKS_PER_NODE_{word}_GROUP_1": "4"})
+        found = scheduler_allocation({**env, f"SLURM_{word}_SIZE": size, f"SLURM_TASKS_PER_NODE_{word}_GROUP_1": "4"})
         assert found is not None and [host.name for host in found.hosts] == ["a1", "b1"]
 
 
@@ -123,7 +123,7 @@ def test_srun_gets_a_part_for_each_component(tmp_path: Path) -> None:
 )
 def test_an_lsf_job_has_its_hosts_without_the_batch_host(listed: str, expected: Slots, noted: bool) -> None:
     env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": listed}
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None and hosts_of(env) == expected
     assert ("batch02, has 1 slot" in found.note) == noted
 
@@ -156,7 +156,7 @@ def test_lists_of_lsf_that_differ_are_said(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = allocation({"LSB_JOBID": "5", **env, **{name: str(tmp_path / name) for name in files}})
+    found = scheduler_allocation({"LSB_JOBID": "5", **env, **{name: str(tmp_path / name) for name in files}})
     assert found is not None and [host.slots for host in found.hosts] == [2, 2]
     assert ("LSF's variables differ: LSB_MCPU_HOSTS is used, " in found.note) == bool(said) and said in found.note
 
@@ -174,7 +174,7 @@ def test_one_host_of_lsf_with_other_lists_is_not_used_in_silence(tmp_path: Path)
 @pytest.mark.parametrize("env", [{MCPU: "c1 0"}, {MCPU: "c1 0 c2 0"}])
 def test_a_job_without_a_slot_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"^LSB_MCPU_HOSTS has no host with a slot: name the hosts with --hosts$"):
-        allocation(env)
+        scheduler_allocation(env)
 
 
 def test_grid_engine_s_file_has_a_line_for_each_queue_of_a_host(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_grid_engine_s_file_has_a_line_for_each_queue_of_a_host(tmp_path: Path) 
     path = tmp_path / "pe_hostfile"
     path.write_text("node1.site 8 all.q@node1.site UNDEFINED\nnode2 4 a.q@node2 <NULL>\nnode2 2 b.q@node2 0,0:0,1\n")
     assert hosts_of({"JOB_ID": "9", "PE_HOSTFILE": str(path)}) == [("node1.site", 8), ("node2", 6)]
-    assert allocation({"JOB_ID": "9"}) is None  # no parallel environment
+    assert scheduler_allocation({"JOB_ID": "9"}) is None  # no parallel environment
     for damaged in ("", "node1\n", "node1 x all.q\n", "no;de 1 all.q\n"):
         path.write_text(damaged)
         with pytest.raises(InputError, match="PE_HOSTFILE"):
-            allocation({"PE_HOSTFILE": str(path)})
+            scheduler_allocation({"PE_HOSTFILE": str(path)})
 
 
 def flux_in(folder: Path, *, fails: str = "none") -> dict[str, str]:
@@ -221,9 +221,9 @@ def test_a_flux_job_has_the_hosts_and_cores_of_its_resource_set(env: dict[str, s
 
 
 def test_the_whole_cluster_of_flux_is_no_job(tmp_path: Path) -> None:
-    found = allocation({**flux_in(tmp_path, fails="getattr jobid"), "FLUX_URI": "local:///run/flux"})
+    found = scheduler_allocation({**flux_in(tmp_path, fails="getattr jobid"), "FLUX_URI": "local:///run/flux"})
     assert found is not None and found.hosts == ()
-    found = allocation({"PATH": "/nowhere", "FLUX_JOB_ID": "f1"})
+    found = scheduler_allocation({"PATH": "/nowhere", "FLUX_JOB_ID": "f1"})
     assert found is not None and "name the job's hosts with --hosts" in found.uses_one_host
 
 
@@ -231,7 +231,7 @@ def test_a_host_that_a_scheduler_spells_in_two_ways_is_one(tmp_path: Path) -> No
     (tmp_path / "pe").write_text("n1.cl 4 all.q@n1 UNDEFINED\nN1.cl 2 b.q@n1 UNDEFINED\nn2.cl 6 all.q@n2 <NULL>\n")
     env = {"JOB_ID": "7", "PE_HOSTFILE": str(tmp_path / "pe")}
     assert hosts_of(env) == [("n1.cl", 6), ("n2.cl", 6)]
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None and found.title == "Grid Engine job 7, 2 hosts"
     assert hosts_of({"LSB_MCPU_HOSTS": "n1.cl 2 N1.CL. 2 n2.cl 4"}) == [("n1.cl", 4), ("n2.cl", 4)]
 
@@ -263,7 +263,7 @@ def test_a_job_that_lists_a_host_by_two_names_is_refused(env: dict[str, str], sa
 @pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"])
 def test_a_scheduler_s_file_that_is_gone_is_named_with_its_variable(variable: str) -> None:
     with pytest.raises(InputError, match=rf"^{variable}\W/none\b.*: No such file or directory: "):
-        allocation({variable: "/none"})
+        scheduler_allocation({variable: "/none"})
 
 
 @pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one.found is None], ids=lambda one: one.name)
@@ -271,7 +271,7 @@ def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object,
     name, variables, give = (getattr(scheduler, field) for field in ("name", "variables", "give"))
     two = {"_CONDOR_NPROCS": "2", "AWS_BATCH_JOB_NUM_NODES": "2", "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5"}
     for variable in variables:
-        found = allocation({**two, variable: "77"})
+        found = scheduler_allocation({**two, variable: "77"})
         assert found is not None
         assert found.uses_one_host == f"{name} job 77; only this host is used: name the job's hosts with {give}"
 
@@ -312,7 +312,7 @@ def test_a_job_of_one_host_by_its_variables_needs_no_line(env: dict[str, str], o
     for name, path in files.items():
         path.write_text(env[name])
     env = env | {name: str(path) for name, path in files.items()}
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None and (found.uses_one_host == "", found.title.endswith(", 1 host")) == (one, one)
     noted = here("plan", "--ppn", "1", cwd=tmp_path, **env).stderr
     assert ("only this host is used" in noted) != one and (noted == "" or not one)
@@ -344,7 +344,7 @@ def test_torque_s_slots_may_be_the_cores_of_a_host(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a\n" * cores + "b\n" * cores)
     env = {"PBS_JOBID": "7.torque", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_NUM_PPN": str(cores)}
     assert hosts_of(env) == [("a", cores), ("b", cores)]
-    found = allocation(env)
+    found = scheduler_allocation(env)
     assert found is not None and found.title == "Torque job 7.torque, 2 hosts"
     assert here("plan", "--ppn", "1", cwd=tmp_path, **env).stderr == ""
     (tmp_path / "nodes").write_text("a\n" * (cores + 7) + "b\n" * (cores + 7))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
 from cputrain.mpi.supervise import activity, processes, ranks
-from cputrain.mpi.supervise.activity import ActivityMeter, tree
+from cputrain.mpi.supervise.activity import ActivityMeter, process_tree
 from cputrain.mpi.supervise.processes import RankExit, WatchedFiles, frames, read_stacks
 from cputrain.mpi.supervise.signals import RunningClock
 from cputrain.mpi.supervise.stalls import (
@@ -27,8 +27,8 @@ from cputrain.mpi.supervise.stalls import (
     RankState,
     Stall,
     StallWatch,
-    absent_ranks,
     describe_failure,
+    find_absent_ranks,
     idle_ranks,
     ranks_outside,
     stopped_rank,
@@ -117,7 +117,7 @@ POLLS = at(21, waited_s=9.0, busy_s=9.0)  # as oneCCL and MPI do
 def test_ranks_that_have_not_called_a_collective_are_named(
     doing: tuple[Activity | RankExit, ...], awaited: tuple
 ) -> None:
-    found = absent_ranks(rank_states(*doing))
+    found = find_absent_ranks(rank_states(*doing))
     assert (tuple(one.rank for one in found.awaited) if found else ()) == awaited
 
 
@@ -371,7 +371,7 @@ def test_the_kernel_tells_what_a_rank_does(monkeypatch: pytest.MonkeyPatch) -> N
                 meter.read(time.monotonic())
                 busy[number] |= meter.activity.busy_s > 0
         found = [meter.activity for meter in meters]
-        children = [pid for process in started for pid in tree(process.pid)[1:]]
+        children = [pid for process in started for pid in process_tree(process.pid)[1:]]
         stack.callback(lambda: [os.kill(pid, signal.SIGKILL) for pid in children])
     seen = [(some, one.idle_s > 0, one.stopped_s > 0) for some, one in zip(busy, found, strict=True)]
     assert seen == [*programs.values()]

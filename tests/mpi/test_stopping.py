@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.mpi.supervise import ranks, signals
-from cputrain.mpi.supervise.activity import tree
+from cputrain.mpi.supervise.activity import process_tree
 from cputrain.mpi.supervise.signals import InterruptedBySignalError, StopSignals, stop_signals
 from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
 from tests.mpi.test_local import wait_until_ended
@@ -85,7 +85,7 @@ def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Pat
         errors = {name: stack.enter_context((tmp_path / f"{name}.err").open("w+")) for name in starters}
         jobs = {name: launched(stack, name, tmp_path, STUBBORN, stderr=errors[name].fileno()) for name in starters}
         await_first_lines(list(jobs.values()))
-        ranks = [pid for job in jobs.values() for pid in tree(job.pid)]
+        ranks = [pid for job in jobs.values() for pid in process_tree(job.pid)]
         for job in jobs.values():
             job.send_signal(signal.SIGTERM)
         for name, job in jobs.items():  # one that has not taken the first signal yet would see both as one
@@ -178,7 +178,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
         jobs = {name: launched(stack, name, tmp_path, WAITS.format(away_s + 8)) for name in STARTERS}
         await_first_lines(list(jobs.values()))
-        processes = [pid for job in jobs.values() for pid in tree(job.pid)]
+        processes = [pid for job in jobs.values() for pid in process_tree(job.pid)]
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(away_s)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks.rank import address_to
+from cputrain.affinity.rank import address_to
 from cputrain.affinity.terminal import JOINERS
 from cputrain.mpi.supervise import wire
 from cputrain.mpi.supervise.monitor import Monitor
@@ -38,8 +38,8 @@ from cputrain.mpi.supervise.wire import (
     Stack,
     Stop,
     decode,
-    encode,
-    join,
+    encode_message,
+    join_job,
 )
 from tests.support.jobs import agent, poll_until
 
@@ -199,7 +199,7 @@ def test_ranks_join_while_strangers_connect_on_and_on(monitor: Monitor) -> None:
             while not flood.stdout.read(1) and time.monotonic() < deadline:
                 poll(monitor, 0.05)
             hellos = [Hello(rank=rank, host=f"host{rank // 2}") for rank in range(len(HOSTS))]
-            joining = [pool.submit(join, f"127.0.0.1:{monitor.port}", TOKEN, ORDERS, hello) for hello in hellos]
+            joining = [pool.submit(join_job, f"127.0.0.1:{monitor.port}", TOKEN, ORDERS, hello) for hello in hellos]
             while not all(one.done() for one in joining):
                 monitor.poll(0.05)
         finally:
@@ -215,7 +215,7 @@ def test_an_agent_connects_again_until_it_is_answered(monitor: Monitor) -> None:
     """The first connection is closed with its Hello unread, as by a monitor that makes room."""
     with socket.create_server(("127.0.0.1", 0)) as crowded, ThreadPoolExecutor(1) as pool:
         port = crowded.getsockname()[1]
-        joining = pool.submit(join, f"127.0.0.1:{port}", TOKEN, ORDERS, Hello(rank=3, host="h"))
+        joining = pool.submit(join_job, f"127.0.0.1:{port}", TOKEN, ORDERS, Hello(rank=3, host="h"))
         crowded.accept()[0].close()
         accepted = Connection(crowded.accept()[0], TOKEN, REPORTS, None)
         while not (messages := accepted.receive()):
@@ -238,9 +238,9 @@ def test_a_connection_without_hello_is_closed_in_time(monitor: Monitor, monkeypa
 @pytest.mark.slow
 def test_a_recorded_connection_cannot_be_repeated(monitor: Monitor) -> None:
     """The same bytes on another connection; the messages of one connection on another one, or in another order."""
-    recorded = signed([encode(Hello(rank=0, host="host0")), encode(EXIT)])
+    recorded = signed([encode_message(Hello(rank=0, host="host0")), encode_message(EXIT)])
     nonce, hello, report = recorded.splitlines(keepends=True)
-    others = signed([encode(Hello(rank=1, host="host0"))])
+    others = signed([encode_message(Hello(rank=1, host="host0"))])
     for data in (nonce + report, others + hello, others + report, nonce + hello + hello):
         with stranger(monitor) as attacker:
             attacker.sendall(data)
@@ -284,7 +284,7 @@ def odd_message(randomness: random.Random) -> bytes:
     if randomness.random() < 0.1:
         return randomness.choice([b"[" * 30_000, b"", b"null", b"7", b'"x"', b"\xff\xfe", b'{"type":', b"NaN"])
     good = randomness.choice([Hello(rank=randomness.randrange(8), host="host0"), Activity(), EXIT])
-    fields = json.loads(encode(good))
+    fields = json.loads(encode_message(good))
     for _ in range(randomness.randrange(1, 4)):
         fields[randomness.choice(NAMES)] = randomness.choice(ODD)
     if randomness.random() < 0.3:
@@ -297,7 +297,7 @@ def test_two_thousand_odd_messages_behind_a_valid_token_end_no_monitor(monitor: 
     randomness = random.Random(7)
     for i in range(2000):
         with stranger(monitor) as insider:
-            hello = encode(Hello(rank=i % 8, host=f"host{i % 8 // 2}"))
+            hello = encode_message(Hello(rank=i % 8, host=f"host{i % 8 // 2}"))
             insider.sendall(signed([*([hello] if randomness.random() < 0.5 else []), odd_message(randomness)]))
             monitor.poll(0)
             monitor.poll(0)
@@ -328,7 +328,7 @@ def test_whatever_is_decoded_is_a_message_or_refused(value: object) -> None:
 
 @given(EXITS)
 def test_no_control_character_of_a_message_reaches_the_terminal(message: Exit) -> None:
-    decoded = decode(encode(message), REPORTS)
+    decoded = decode(encode_message(message), REPORTS)
     assert shows_as_is(decoded.log) and all(map(shows_as_is, decoded.tail))
     shown = describe_exit(
         RankExit(rank=0, host="h", status=decoded.status, time=0.0, log=decoded.log, tail=decoded.tail)

@@ -18,22 +18,22 @@ from msgspec.structs import replace
 from cputrain.mpi import usage
 from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.usage import (
-    MOST_INTERFACES,
-    MOST_RECORDS,
+    MAX_INTERFACES,
+    MAX_RECORDS,
     HostUse,
     Tree,
     UsageFile,
     WorkerUse,
     from_line,
     host_file,
+    merge_records,
     merged,
     moved,
     read_rdma,
-    read_records,
     read_tree,
-    thinned,
+    read_usage_records,
+    sum_networks,
     to_line,
-    total,
     worker_file,
 )
 from cputrain.report.page import write_report
@@ -81,7 +81,7 @@ workers = st.builds(
 
 @given(st.lists(workers, max_size=60), st.integers(2, 20))
 def test_thinned_records_are_few_and_lose_no_second_and_no_peak(records: list[WorkerUse], most: int) -> None:
-    thin = thinned(records, most)
+    thin = merge_records(records, most)
     assert len(thin) <= most // 2 + 1
     for field in ("seconds", "cpu_s"):
         assert sum(getattr(r, field) for r in thin) == pytest.approx(sum(getattr(r, field) for r in records))
@@ -93,9 +93,9 @@ def test_thinned_records_are_few_and_lose_no_second_and_no_peak(records: list[Wo
 @given(st.lists(hosts, min_size=2, max_size=30))
 def test_a_merged_host_keeps_its_busiest_interfaces_and_its_least_memory(records: list[HostUse]) -> None:
     whole = reduce(merged, records)
-    assert len(whole.network) <= MOST_INTERFACES
+    assert len(whole.network) <= MAX_INTERFACES
     assert whole.memory_available_bytes == min(r.memory_available_bytes for r in records)
-    both = total(records[0].network, records[1].network)
+    both = sum_networks(records[0].network, records[1].network)
     kept = merged(*records[:2]).network
     left_out = [sum(both[name]) for name in both.keys() - kept.keys()]
     assert all(both[name] == moved for name, moved in kept.items())
@@ -140,13 +140,13 @@ def test_a_file_stays_bounded_however_long_the_run(tmp_path: Path) -> None:
     file, path = UsageFile(tmp_path / "usage/rank-0.jsonl", WorkerUse), tmp_path / "usage/rank-0.jsonl"
     for i in range(1, 5001):
         file.add(replace(WORKER, time=float(i), rss_bytes=(2 if i == 1234 else 1) * MIB))
-        assert i % 100 or len(read_records(path, WorkerUse)) <= MOST_RECORDS
+        assert i % 100 or len(read_usage_records(path, WorkerUse)) <= MAX_RECORDS
     file.close()
-    records = read_records(path, WorkerUse)
-    assert MOST_RECORDS / 4 < len(records) <= MOST_RECORDS
+    records = read_usage_records(path, WorkerUse)
+    assert MAX_RECORDS / 4 < len(records) <= MAX_RECORDS
     assert sum(r.seconds for r in records) == 5000 and records[-1].time == 5000
     assert next(r.time for r in records if r.rss_bytes == 2 * MIB) == pytest.approx(1234, abs=20)
-    assert path.stat().st_size < 200 * MOST_RECORDS
+    assert path.stat().st_size < 200 * MAX_RECORDS
     assert [other.name for other in path.parent.iterdir()] == [path.name]
 
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_appends_also_after_a_line_cut_short(tmp_path: Path) -> No
     file.add(replace(WORKER, time=5.0))
     file.add(replace(WORKER, time=5.1, seconds=0.01, cpu_s=0.02))  # so short that its rate would be noise
     file.close()
-    assert read_records(path, WorkerUse) == [WORKER, replace(WORKER, time=5.1, seconds=1.01, cpu_s=0.52)]
+    assert read_usage_records(path, WorkerUse) == [WORKER, replace(WORKER, time=5.1, seconds=1.01, cpu_s=0.52)]
 
 
 def test_rdma_ports_are_counted_in_words_of_four_bytes(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def test_a_command_of_a_moment_has_a_record_too(late_s: float, tmp_path: Path, m
     monkeypatch.setattr(usage, "read_tree", lambda pid: (time.sleep(late_s), read_tree(pid))[1])
     burn = "import time\nwhile time.process_time() < 0.25: pass"
     assert run_local(job(tmp_path, burn), os.environ, io.StringIO(), io.StringIO()) == 0
-    records = read_records(worker_file(tmp_path / "usage", 0), WorkerUse)
+    records = read_usage_records(worker_file(tmp_path / "usage", 0), WorkerUse)
     assert 0.2 < sum(r.cpu_s for r in records) < sum(r.seconds for r in records) + 0.02  # read in ticks of 10 ms
     (whole,) = (tmp_path / "usage").glob("host-*.jsonl")
-    assert sum(r.cpu_s for r in read_records(whole, HostUse)) >= 0.9 * sum(r.cpu_s for r in records)
+    assert sum(r.cpu_s for r in read_usage_records(whole, HostUse)) >= 0.9 * sum(r.cpu_s for r in records)
 
 
 @pytest.mark.slow

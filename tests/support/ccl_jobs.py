@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.comm.ccl.environment import ensure_built, find_libraries
+from cputrain.comm.ccl.environment import ensure_extension, find_libraries
 from cputrain.mpi.supervise.run import free_port
 from tests.support.forked import ROOT, Ended, Forked, ended, forked, writing
 
@@ -29,7 +29,7 @@ needs_ccl = pytest.mark.skipif(missing_ccl() != "", reason=missing_ccl())
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
     """Return the variable of a cache with the compiled backend and kernels, and without measurements."""
-    cache = ensure_built(find_libraries(os.environ), os.environ).parents[1]
+    cache = ensure_extension(find_libraries(os.environ), os.environ).parents[1]
     folder.mkdir(exist_ok=True)
     for built in cache.iterdir():
         if built.name != "measured":

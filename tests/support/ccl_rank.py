@@ -17,7 +17,7 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
+from cputrain.affinity.rank import rank_from_env, rendezvous
 
 rank = rank_from_env(os.environ)
 assert rank is not None
@@ -353,7 +353,7 @@ def leave() -> None:
 
 def meet() -> None:
     """Report the rank, its transport, and the CPUs of oneCCL's and cputrain's threads."""
-    from cputrain.affinity.kernel.binding import threads_of
+    from cputrain.affinity.binding import threads_of
 
     total = torch.tensor([1.0])
     dist.all_reduce(total)

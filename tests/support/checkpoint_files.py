@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.files import checkpoint_name
 from cputrain.checkpoint.writer import WRITTEN_S, CheckpointWriter
 from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.comm.store import SignedKeys
@@ -90,4 +90,4 @@ def written(
     )
     writer.begin(position.step, snapshot.files, position.metadata(), manifest.model_dump(mode="json"))
     writer.wait()
-    return folder / name_of(position.step)
+    return folder / checkpoint_name(position.step)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from cputrain.checkpoint.files import MODEL
-from cputrain.checkpoint.folder import list_checkpoints
+from cputrain.checkpoint.files import MODEL, list_checkpoints
 from cputrain.manifest import EMA, Manifest, read_manifest
 
 

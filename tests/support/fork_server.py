@@ -211,7 +211,7 @@ def fork_ranks() -> None:
 
     processes.subprocess = Subprocess
     os.execvpe = execvpe
-    session.misplaced = lambda worker, team: []  # OpenMP was loaded before the variables that place its threads
+    session.misplaced_threads = lambda worker, team: []  # OpenMP was loaded before the variables that place its threads
 
 
 EXECVPE = os.execvpe

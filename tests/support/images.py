@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from cputrain.data.formats.open import detect
+from cputrain.data.formats.open import detect_source
 from cputrain.data.formats.source import DatasetSummary
 
 
@@ -41,7 +41,7 @@ def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
 
 def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> DatasetSummary:
     """Count the images of a data folder, as seen by a recipe with these keys."""
-    return detect(path, label_column).count(val_fraction)
+    return detect_source(path, label_column).count(val_fraction)
 
 
 def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5, size: int = 40) -> Path:

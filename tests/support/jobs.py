@@ -13,9 +13,9 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.hosts.hostfile import HostGroup, job_plan_json
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.programs import InstalledLauncher, Job, LaunchCommand
+from cputrain.mpi.hostfile import HostGroup, job_plan_json
+from cputrain.mpi.launch_command import build_launch_command
+from cputrain.mpi.launchers import InstalledLauncher, Job, LaunchCommand
 from cputrain.mpi.supervise.monitor import Monitor
 from cputrain.mpi.supervise.processes import write_files
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Answer, Connection, Hello, Preempt, ShowStack, Stop, connect
@@ -35,7 +35,7 @@ def job_of(
 
 def written(job: Job, launcher: InstalledLauncher, command: tuple[str, ...]) -> LaunchCommand:
     """Return the start of the command as the job's ranks; its files are written beside the plan."""
-    made = launch_command(job, launcher, command, job.plan_path.parent)
+    made = build_launch_command(job, launcher, command, job.plan_path.parent)
     write_files(((job.plan_path, job_plan_json(job.groups)), *made.files))
     return made
 

@@ -6,7 +6,7 @@ from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.topology.hwloc import read_synthetic
-from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, ordered
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, ordered_cores
 
 
 def build_machine(
@@ -29,7 +29,7 @@ def build_machine(
         name="made",
         model="made machine",
         isa=("avx2",),
-        cores=ordered(made),
+        cores=ordered_cores(made),
         numa_nodes=tuple(NumaNode(id=n, pus=pus, memory_bytes=memory_bytes, near=(n,)) for n, pus in by_node.items()),
         allowed_pus=tuple(range(total * smt)),
         allowed_nodes=tuple(by_node),

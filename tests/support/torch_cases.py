@@ -15,7 +15,7 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
-from cputrain.affinity.ranks.rank import rank_from_env, rendezvous
+from cputrain.affinity.rank import rank_from_env, rendezvous
 
 rank = rank_from_env(os.environ)
 assert rank is not None

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.ranks.rank import rank_from_env
+from cputrain.affinity.rank import rank_from_env
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe

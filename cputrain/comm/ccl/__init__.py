@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from _cputrain_autoload import STATE_FILE, STATE_VARIABLE, file_of_watcher
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.comm.ccl.environment import (
     ONE_QUEUE,
     Transport,
-    agree,
+    agree_on_transport,
+    ccl_settings,
     check_host,
     choose_transport,
-    ensure_built,
+    ensure_extension,
     find_libraries,
-    load,
+    load_extension,
     place_of,
     preload_libraries,
-    settings,
     sweep_segments,
     worker_threads,
 )
@@ -37,7 +37,7 @@ from cputrain.comm.watchdog import (
     PendingCollective,
     Watchdog,
     WatchedBackend,
-    key_of,
+    heartbeat_key,
     place_of_this_process,
 )
 from cputrain.measurements import VARIABLE, cached_seconds
@@ -73,7 +73,7 @@ def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
         return _transport or choose_transport(_env, rank, lambda: cached_seconds(_env))
 
     is_set = _transport is not None or VARIABLE in _env
-    return agree(rank, keys, own, is_set=is_set, threads=worker_threads(_env))
+    return agree_on_transport(rank, keys, own, is_set=is_set, threads=worker_threads(_env))
 
 
 def extension(rank: Rank, transport: Transport) -> ModuleType:
@@ -86,11 +86,11 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
         libraries = find_libraries(_env)
         sweep_segments()
         check_host(rank, _env)
-        applied = settings(libraries, rank, transport, _env)
-        path = ensure_built(libraries, _env)
+        applied = ccl_settings(libraries, rank, transport, _env)
+        path = ensure_extension(libraries, _env)
         _set_variables()
         preload_libraries(libraries)
-        _extension, _transport = load(path), transport
+        _extension, _transport = load_extension(path), transport
     _set_variables()
     return _extension
 
@@ -113,10 +113,10 @@ def create(options: Any, _backend_options: Any) -> Any:
     store = PrefixStore(attempt, options.store)
     loaded = _extension_for(options, attempt, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
+    for earlier in [watchdog for watchdog in _watchdogs if whole or (_answers(store) and not watchdog.watches())]:
         earlier.stop()  # of an earlier world; kept if this group's store is gone too, because it then ends this rank
         _watchdogs.remove(earlier)
-    unwatched = not any(set(ranks) <= set(one.ranks) for one in _watchdogs)
+    unwatched = not any(set(ranks) <= set(watchdog.ranks) for watchdog in _watchdogs)
     if unwatched:
         _watch(options, attempt, loaded, ranks)
     loaded.set_watched(bool(_watchdogs))
@@ -147,21 +147,21 @@ def _extension_for(options: Any, attempt: str, *, whole: bool) -> ModuleType:
     if _extension is not None and not whole:
         return _extension
     store = PrefixStore(attempt, options.store)
-    place = place_of(options.group_rank, options.group_size, store, options.timeout, _env, whole=whole)
+    member = place_of(options.group_rank, options.group_size, store, options.timeout, _env, whole=whole)
     first = _extension is None
-    loaded = extension(place, _transport_of(options, attempt, place, whole=whole))
+    loaded = extension(member, _transport_of(options, attempt, member, whole=whole))
     if first and options.group_rank == 0:
         log.info("cputrain: ccl over %s", _transport)
     return loaded
 
 
-def _transport_of(options: Any, attempt: str, place: Rank, *, whole: bool) -> Transport:
+def _transport_of(options: Any, attempt: str, member: Rank, *, whole: bool) -> Transport:
     """Choose the transport of a new group; its ranks agree on one if the group has all ranks of the job (`whole`)."""
     if not whole:
-        return choose_transport(_env, place, dict, whole=False)
+        return choose_transport(_env, member, dict, whole=False)
     try:
         keys = SignedKeys(options.store, _env.get(TOKEN_VARIABLE, ""), f"{attempt}/transport")
-        return transport_of_job(place, keys)
+        return transport_of_job(member, keys)
     except RuntimeError as error:
         seconds = options.timeout.total_seconds()
         raise RuntimeError(
@@ -182,7 +182,7 @@ def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...
     """Start to watch the ranks of a group before it is created, because a rank may be lost during its creation."""
     global watchdog  # noqa: PLW0603  one default group in a process
     token, rank, openssl = _env.get(TOKEN_VARIABLE, ""), ranks[options.group_rank], openssl_hmac()
-    place, prefix = place_of_this_process(native=openssl is not None), f"{attempt}/watchdog"
+    member, prefix = place_of_this_process(native=openssl is not None), f"{attempt}/watchdog"
     copy = file_of_watcher(_env, STATE_VARIABLE, STATE_FILE)
 
     def keys() -> SignedKeys:
@@ -192,10 +192,10 @@ def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...
         return PendingCollective(*loaded.pending_collective())
 
     if openssl:
-        constant = json.dumps(asdict(place))[1:-1]
+        constant = json.dumps(asdict(member))[1:-1]
         sender = loaded.HeartbeatSender(
             options.store.clone(),
-            f"{prefix}/{key_of(rank)}",
+            f"{prefix}/{heartbeat_key(rank)}",
             token,
             constant,
             HEARTBEAT_S,
@@ -203,7 +203,7 @@ def _watch(options: Any, attempt: str, loaded: ModuleType, ranks: tuple[int, ...
             -1 if copy is None else copy,
         )
     else:
-        sender = HeartbeatThread(keys(), rank, place, pending, loaded.groups, copy)
+        sender = HeartbeatThread(keys(), rank, member, pending, loaded.groups, copy)
     watchdog = Watchdog(
         keys(),
         ranks=ranks,

@@ -21,14 +21,14 @@ import torch.distributed.nn.functional
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.records import Record
-from cputrain.affinity.ranks.rank import ENV, LOOPBACK, PREFIXES, Rank, rank_from_env, rendezvous, with_rank
+from cputrain.affinity.rank import ENV, LOOPBACK, PREFIXES, Rank, rank_from_env, rendezvous, with_rank
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl import BACKEND
-from cputrain.comm.ccl.environment import Libraries, ensure_built, find_libraries
+from cputrain.comm.ccl.environment import Libraries, ensure_extension, find_libraries
 from cputrain.comm.group import timed_rounds
-from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
+from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, save_measurement, transport_records
 from cputrain.mpi.supervise.run import free_port
 
 RANK = "rank"
@@ -51,16 +51,16 @@ def time_transports(libraries: Libraries, env: Mapping[str, str]) -> tuple[dict[
 
     Raises RunError if all fail.
     """
-    found: dict[str, Times] = {}
+    times: dict[str, Times] = {}
     problems: list[str] = []
     for transport in TITLES:
         try:
-            found[transport] = time_two_ranks(transport, libraries, env)
+            times[transport] = time_two_ranks(transport, libraries, env)
         except RunError as error:
             problems.append(str(error))
-    if not found:
+    if not times:
         raise RunError("; ".join(problems))
-    return found, problems
+    return times, problems
 
 
 def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str]) -> Times:
@@ -125,14 +125,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def bucket_seconds(found: Mapping[str, Times]) -> dict[str, list[float]]:
+def bucket_seconds(by_provider: Mapping[str, Times]) -> dict[str, list[float]]:
     """Return the seconds of each all-reduce of BUCKET_BYTES, by transport."""
-    return {transport: times[BUCKET_BYTES] for transport, times in found.items()}
+    return {transport: times[BUCKET_BYTES] for transport, times in by_provider.items()}
 
 
-def records_of(found: Mapping[str, Times]) -> tuple[Record, ...]:
+def records_of(times: Mapping[str, Times]) -> tuple[Record, ...]:
     """Return the records to cache for later starts."""
-    return transport_records(bucket_seconds(found), command="cputrain doctor ccl")
+    return transport_records(bucket_seconds(times), command="cputrain doctor ccl")
 
 
 def be_rank(env: MutableMapping[str, str]) -> int:
@@ -146,9 +146,9 @@ def be_rank(env: MutableMapping[str, str]) -> int:
     os.sched_setaffinity(0, cores[rank.rank * len(cores) // rank.world_size].pus)
     torch.set_num_threads(1)
     dist.init_process_group(BACKEND)
-    found = {size: _timed(size) for size in SIZES}
+    times = {size: _timed(size) for size in SIZES}
     if rank.rank == 0:
-        os.write(1, json.dumps(found).encode() + b"\n")
+        os.write(1, json.dumps(times).encode() + b"\n")
     dist.barrier()
     dist.destroy_process_group()
     return ExitStatus.DONE
@@ -170,14 +170,16 @@ def main() -> int:
         return be_rank(env)
     try:
         libraries = find_libraries(env)
-        ensure_built(libraries, env)
-        found, problems = time_transports(libraries, env)
-        for record in records_of(found):
-            keep(record, env)
+        ensure_extension(libraries, env)
+        by_provider, problems = time_transports(libraries, env)
+        for record in records_of(by_provider):
+            save_measurement(record, env)
     except (InputError, RunError) as error:
         print(error)
         return status_of(error)
-    print("; ".join((*problems, comparison({name: median(times) for name, times in bucket_seconds(found).items()}))))
+    print(
+        "; ".join((*problems, comparison({name: median(times) for name, times in bucket_seconds(by_provider).items()})))
+    )
     return ExitStatus.FAILED if problems else ExitStatus.DONE
 
 

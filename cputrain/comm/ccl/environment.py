@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import read_stat
-from cputrain.affinity.ranks.rank import (
+from cputrain.affinity.rank import (
     HYDRA,
     LAUNCHER_VARIABLES,
     LOOPBACK_INTERFACE,
@@ -49,14 +49,43 @@ UNOWNED_SEGMENT = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
 SWEEP_S, SWEEP_POLL_S = 1.0, 0.01
 STALE_S = 120.0  # age from which an unmapped segment is stale, because its ranks would have mapped it by now
 
+# cputrain.affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts, so they do not identify the launcher.
+OTHER_MPI = dict(variables.pmi_of for variables in LAUNCHER_VARIABLES if variables.pmi_of is not None)
+PMI_RANK, PMI_SIZE = HYDRA.rank_names[:2]
+KEY = "transport"
+MEASURE = "`cputrain doctor ccl` measures whether libfabric is faster here"
+
+INSTALL = 'pip install "cputrain[ccl]"'
+CCL_LIBRARY, HEADER, MPI_LIBRARY, FABRIC_LIBRARY = "libccl.so.1", "oneapi/ccl.hpp", "libmpi.so.12", "libfabric.so.1"
+OLDEST_RELEASE, NEWEST_RELEASE = (2021, 9), (2021, 13)  # releases that have a shared CPU library and this C++ API
+
+SHM_BYTES_PER_RANK = 32 << 20
+# libfabric providers that register (lock) memory with the network card.
+PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
+LOCKED_BYTES = 64 << 20
+AUTO = "auto"  # oneCCL uses the last CPUs of the host
+# With four queues and no threads for them, messages have been mixed up.
+ONE_QUEUE: Setting = (
+    "CCL_WORKER_COUNT",
+    "1",
+    "no comm cores, so no threads of oneCCL, each of which has its own queue",
+)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+NAME = "cputrain_ccl"
+NATIVE = Path(__file__).parent / "native"
+MAX_UNITS = 4
+REQUESTED_BY, ALTERNATIVE = "comm.backend=ccl", "set comm.backend=gloo"
+
 
 def sweep_segments(folder: Path = SHM) -> int:
     """Remove this user's stale shared-memory segments, whose owners are dead; return the bytes freed."""
     patterns = OWNED_SEGMENT, UNOWNED_SEGMENT
-    found = [path for path in folder.glob("*") if any(pattern.fullmatch(path.name) for pattern in patterns)]
+    segments = [path for path in folder.glob("*") if any(pattern.fullmatch(path.name) for pattern in patterns)]
     freed = 0
     with _alone_in(folder):
-        for path in found:
+        for path in segments:
             with suppress(OSError):  # a process in another container may remove it first
                 status = path.stat()
                 if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
@@ -114,13 +143,6 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-# cputrain.affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts, so they do not identify the launcher.
-OTHER_MPI = dict(each.pmi_of for each in LAUNCHER_VARIABLES if each.pmi_of is not None)
-PMI_RANK, PMI_SIZE = HYDRA.rank_names[:2]
-KEY = "transport"
-MEASURE = "`cputrain doctor ccl` measures whether libfabric is faster here"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """A transport by oneCCL's name, "mpi" or "ofi", and why it was chosen."""
@@ -133,20 +155,20 @@ class Transport:
 
 
 def choose_transport(
-    env: Mapping[str, str], rank: Rank, kept: Callable[[], Mapping[str, float]], *, whole: bool = True
+    env: Mapping[str, str], rank: Rank, measured: Callable[[], Mapping[str, float]], *, whole: bool = True
 ) -> Transport:
-    """Choose a rank's transport. `whole`: its group has all ranks of the job; `kept` returns cached times by transport.
+    """Choose a rank's transport. `whole`: its group has all ranks of the job; `measured` returns times by transport.
 
     MPI needs ranks started by a PMI process manager: mpirun of Intel MPI or MPICH, or srun with PMI-2. Libfabric works
     for all ranks, which find each other through the job's store. If both are possible, the default is MPI; on one host
     it is the faster one if both were measured. Raises InputError if MPI is requested but cannot be used.
     """
     requested = env.get(VARIABLE)
-    other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
+    launcher = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
     connected = PMI_RANK in env and any(name in env for name in PMI_CONNECTIONS)
-    managed = other is None and connected and env.get(PMI_SIZE, "") == str(rank.world_size)
+    managed = launcher is None and connected and env.get(PMI_SIZE, "") == str(rank.world_size)
     if requested == MPI and not managed:
-        starter = other or "a launcher without Intel MPI's process manager (PMI)"
+        starter = launcher or "a launcher without Intel MPI's process manager (PMI)"
         raise InputError(
             f"{VARIABLE}=mpi, but this rank was started by {starter}: start it with Intel MPI's mpirun or "
             "srun --mpi=pmi2, or unset the variable"
@@ -154,29 +176,31 @@ def choose_transport(
     if requested:
         return Transport(name=requested, why=f"{VARIABLE} is set")
     if not managed:
-        why = f"started by {other}" if other else "not started by a PMI process manager"
+        why = f"started by {launcher}" if launcher else "not started by a PMI process manager"
         return Transport(name=LIBFABRIC, why=why)
     if not whole:
         return Transport(name=LIBFABRIC, why="MPI would wait for ranks that may never join a ccl group")
     if not rank.one_host:
         return Transport(name=MPI, why="the launcher supports PMI, on several hosts")
-    seconds = kept()
+    seconds = measured()
     if len(seconds) < len(TITLES):
         return Transport(name=MPI, why=f"the launcher supports PMI; not measured: {MEASURE}")
     return Transport(name=min(seconds, key=lambda name: seconds[name]), why=f"measured: {comparison(seconds)}")
 
 
-def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set: bool, threads: int) -> Transport:
+def agree_on_transport(
+    rank: Rank, keys: SignedKeys, choose: Callable[[], Transport], *, is_set: bool, threads: int
+) -> Transport:
     """Return rank 0's transport, because the caches of the hosts may differ. All ranks of a job must call this.
 
-    `own` returns this rank's choice; `is_set`: it cannot use another; `threads` is its number of oneCCL threads. Raises
-    InputError if it cannot use rank 0's transport or has another number of threads, RunError if the store is another
-    job's.
+    `choose` returns this rank's choice; `is_set`: it cannot use another; `threads` is its number of oneCCL threads.
+    Raises InputError if it cannot use rank 0's transport or has another number of threads, RunError if the store is
+    another job's.
     """
     if rank.rank > 0:
-        return _follow(rank, keys, own(), is_set=is_set, threads=threads)
+        return _follow(rank, keys, choose(), is_set=is_set, threads=threads)
     try:
-        chosen = own()
+        chosen = choose()
     except Exception:
         keys.set(KEY, json.dumps(None))  # the other ranks wait for it
         raise
@@ -184,26 +208,22 @@ def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set:
     return chosen
 
 
-def _follow(rank: Rank, keys: SignedKeys, own: Transport, *, is_set: bool, threads: int) -> Transport:
+def _follow(rank: Rank, keys: SignedKeys, local: Transport, *, is_set: bool, threads: int) -> Transport:
     first = json.loads(keys.read(KEY))
     if first is None:
-        return own  # rank 0 reports its error
+        return local  # rank 0 reports its error
     chosen, first_threads = Transport(**first[0]), first[1]
     if threads != first_threads:  # oneCCL connects each thread to the one of its number on every rank
         raise InputError(
             f"rank {rank.rank} has {plural(threads, 'oneCCL thread')} (CCL_WORKER_COUNT), rank 0 {first_threads}: set "
             "--comm-cores to a number that all hosts can have, or CCL_WORKER_COUNT to the same value on all ranks"
         )
-    if is_set and chosen.name != own.name:
+    if is_set and chosen.name != local.name:
         raise InputError(
-            f"rank {rank.rank} uses {own}, rank 0 {chosen}: set {VARIABLE} to the same value on all ranks, or unset it"
+            f"rank {rank.rank} uses {local}, rank 0 {chosen}: set {VARIABLE} to the same value on all ranks, or "
+            "unset it"
         )
     return chosen
-
-
-INSTALL = 'pip install "cputrain[ccl]"'
-CCL_LIBRARY, HEADER, MPI_LIBRARY, FABRIC_LIBRARY = "libccl.so.1", "oneapi/ccl.hpp", "libmpi.so.12", "libfabric.so.1"
-OLDEST, NEWEST = (2021, 9), (2021, 13)  # releases that have a shared CPU library and this C++ API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +254,10 @@ def find_libraries(env: Mapping[str, str]) -> Libraries:
     version = _version(include / "oneapi/ccl/config.h")
     folders = ("lib/ccl/cpu/lib", "lib/cpu", "lib/cpu_icx")
     ccl = next((path for folder in folders if (path := include.parent / folder / CCL_LIBRARY).is_file()), None)
-    if ccl is None or not OLDEST <= version <= NEWEST:
-        found, oldest, newest = (".".join(map(str, numbers)) for numbers in (version, OLDEST, NEWEST))
+    if ccl is None or not OLDEST_RELEASE <= version <= NEWEST_RELEASE:
+        release, oldest, newest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_RELEASE, NEWEST_RELEASE))
         raise InputError(
-            f"comm.backend=ccl: found oneCCL {found} in {include.parent}, but {oldest} to {newest} with their shared "
+            f"comm.backend=ccl: found oneCCL {release} in {include.parent}, but {oldest} to {newest} with their shared "
             f"CPU library are supported: {INSTALL}"
         )
     return Libraries(
@@ -274,22 +294,9 @@ def _version(header: Path) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-SHM_BYTES_PER_RANK = 32 << 20
-# libfabric providers that register (lock) memory with the network card.
-PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
-LOCKED_BYTES = 64 << 20
-AUTO = "auto"  # oneCCL uses the last CPUs of the host
-# With four queues and no threads for them, messages have been mixed up.
-ONE_QUEUE: Setting = (
-    "CCL_WORKER_COUNT",
-    "1",
-    "no comm cores, so no threads of oneCCL, each of which has its own queue",
-)
-
-
-def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mapping[str, str]) -> tuple[Setting, ...]:
+def ccl_settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the variables to set that the environment does not have yet, each with its value and the reason."""
-    found: list[Setting] = [
+    variables: list[Setting] = [
         (VARIABLE, transport.name, transport.why),
         ("CCL_ROOT", str(libraries.include.parent), "oneCCL's folder"),
         ("I_MPI_ROOT", str(libraries.mpi_root), "Intel MPI's folder"),
@@ -302,25 +309,25 @@ def settings(libraries: Libraries, rank: Rank, transport: Transport, env: Mappin
         ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "the same libfabric for MPI and oneCCL"),
     ]
     if transport.name == LIBFABRIC:
-        found += [
+        variables += [
             ("CCL_PROCESS_LAUNCHER", "none", "ranks find each other through the job's store"),
             ("CCL_LOCAL_RANK", str(rank.local_rank), "given by the launcher"),
             ("CCL_LOCAL_SIZE", str(rank.local_world_size), "given by the launcher"),
         ]
     else:
-        found += [
+        variables += [
             ("CCL_PROCESS_LAUNCHER", "hydra", "PMI assigns the ranks"),
             ("I_MPI_THREAD_SPLIT", "0", "only one thread at a time calls oneCCL"),
         ]
     if "CCL_WORKER_AFFINITY" not in env:
         reason = "no comm cores, and oneCCL's spinning threads would slow the computation"
-        found.append(("CCL_WORKER_OFFLOAD", "0", reason))
+        variables.append(("CCL_WORKER_OFFLOAD", "0", reason))
     if rank.local_world_size == rank.world_size:
         # libfabric may choose any interface, even a container's, and hangs if it is removed.
-        found.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
+        variables.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
     elif interface := interface_to(env.get("MASTER_ADDR", "")):
-        found.append(("FI_TCP_IFACE", interface, "the interface to rank 0's host"))
-    unset = tuple(setting for setting in found if setting[0] not in env)
+        variables.append(("FI_TCP_IFACE", interface, "the interface to rank 0's host"))
+    unset = tuple(setting for setting in variables if setting[0] not in env)
     without_threads = ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in unset}
     return (*unset, ONE_QUEUE) if without_threads and env.get("CCL_WORKER_COUNT", "1") != "1" else unset
 
@@ -347,20 +354,20 @@ def preload_libraries(libraries: Libraries) -> None:
 
 
 def worker_threads(env: Mapping[str, str]) -> int:
-    """Return the number of oneCCL's worker threads, each of which has a queue; 1 if `settings` turns them off."""
-    kept = "CCL_WORKER_OFFLOAD" in env or "CCL_WORKER_AFFINITY" in env
+    """Return the number of oneCCL's worker threads, each of which has a queue; 1 if `ccl_settings` turns them off."""
+    user_set = "CCL_WORKER_OFFLOAD" in env or "CCL_WORKER_AFFINITY" in env
     count = env.get("CCL_WORKER_COUNT", "1")
-    return int(count) if kept and count.isdecimal() else 1
+    return int(count) if user_set and count.isdecimal() else 1
 
 
 def check_host(rank: Rank, env: Mapping[str, str]) -> None:
     """Raise InputError for limits and variables with which oneCCL or MPI would fail later without a clear message."""
     if rank.local_world_size > 1:
         space = os.statvfs(SHM) if SHM.is_dir() else None
-        found = space.f_bavail * space.f_frsize if space else 0
-        if found < rank.local_world_size * SHM_BYTES_PER_RANK:
+        free = space.f_bavail * space.f_frsize if space else 0
+        if free < rank.local_world_size * SHM_BYTES_PER_RANK:
             raise InputError(
-                f"{SHM} has {found >> 20} MiB free, but {rank.local_world_size} ranks on a host need "
+                f"{SHM} has {free >> 20} MiB free, but {rank.local_world_size} ranks on a host need "
                 f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB of shared memory: enlarge it (docker "
                 "--shm-size=2g), or set comm.backend=gloo"
             )
@@ -391,9 +398,6 @@ def _check_workers(rank: Rank, env: Mapping[str, str]) -> None:
         )
 
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mapping[str, str], *, whole: bool) -> Rank:
     """Return rank and local rank of a group's rank; `whole`: the group has all ranks of the job.
 
@@ -402,13 +406,17 @@ def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mappin
     a rank does not join in time, or the store is gone.
     """
     with suppress(InputError):
-        found = rank_from_env(env)
-        if found is not None and (not whole or (found.rank, found.world_size) == (rank, size)):
-            return found
+        rank_here = rank_from_env(env)
+        if rank_here is not None and (not whole or (rank_here.rank, rank_here.world_size) == (rank, size)):
+            return rank_here
     hosts = _hosts(rank, size, PrefixStore("place", store), timeout)
-    here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    ranks_here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
     return Rank(
-        rank=rank, world_size=size, local_rank=here.index(rank), local_world_size=len(here), convention="script"
+        rank=rank,
+        world_size=size,
+        local_rank=ranks_here.index(rank),
+        local_world_size=len(ranks_here),
+        convention="script",
     )
 
 
@@ -431,13 +439,7 @@ def _hosts(rank: int, size: int, store: Store, timeout: timedelta) -> list[str]:
     )
 
 
-NAME = "cputrain_ccl"
-NATIVE = Path(__file__).parent / "native"
-MOST_UNITS = 4
-REQUESTED_BY, ALTERNATIVE = "comm.backend=ccl", "set comm.backend=gloo"
-
-
-def part(libraries: Libraries) -> NativeExtension:
+def ccl_extension(libraries: Libraries) -> NativeExtension:
     """Describe the extension to compile against these libraries."""
     units = units_of(len(os.sched_getaffinity(0)))
     return NativeExtension(
@@ -456,21 +458,21 @@ def part(libraries: Libraries) -> NativeExtension:
 def units_of(cores: int) -> tuple[tuple[Path, ...], ...]:
     """Group the sources into units compiled in parallel; each unit parses PyTorch's headers, most of the work, once."""
     sources = sorted(NATIVE.glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    count = min(cores, MOST_UNITS)
+    count = min(cores, MAX_UNITS)
     return tuple(tuple(sources[number::count]) for number in range(count))
 
 
 def compile_line(cxx: str, libraries: Libraries, unit: tuple[Path, ...], output: Path) -> tuple[str, ...]:
     """Return the command that compiles several sources as one unit."""
     torch_root = Path(torch.__file__).parent
-    *others, last = map(str, unit)
+    *siblings, last = map(str, unit)
     return (
         *(cxx, "-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *_pybind11_flags(),
         *("-DAT_PER_OPERATOR_HEADERS", f"-I{NATIVE / 'operators'}", f"-I{libraries.include}"),
         *(f"-I{sysconfig.get_path('include')}", f"-I{torch_root}/include"),
         f"-I{torch_root}/include/torch/csrc/api/include",
-        *(word for source in others for word in ("-include", source)),
+        *(word for source in siblings for word in ("-include", source)),
         *("-c", last, "-o", str(output)),
     )
 
@@ -490,11 +492,11 @@ def link_line(cxx: str, libraries: Libraries, objects: tuple[Path, ...], output:
 def _pybind11_flags() -> tuple[str, ...]:
     """Return torch's pybind11 ABI names, which must match for pybind11 < 3 to share classes between extensions."""
     names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-    known = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
-    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in known if value is not None)
+    libraries = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
+    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in libraries if value is not None)
 
 
-def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
+def extension_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """Return the path of the compiled extension; its folder is a hash of everything the extension depends on."""
     source = "".join(path.read_text(encoding="utf-8") for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
     commands = (*compile_line("c++", libraries, (NATIVE,), Path(NAME)), *link_line("c++", libraries, (), Path(NAME)))
@@ -502,12 +504,12 @@ def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     return library_path(f"ccl-torch{torch.__version__}", parts, env, file=NAME)
 
 
-def ensure_built(libraries: Libraries, env: Mapping[str, str]) -> Path:
+def ensure_extension(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """Compile the extension if necessary, and return its path. Raises the errors of ensure_compiled."""
-    return ensure_compiled(part(libraries), built_path(libraries, env), env)
+    return ensure_compiled(ccl_extension(libraries), extension_path(libraries, env), env)
 
 
-def load(path: Path) -> ModuleType:
+def load_extension(path: Path) -> ModuleType:
     """Import the compiled extension. Raises RunError if it does not load."""
     spec = spec_from_file_location(NAME, path, loader=ExtensionFileLoader(NAME, str(path)))
     assert spec is not None and spec.loader is not None

@@ -21,8 +21,14 @@ from cputrain.data.order import Indices, epoch_order
 NUMBERS = re.compile(r"[\d,]+")  # sizes and offsets differ between files with the same cause
 CAUSES = 3  # listed in one line
 
+Collate = Callable[[list[Any]], tuple[Any, Any]]
+"""Pairs of input and target -> the inputs and the targets of a batch."""
 
-def causes(damaged: Sequence[str]) -> str:
+DISTINCT = 64  # images of random pixels; all others repeat them
+SLOPE, INTERCEPT, NOISE, MAX_X = 2.0, 1.0, 0.5, 10.0
+
+
+def summarize_corrupt(damaged: Sequence[str]) -> str:
     """Summarize damaged images: "cannot identify image file (11, first a.jpg), image file is truncated (b.jpg)".
 
     `damaged` has lines "NAME: CAUSE". Images with the same cause are counted together, the most frequent cause first.
@@ -40,21 +46,22 @@ def causes(damaged: Sequence[str]) -> str:
     return f"{', '.join(texts)}{more}"
 
 
-def allowed_damage(images: int, share: float) -> int:
-    """Return how many images of a split may be damaged with data.max_damaged=`share`: at least one, unless it is 0."""
-    return max(1, int(share * images)) if share else 0
+def allowed_damage(images: int, fraction: float) -> int:
+    """Return how many images of a split may be damaged with data.max_damaged=`fraction`: at least one, unless 0."""
+    return max(1, int(fraction * images)) if fraction else 0
 
 
-def is_too_damaged(damaged: float, images: int, share: float) -> bool:
+def is_too_damaged(damaged: float, images: int, fraction: float) -> bool:
     """Return whether `damaged` images are more than a split of `images` images may have."""
-    return damaged > allowed_damage(images, share)
+    return damaged > allowed_damage(images, fraction)
 
 
-def refusal(split: str, damaged: Sequence[str], read: int, images: int, share: float) -> InputError:
+def too_many_corrupt_error(split: str, damaged: Sequence[str], read: int, images: int, fraction: float) -> InputError:
     """Return the error for a split of `images` images, of which `read` were read; `damaged` names the damaged ones."""
     return InputError(
-        f"{split} split has {plural(len(damaged), 'damaged image')} among {read:,} of {images:,}: {causes(damaged)}; "
-        f"data.max_damaged={share:g} allows {allowed_damage(images, share):,}; repair or remove them, or raise it"
+        f"{split} split has {plural(len(damaged), 'damaged image')} among {read:,} of {images:,}: "
+        f"{summarize_corrupt(damaged)}; data.max_damaged={fraction:g} allows {allowed_damage(images, fraction):,}; "
+        "repair or remove them, or raise it"
     )
 
 
@@ -124,8 +131,8 @@ def check_labels(dataset: Dataset) -> None:
         labels = images.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
         if len(wrong):
-            found = f"{images.name(int(wrong[0]))} of the {split} split has label {labels[wrong[0]]}"
-            raise InputError(f"{found}, but there are {len(dataset.classes)} classes: prepare again")
+            wrong_label = f"{images.name(int(wrong[0]))} of the {split} split has label {labels[wrong[0]]}"
+            raise InputError(f"{wrong_label}, but there are {len(dataset.classes)} classes: prepare again")
 
 
 class LabeledImages:
@@ -168,11 +175,11 @@ class ImageFiles(LabeledImages):
 class FileParts(LabeledImages):
     """Images stored as parts of uncompressed files, such as members of tar files."""
 
-    def __init__(self, paths: Sequence[Path], places: ArrayLike, labels: ArrayLike, names: Sequence[str]) -> None:
-        """`places`, shape (n, 3), has each image's file (an index into `paths`), its offset and its length in bytes."""
+    def __init__(self, paths: Sequence[Path], positions: ArrayLike, labels: ArrayLike, names: Sequence[str]) -> None:
+        """`positions`, shape (n, 3), has each image's file (an index into `paths`), its offset and length in bytes."""
         self.paths, self._names = paths, names
         self._files = [path.open("rb") for path in paths]
-        self._places = np.array(places, dtype=np.int64).reshape(-1, 3)
+        self._places = np.array(positions, dtype=np.int64).reshape(-1, 3)
         self._labels = np.array(labels, dtype=np.int64)
 
     def read(self, i: int) -> bytes:
@@ -250,23 +257,19 @@ def subset_of(images: Images, indices: Indices) -> Subset:
     return PiecewiseSubset(images, indices) if isinstance(images, PiecewiseImages) else Subset(images, indices)
 
 
-def draw(images: Images, drawn: Mapping[str, Sequence[int]], seed: int) -> dict[str, Images]:
+def split_at_random(images: Images, drawn: Mapping[str, Sequence[int]], seed: int) -> dict[str, Images]:
     """Draw the given number of images per class for each split at random; the rest is "train". All splits keep the
     order of the images."""
     order = epoch_order(len(images), seed, 0)
     labels = images.labels[order]
     parts: dict[str, list[Indices]] = {split: [] for split in ("train", *drawn)}
     for label, counts in enumerate(zip(*drawn.values(), strict=True)):
-        rest = order[labels == label]
+        remaining = order[labels == label]
         for split, count in zip(drawn, counts, strict=True):
-            parts[split].append(rest[:count])
-            rest = rest[count:]
-        parts["train"].append(rest)
-    return {split: subset_of(images, np.sort(np.concatenate(each))) for split, each in parts.items()}
-
-
-Collate = Callable[[list[Any]], tuple[Any, Any]]
-"""Pairs of input and target -> the inputs and the targets of a batch."""
+            parts[split].append(remaining[:count])
+            remaining = remaining[count:]
+        parts["train"].append(remaining)
+    return {split: subset_of(images, np.sort(np.concatenate(numbers))) for split, numbers in parts.items()}
 
 
 class Unencoded:
@@ -315,21 +318,17 @@ class UserSamples(Unencoded):
 
     def collated(self, numbers: Sequence[int]) -> tuple[Any, Any]:
         """Return the inputs and targets of a batch. Raises InputError if `collate` does not return a pair."""
-        made = self._collate([self._samples[i] for i in numbers])
-        if not isinstance(made, tuple | list) or len(made) != 2:
+        batch = self._collate([self._samples[i] for i in numbers])
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise InputError(
-                f"a batch of the {self._split} data is a {type(made).__name__}, not a pair of inputs and targets: "
+                f"a batch of the {self._split} data is a {type(batch).__name__}, not a pair of inputs and targets: "
                 "return a pair for each sample, or pass collate"
             )
-        return made[0], made[1]
+        return batch[0], batch[1]
 
     def name(self, i: int) -> str:
         """Return the split and the sample's number."""
         return f"{self._split} sample {i}"
-
-
-DISTINCT = 64  # images of random pixels; all others repeat them
-SLOPE, INTERCEPT, NOISE, LARGEST_X = 2.0, 1.0, 0.5, 10.0
 
 
 class SyntheticImages(LabeledImages):
@@ -361,11 +360,11 @@ class SyntheticImages(LabeledImages):
 
 
 class Points(Unencoded):
-    """Points (x, y) on the line y = SLOPE x + INTERCEPT with normal noise; x is between 0 and LARGEST_X."""
+    """Points (x, y) on the line y = SLOPE x + INTERCEPT with normal noise; x is between 0 and MAX_X."""
 
     def __init__(self, count: int, seed: int, split: int) -> None:
         rng = np.random.Generator(np.random.Philox(key=[seed, split]))
-        self.x = rng.uniform(0.0, LARGEST_X, (count, 1)).astype(np.float32)
+        self.x = rng.uniform(0.0, MAX_X, (count, 1)).astype(np.float32)
         self.y = (SLOPE * self.x + INTERCEPT + NOISE * rng.standard_normal((count, 1))).astype(np.float32)
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ from cputrain.data.formats.source import (
     is_image,
     read_lines,
     suffix_of,
-    visible,
+    visible_entries,
 )
 
 if TYPE_CHECKING:  # counting does not need numpy
@@ -38,6 +38,25 @@ SYNSETS = ("imagenet_2012_validation_synset_labels.txt", "synset_labels.txt", "v
 # Of Kaggle's ImageNet ("ILSVRC2012_val_00000001,n01751748 85 1 499 272"), Tiny ImageNet ("val_0.JPEG n03444034 0 0").
 FILES = ("LOC_val_solution.csv", "val_annotations.txt", *SYNSETS)
 HEADER = "ImageId,"
+
+KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
+TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
+WORD = re.compile("[a-z]+")  # train2017, test1
+SHARD = re.compile("0[0-9]+|[0-9]{5,}")  # of img2dataset, which writes five digits by default; 0 and 1 may be classes
+PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection data sets
+MAX_SUBFOLDERS = 100  # subfolders to look into; a folder may have thousands of classes
+LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
+
+# Data sets that their authors publish as arrays, not as image files: files in the folder, what they are, torchvision's
+# name, and the folder's name as torchvision unpacks it ("" for any, None if torchvision cannot read these files).
+ARRAYS = (
+    (("data_batch_1", "test_batch"), "pickled arrays", "CIFAR10", "cifar-10-batches-py"),
+    (("meta", "train", "test"), "pickled arrays", "CIFAR100", "cifar-100-python"),
+    (("train_X.bin", "train_y.bin"), "binary arrays", "STL10", "stl10_binary"),
+    (("train_32x32.mat", "test_32x32.mat"), "MATLAB arrays", "SVHN", ""),
+    (("data_batch_1.bin", "test_batch.bin"), "binary arrays, not the pickled ones", "CIFAR10", None),
+    (("train.bin", "test.bin", "fine_label_names.txt"), "binary arrays, not the pickled ones", "CIFAR100", None),
+)
 
 
 def has_labels(folders: Sequence[Path]) -> bool:
@@ -52,13 +71,13 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
     class; or one class per line, in the order of `files`; or ImageNet's development kit. Raises InputError if there is
     none, or it does not match the images.
     """
-    found = [folder / name for name in (*FILES, DEVKIT) for folder in folders if (folder / name).is_file()]
-    if not found:
+    paths = [folder / name for name in (*FILES, DEVKIT) for folder in folders if (folder / name).is_file()]
+    if not paths:
         raise InputError(
             f"{images} has {plural(len(files), 'image')}, but no labels: put {FILES[0]}, {DEVKIT} or {SYNSETS[0]} next "
             "to it, or sort the images into class folders"
         )
-    source = found[0]
+    source = paths[0]
     if source.name == DEVKIT:
         return _devkit(source, len(files), images), source
     rows = [
@@ -75,9 +94,9 @@ def flat_labels(folders: Sequence[Path], files: Sequence[str], images: Path) -> 
     return [words[0] for words in rows], source
 
 
-def check_classes(named: Sequence[str], classes: Sequence[str], source: Path, training: Path) -> None:
+def check_classes(names: Sequence[str], classes: Sequence[str], source: Path, training: Path) -> None:
     """Raise InputError if the labels in `source` have a class that the training images lack."""
-    if unknown := sorted(set(named) - set(classes)):
+    if unknown := sorted(set(names) - set(classes)):
         raise InputError(f"{unknown[0]!r} in {source} is not a class of {training}: are both from the same data set?")
 
 
@@ -91,8 +110,8 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
         ) from None
     try:
         with tarfile.open(archive) as tar:
-            found = {Path(name).name: name for name in tar.getnames()}
-            truth, meta = found.get("ILSVRC2012_validation_ground_truth.txt"), found.get("meta.mat")
+            members_by_name = {Path(name).name: name for name in tar.getnames()}
+            truth, meta = members_by_name.get("ILSVRC2012_validation_ground_truth.txt"), members_by_name.get("meta.mat")
             if truth is None or meta is None:
                 raise InputError(f"{archive} lacks the ground truth or meta.mat: is it the development kit?")
             numbers_file, meta_file = tar.extractfile(truth), tar.extractfile(meta)
@@ -100,23 +119,16 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
             numbers = [int(word) for word in numbers_file.read().split()]
             synsets = loadmat(meta_file, squeeze_me=True)["synsets"]
         by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-        named = [by_number[number] for number in numbers]
+        class_names = [by_number[number] for number in numbers]
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001  tarfile, zlib and scipy raise many types for a damaged file
         raise InputError(f"cannot read {archive}: {type(error).__name__} {error}; is the download complete?") from None
-    if len(named) != count:
-        raise InputError(f"{archive} has {plural(len(named), 'label')}, but {images} has {plural(count, 'image')}")
-    return named
-
-
-KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
-TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
-WORD = re.compile("[a-z]+")  # train2017, test1
-SHARD = re.compile("0[0-9]+|[0-9]{5,}")  # of img2dataset, which writes five digits by default; 0 and 1 may be classes
-PARTS = frozenset(("images", "labels", "annotations", "masks", "jpegimages", "imagesets"))  # of detection data sets
-MOST_INNER = 100  # subfolders to look into; a folder may have thousands of classes
-LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
+    if len(class_names) != count:
+        raise InputError(
+            f"{archive} has {plural(len(class_names), 'label')}, but {images} has {plural(count, 'image')}"
+        )
+    return class_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,7 @@ def read_folder(root: Path) -> Source:
         notes.append(f"ignored {folders[TEST]}, which has none of the class folders of {folders[TRAIN]}")
         del folders[TEST]
     listings = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
-    notes += [note for split, folder in folders.items() for note in notes_of(folder, listings[split])]
+    notes += [note for split, folder in folders.items() for note in folder_notes(folder, listings[split])]
     notes += other_forms(folders, classes)
     splits = {split: listing.split for split, listing in listings.items()}
     return Source(place=str(root), classes=classes, splits=splits, notes=tuple(notes))
@@ -167,28 +179,28 @@ def split_folders(root: Path) -> dict[str, Path]:
         raise InputError(f"data folder {root} is a file: {advice_for(root.name) or 'give the folder that it is in'}")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
-    root, found = _folders_by_split(root)
-    if VAL not in found and TEST in found and folders_in(found[TEST]):
-        found[VAL] = found.pop(TEST)
-    if not any(folders_in(folder) for folder in found.values()):
+    root, folders = _folders_by_split(root)
+    if VAL not in folders and TEST in folders and folders_in(folders[TEST]):
+        folders[VAL] = folders.pop(TEST)
+    if not any(folders_in(folder) for folder in folders.values()):
         if names := _class_folders_without_splits(root):
             _check_are_classes(root, names)
             return {TRAIN: root}
         _check_is_one_level(root)
-    if TRAIN not in found:
+    if TRAIN not in folders:
         _check_are_no_arrays(root)
-    if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
+    if TRAIN not in folders and any(root.glob("*-images-idx3-ubyte*")):
         raise InputError(
             f"{root} has MNIST's original files: pack them with cputrain prepare mnist {root} OUT, and give OUT"
         )
-    if TRAIN not in found:
-        names = [path.name for path in visible(root)]
+    if TRAIN not in folders:
+        names = [path.name for path in visible_entries(root)]
         usual = "an image folder has train/CLASS/* and val/CLASS/*, or only CLASS/*"
         advice = _advice_for_any(names) or _advice_if_nested(root)
         if not advice:
             _check_are_no_parts(root, folders_in(root))
         raise InputError(f"{root} has no {TRAIN}/ folder, but {first_named(names) or 'nothing'}: {advice or usual}")
-    return found
+    return folders
 
 
 def _folders_by_split(root: Path) -> tuple[Path, dict[str, Path]]:
@@ -205,9 +217,9 @@ def class_folders_with_images(root: Path) -> list[str]:
     """
     if not root.is_dir():
         return []
-    top, found = _folders_by_split(root)
-    if any(folders_in(folder) for folder in found.values()):
-        folder = found.get(TRAIN)
+    top, folders = _folders_by_split(root)
+    if any(folders_in(folder) for folder in folders.values()):
+        folder = folders.get(TRAIN)
         names = [name for name in folders_in(folder) if _has_image_below(folder / name)] if folder else []
     else:
         folder, names = top, _class_folders_without_splits(top)
@@ -235,11 +247,11 @@ def _class_folders_without_splits(root: Path) -> list[str]:
 
 def _folders_below_with_images(root: Path) -> dict[str, list[str]]:
     """Return the subfolders that contain an image at any depth, each with those of its own subfolders that do."""
-    found = {
+    by_split = {
         name: [inner for inner in folders_in(root / name) if _has_image_below(root / name / inner)]
         for name in folders_in(root)
     }
-    return {name: inner for name, inner in found.items() if inner}
+    return {name: inner for name, inner in by_split.items() if inner}
 
 
 def _check_is_one_level(root: Path) -> None:
@@ -247,9 +259,9 @@ def _check_is_one_level(root: Path) -> None:
     below = _folders_below_with_images(root)
     inner = sorted({name for names in below.values() for name in names})
     if len(below) > 1 and not any(map(_are_splits, (list(below), inner))) and not _are_parts(list(below)):
-        places = [f"{name}/{names[0]}" for name, names in below.items()]
+        examples = [f"{name}/{names[0]}" for name, names in below.items()]
         raise InputError(
-            f"{root} has images in {first_named(places)}, so its classes may be {first_named(list(below))} or "
+            f"{root} has images in {first_named(examples)}, so its classes may be {first_named(list(below))} or "
             f"{first_named(inner)}: for the first, move these folders into {root / TRAIN}; for the second, give one of "
             "them, or move the images of each class into one folder"
         )
@@ -257,7 +269,7 @@ def _check_is_one_level(root: Path) -> None:
 
 def folders_of_images(root: Path) -> list[str]:
     """Return the names of the first subfolders that contain an image at any depth."""
-    return [name for name in folders_in(root)[:MOST_INNER] if _has_image_below(root / name)]
+    return [name for name in folders_in(root)[:MAX_SUBFOLDERS] if _has_image_below(root / name)]
 
 
 def _has_image_below(folder: Path) -> bool:
@@ -270,10 +282,10 @@ def _has_image_below(folder: Path) -> bool:
 def _with_class_folders(path: Path) -> Iterator[Path]:
     """Yield a folder and its first subfolders, of those that are named as splits also theirs."""
     yield path
-    for name in folders_in(path)[:MOST_INNER]:
+    for name in folders_in(path)[:MAX_SUBFOLDERS]:
         yield path / name
         if _are_splits([name]) and not path.is_symlink():
-            yield from (path / name / inner for inner in folders_in(path / name)[:MOST_INNER])
+            yield from (path / name / inner for inner in folders_in(path / name)[:MAX_SUBFOLDERS])
 
 
 def _notes_beside(root: Path, folders: Mapping[str, Path]) -> list[str]:
@@ -281,7 +293,7 @@ def _notes_beside(root: Path, folders: Mapping[str, Path]) -> list[str]:
     if folders[TRAIN] == root:
         return []  # the class folders are not in a folder of a split
     top = folders[TRAIN].parent
-    beside = [top / name for name in folders_in(top)[:MOST_INNER] if top / name not in folders.values()]
+    beside = [top / name for name in folders_in(top)[:MAX_SUBFOLDERS] if top / name not in folders.values()]
     if with_images := [path.name for path in beside if any(map(has_image, _with_class_folders(path)))]:
         return [f"{top}: ignored the images in {first_named(with_images)}, which are in no split's folder"]
     return []
@@ -293,34 +305,22 @@ def _advice_for_any(names: Sequence[str]) -> str | None:
 
 def _advice_if_nested(root: Path) -> str | None:
     """Return advice if exactly one subfolder has images, as when an archive unpacks into a folder; else None."""
-    inner = [path for path in visible(root) if path.is_dir()]
-    found = [path for path in inner[:MOST_INNER] if _split_folder(path, TRAIN) or _folders_with_images(path)]
-    return f"give {found[0]}" if len(found) == 1 else None
-
-
-# Data sets that their authors publish as arrays, not as image files: files in the folder, what they are, torchvision's
-# name, and the folder's name as torchvision unpacks it ("" for any, None if torchvision cannot read these files).
-ARRAYS = (
-    (("data_batch_1", "test_batch"), "pickled arrays", "CIFAR10", "cifar-10-batches-py"),
-    (("meta", "train", "test"), "pickled arrays", "CIFAR100", "cifar-100-python"),
-    (("train_X.bin", "train_y.bin"), "binary arrays", "STL10", "stl10_binary"),
-    (("train_32x32.mat", "test_32x32.mat"), "MATLAB arrays", "SVHN", ""),
-    (("data_batch_1.bin", "test_batch.bin"), "binary arrays, not the pickled ones", "CIFAR10", None),
-    (("train.bin", "test.bin", "fine_label_names.txt"), "binary arrays, not the pickled ones", "CIFAR100", None),
-)
+    inner = [path for path in visible_entries(root) if path.is_dir()]
+    candidates = [path for path in inner[:MAX_SUBFOLDERS] if _split_folder(path, TRAIN) or _folders_with_images(path)]
+    return f"give {candidates[0]}" if len(candidates) == 1 else None
 
 
 def _check_are_no_arrays(root: Path) -> None:
     """Raise InputError if the folder, or one in it, has a data set of ARRAYS."""
-    for folder in (root, *(path for path in visible(root)[:MOST_INNER] if path.is_dir())):
+    for folder in (root, *(path for path in visible_entries(root)[:MAX_SUBFOLDERS] if path.is_dir())):
         for files, kind, name, unpacked in ARRAYS:
             if all((folder / file).is_file() for file in files):
-                place, pack = folder.absolute(), "pack them"
-                source = str(place.parent if unpacked else place)
+                absolute, pack = folder.absolute(), "pack them"
+                source = str(absolute.parent if unpacked else absolute)
                 if unpacked is None:
                     source, pack = "DIR", "fetch and pack these"
-                elif unpacked and place.name != unpacked:
-                    pack = f"rename it to {place.with_name(unpacked)}, and pack them"
+                elif unpacked and absolute.name != unpacked:
+                    pack = f"rename it to {absolute.with_name(unpacked)}, and pack them"
                 raise InputError(
                     f"{folder} has the images of {name} as {kind}: {pack} with cputrain prepare torchvision:{name} "
                     f"{source} OUT, and give OUT"
@@ -329,11 +329,11 @@ def _check_are_no_arrays(root: Path) -> None:
 
 def _split_folder(root: Path, split: str) -> Path | None:
     """Return the folder of a split under any of its names. Raises InputError if there are several."""
-    found = [path for path in visible(root) if path.name.lower() in NAMES[split] and path.is_dir()]
-    exact = [path for path in found if path.name == split]
-    if len(found) > 1 and not exact:
-        raise InputError(f"{root} has {' and '.join(path.name for path in found)}: rename the right one to {split}")
-    return next(iter(exact or found), None)
+    matching = [path for path in visible_entries(root) if path.name.lower() in NAMES[split] and path.is_dir()]
+    exact = [path for path in matching if path.name == split]
+    if len(matching) > 1 and not exact:
+        raise InputError(f"{root} has {' and '.join(path.name for path in matching)}: rename the right one to {split}")
+    return next(iter(exact or matching), None)
 
 
 def has_train_folder(root: Path) -> bool:
@@ -356,8 +356,8 @@ def _check_are_classes(root: Path, names: Sequence[str]) -> None:
     """Raise InputError if all folders of images are splits of a competition (train/, test1/; train_images/,
     test_images/), whose classes are in a table. One among others may be a class called train."""
     if _are_splits(names):
-        places = [path for folder in (root, *(root / name for name in names)) for path in visible(folder)]
-        tables = [str(path.relative_to(root)) for path in places if path.suffix.lower() in TABLES_OF_LABELS]
+        paths = [path for folder in (root, *(root / name for name in names)) for path in visible_entries(folder)]
+        tables = [str(path.relative_to(root)) for path in paths if path.suffix.lower() in TABLES_OF_LABELS]
         listed = f", perhaps by {first_named(tables)}" if tables else ""
         raise InputError(
             f"{root} has images in {first_named(names)}, which are splits, not classes: sort the images into class "
@@ -380,9 +380,9 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
     """
     names = sorted(map(text_of, class_folders(folders[TRAIN]).values()))
     if not names:
-        found = [path.name for path in visible(folders[TRAIN])]
-        advice = _advice_for_any(found) or "put images into train/CLASS/"
-        raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(found) or 'nothing'}: {advice}")
+        present = [path.name for path in visible_entries(folders[TRAIN])]
+        advice = _advice_for_any(present) or "put images into train/CLASS/"
+        raise InputError(f"{folders[TRAIN]} has no class folders, but {first_named(present) or 'nothing'}: {advice}")
     _check_are_no_parts(folders[TRAIN], names)
     _check_are_no_shards(folders[TRAIN], names)
     for split, folder in folders.items():
@@ -420,15 +420,15 @@ def _check_are_no_shards(folder: Path, names: Sequence[str]) -> None:
 
 def class_folders(folder: Path) -> dict[str, str]:
     """Return the subfolders by their names in one Unicode form. Raises InputError if two have the same name."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in folders_in(folder):
-        before = found.setdefault(one_form(text_of(name)), name)
+        before = names.setdefault(one_form(text_of(name)), name)
         if before != name:
             raise InputError(
                 f"{folder} has the class {name} twice, in two Unicode forms, as {text_of(before)!a} and "
                 f"{text_of(name)!a}: move the images of one folder into the other"
             )
-    return found
+    return names
 
 
 def _has_any(folder: Path, classes: Sequence[str]) -> bool:
@@ -439,13 +439,15 @@ def _has_any(folder: Path, classes: Sequence[str]) -> bool:
 def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> list[str]:
     """Return a line about class names with another Unicode form in another split, as macOS writes them; or no line."""
     for split, folder in folders.items():
-        there = class_folders(folder)
-        forms = [(text_of(there.get(one_form(name), name)), name) for name in classes]
-        differing = [(own, name) for own, name in forms if own != name]
+        validation = class_folders(folder)
+        forms = [(text_of(validation.get(one_form(name), name)), name) for name in classes]
+        differing = [(form, name) for form, name in forms if form != name]
         if differing:
-            (own, name), *more = differing
-            others = f" (and {plural(len(more), 'more name')})" if more else ""
-            return [f"{split}/ has {name}{others} in another Unicode form, {own!a} for {name!a}; the class is the same"]
+            (form, name), *more = differing
+            more_names = f" (and {plural(len(more), 'more name')})" if more else ""
+            return [
+                f"{split}/ has {name}{more_names} in another Unicode form, {form!a} for {name!a}; the class is the same"
+            ]
     return []
 
 
@@ -458,15 +460,15 @@ def _list_split(folder: Path, classes: Sequence[str], *, training: Path) -> List
     """List the images of a split by class folders, or by a file of labels if it has no class folder."""
     if folder == training or _has_any(folder, classes):
         return list_images(folder, classes, every_class=folder == training)
-    paths, others = _images_in(folder)
+    paths, ignored = _images_in(folder)
     if not paths:
         return list_images(folder, classes, every_class=False)  # raises the error
-    named, source = flat_labels(_label_places(folder), [path.rpartition("/")[2] for path in paths], folder)
-    check_classes(named, classes, source, training)
+    labels, source = flat_labels(_label_places(folder), [path.rpartition("/")[2] for path in paths], folder)
+    check_classes(labels, classes, source, training)
     if source.parent == folder:
-        others[source.suffix] -= 1
+        ignored[source.suffix] -= 1
     label = {name: number for number, name in enumerate(classes)}
-    return Listing(paths=paths, labels=[label[name] for name in named], others=+others)
+    return Listing(paths=paths, labels=[label[name] for name in labels], others=+ignored)
 
 
 def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> Listing:
@@ -476,23 +478,23 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> L
     """
     paths: list[str] = []
     labels: list[int] = []
-    others: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     folder_names = class_folders(folder)
     for label, name in enumerate(classes):
         if one_form(name) not in folder_names:
             continue  # val/ need not have every class
         class_folder = folder / folder_names[one_form(name)]
-        images, rest = _images_in(class_folder)
+        images, ignored_here = _images_in(class_folder)
         if every_class and not images:
-            found = f", only {_by_suffix(rest)}" if rest else ""
-            raise InputError(f"class {name} has no image in {class_folder}{found}: add some, or remove it")
+            other_files = f", only {_by_suffix(ignored_here)}" if ignored_here else ""
+            raise InputError(f"class {name} has no image in {class_folder}{other_files}: add some, or remove it")
         paths += images
         labels += [label] * len(images)
-        others += rest
+        ignored += ignored_here
     if not paths:
-        found = f", only {_by_suffix(others)}" if others else ""
-        raise InputError(f"{folder} contains no image{found}: put images into {folder.name}/CLASS/")
-    return Listing(paths=paths, labels=labels, others=others)
+        other_files = f", only {_by_suffix(ignored)}" if ignored else ""
+        raise InputError(f"{folder} contains no image{other_files}: put images into {folder.name}/CLASS/")
+    return Listing(paths=paths, labels=labels, others=ignored)
 
 
 def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list[str], Counter[str]]:
@@ -502,7 +504,7 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list
     one: a link back to one of them would recurse without end.
     """
     paths: list[str] = []
-    others: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     inner: list[Path] = []
     prefix = f"{folder}/"
     way = above | {folder.resolve()}
@@ -517,14 +519,14 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> tuple[list
             elif not broken and entry.is_dir():
                 inner.append(folder / name)
             elif broken or not is_image(name):  # not a pipe named as an image
-                others[suffix_of(name)] += 1
+                ignored[suffix_of(name)] += 1
     paths.sort()
     for path in sorted(inner):
-        if not (path.is_symlink() and any(place.is_relative_to(path.resolve()) for place in way)):
+        if not (path.is_symlink() and any(parent.is_relative_to(path.resolve()) for parent in way)):
             deeper, more = _images_in(path, way)
             paths += deeper
-            others += more
-    return paths, others
+            ignored += more
+    return paths, ignored
 
 
 def _is_broken_link(entry: os.DirEntry[str]) -> bool:
@@ -532,7 +534,7 @@ def _is_broken_link(entry: os.DirEntry[str]) -> bool:
     return entry.is_symlink() and not Path(entry.path).exists()
 
 
-def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
+def folder_notes(folder: Path, listing: Listing) -> Iterator[str]:
     """Yield notes about the files of a split that are ignored."""
     if listing.others:
         yield (
@@ -546,9 +548,9 @@ def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
         yield f"{folder}: ignored {plural(outside, 'image')} outside the class folders"
 
 
-def _by_suffix(others: Counter[str]) -> str:
+def _by_suffix(counts: Counter[str]) -> str:
     """ "12 .heic, 3 without a suffix", the most frequent first."""
-    return first_named([f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common()])
+    return first_named([f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common()])
 
 
 def image_files(paths: Sequence[Path]) -> list[str]:
@@ -556,19 +558,19 @@ def image_files(paths: Sequence[Path]) -> list[str]:
 
     Raises InputError if a path does not exist, or a folder has no images.
     """
-    found: list[str] = []
+    listed: list[str] = []
     for path in paths:
         if path.is_dir():
-            inside, others = _images_in(path)
+            inside, ignored = _images_in(path)
             if not inside:
-                only = f", only {_by_suffix(others)}" if others else ""
+                only = f", only {_by_suffix(ignored)}" if ignored else ""
                 raise InputError(f"{path} contains no image{only}: give a folder with images")
-            found += sorted(inside)
+            listed += sorted(inside)
         elif path.exists():
-            found.append(str(path))
+            listed.append(str(path))
         else:
             raise InputError(f"image {path} does not exist: give image files, or a folder of them")
-    return found
+    return listed
 
 
 def folders_in(folder: Path) -> list[str]:

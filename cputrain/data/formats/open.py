@@ -31,7 +31,7 @@ from cputrain.data.formats.source import (
     UnreadableError,
     advice_for,
     files_by_split,
-    read_manifest,
+    read_data_manifest,
     split_of,
     visible_in_splits,
 )
@@ -49,15 +49,15 @@ RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNO
 SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})", re.DOTALL)
 NUMBERED = re.compile(r"(.*?)(\d{4,9})(\.[^\d]+)")  # imagenet1k-train-0012.tar
 ENDING = re.compile(r"(\.(parquet|arrow|feather|tar|tgz|tfrec(ord)?s?|gz))+$", re.IGNORECASE)
-LEAST_IN_ROW = 10  # files; the numbers of fewer, without a leading zero, may be years
+MIN_IN_ROW = 10  # files; the numbers of fewer, without a leading zero, may be years
 COPY = re.compile(r" \(\d+\)$| - copy$")  # as named by browsers, and by Windows
 CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
-MOST_FOLDERS = 100  # to search; an image folder may have thousands of classes
+MAX_FOLDERS = 100  # to search; an image folder may have thousands of classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class DataFormat:
     """A file format: its name in the plural, its kind for `cputrain prepare`, and functions that find the files of each
     split in a folder, describe the first image with a label (an InputError if there is none), and read the files; the
     label column is only for tables. `names_files`: whether the images are files that these files name."""
@@ -76,15 +76,17 @@ class Format:
             raise InputError(f"{root} is not a folder: give the folder of the {self.title}")
         files = self.find(root)
         if TRAIN not in files:
-            found = f", only of {', '.join(files)}" if files else " or any other"
-            raise InputError(f"{root} has no {self.title} of the training split{found}: give the folder that has them")
-        others = files.pop(NO_SPLIT, [])
+            other_suffixes = f", only of {', '.join(files)}" if files else " or any other"
+            raise InputError(
+                f"{root} has no {self.title} of the training split{other_suffixes}: give the folder that has them"
+            )
+        unsplit = files.pop(NO_SPLIT, [])
         notes = [note for split, paths in files.items() for note in _check_shards(split, paths)]
-        taken = {path for paths in files.values() for path in (*paths, *others)}
-        notes += _notes_of_others(root, self.title, lambda path: _is_data(path.name) and path not in taken)
-        if others:
-            names = first_named([path.name for path in others])
-            has = "names have" if len(others) > 1 else "name has"
+        used = {path for paths in files.values() for path in (*paths, *unsplit)}
+        notes += _notes_of_others(root, self.title, lambda path: _is_data(path.name) and path not in used)
+        if unsplit:
+            names = first_named([path.name for path in unsplit])
+            has = "names have" if len(unsplit) > 1 else "name has"
             notes.append(f"{root}: ignored {names}, because the {has} no split, unlike the others")
         source = self.read(root, files, label_column)
         if (unread := folders_of_images(root)) and not self.names_files(files):
@@ -103,8 +105,8 @@ def _is_data(name: str) -> bool:
 
 def _notes_of_others(root: Path, title: str, is_other: Callable[[Path], bool]) -> list[str]:
     """Return a line about files in a folder, its data/ and its splits that are not read; or no line."""
-    others = [str(path.relative_to(root)) for path in visible_in_splits(root) if is_other(path) and path.is_file()]
-    return [f"{root}: ignored {first_named(others)}, because only {title} are read"] if others else []
+    ignored = [str(path.relative_to(root)) for path in visible_in_splits(root) if is_other(path) and path.is_file()]
+    return [f"{root}: ignored {first_named(ignored)}, because only {title} are read"] if ignored else []
 
 
 def read_class_folders(root: Path) -> Source:
@@ -140,7 +142,7 @@ def _check_shards(split: str, paths: Sequence[Path]) -> list[str]:
         elif counted_name := NUMBERED.fullmatch(path.name):
             rows.setdefault((path.parent, counted_name[1], counted_name[3]), []).append(counted_name[2])
     for (folder, prefix, suffix), texts in rows.items():
-        if len(texts) < LEAST_IN_ROW and not any(text.startswith("0") for text in texts):
+        if len(texts) < MIN_IN_ROW and not any(text.startswith("0") for text in texts):
             continue
         row = [int(text) for text in texts]
         if 0 < (absent := max(row) - min(row) + 1 - len(row)) < len(row):  # else the numbers count something else
@@ -225,7 +227,7 @@ def _read_tars(root: Path, files: Files, _label_column: str | None) -> Source:
     return read_tars(root, files)
 
 
-TABLES = Format(
+TABLES = DataFormat(
     title="Parquet or Arrow files",
     kind="parquet",
     find=table_files,
@@ -233,12 +235,14 @@ TABLES = Format(
     read=_read_tables,
     names_files=_names_files,
 )
-RECORDS = Format(title="TFRecords", kind="tfrecord", find=record_files, examine=_examine_records, read=_read_records)
-TARS = Format(title="tar files", kind="webdataset", find=tar_files, examine=_examine_tars, read=_read_tars)
+RECORDS = DataFormat(
+    title="TFRecords", kind="tfrecord", find=record_files, examine=_examine_records, read=_read_records
+)
+TARS = DataFormat(title="tar files", kind="webdataset", find=tar_files, examine=_examine_tars, read=_read_tars)
 FORMATS = (TABLES, RECORDS, TARS)
 
 
-def detect(path: str | Path | None, label_column: str | None = None) -> Source:
+def detect_source(path: str | Path | None, label_column: str | None = None) -> Source:
     """Detect a data folder's format: shards of cputrain prepare, files of one of FORMATS, or an image folder.
 
     All that is in the folder decides: it is read as the only format in which it has images with labels, and notes name
@@ -250,57 +254,60 @@ def detect(path: str | Path | None, label_column: str | None = None) -> Source:
         raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
     root = Path(path)
     has_manifest = (root / MANIFEST).is_file()
-    found = {each: files for each in FORMATS if (files := each.find(root))}
-    if has_manifest and _is_prepared(root, found):
+    readable = {data_format: files for data_format in FORMATS if (files := data_format.find(root))}
+    if has_manifest and _is_prepared(root, readable):
         return _prepared(root)
     for archive, kind in ARCHIVES.items():
         if (root / archive).is_file() and not (root / TRAIN).is_dir():
             raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and give OUT")
     if label_column is not None:
         return TABLES.source(root, label_column)
-    if found:
-        return _only_reading(root, found)
+    if readable:
+        return _only_reading(root, readable)
     below = [] if class_folders_with_images(root) else _folders_below(root)
-    for each in FORMATS:
-        if folders := [str(path) for path in below if each.find(path)]:
-            raise InputError(f"{root} has {each.title} only in folders below it: give {join_or(folders)}")
+    for data_format in FORMATS:
+        if folders := [str(path) for path in below if data_format.find(path)]:
+            raise InputError(f"{root} has {data_format.title} only in folders below it: give {join_or(folders)}")
     return read_class_folders(root)
 
 
-def _only_reading(root: Path, found: Mapping[Format, Files]) -> Source:
+def _only_reading(root: Path, readable: Mapping[DataFormat, Files]) -> Source:
     """Return the data of a folder with files of these formats and perhaps class folders.
 
     Raises InputError if several of them have images with labels, or none.
     """
     folders = class_folders_with_images(root)
-    if len(found) == 1 and not folders:
-        return next(iter(found)).source(root)
-    readings: dict[Format, str] = {}
-    errors: dict[Format, InputError] = {}
-    for each, files in found.items():
+    if len(readable) == 1 and not folders:
+        return next(iter(readable)).source(root)
+    readings: dict[DataFormat, str] = {}
+    errors: dict[DataFormat, InputError] = {}
+    for data_format, files in readable.items():
         try:
             if TRAIN not in files:
-                raise InputError(f"{root} has no {each.title} of the training split")
-            readings[each] = each.examine(root, files)
+                raise InputError(f"{root} has no {data_format.title} of the training split")
+            readings[data_format] = data_format.examine(root, files)
         except InputError as error:
-            errors[each] = error
-    if folders and TABLES in readings and _lists_the_folders(root, found[TABLES]):
+            errors[data_format] = error
+    if folders and TABLES in readings and _lists_the_folders(root, readable[TABLES]):
         del readings[TABLES]
     unread = tuple(
-        f"{root}: it is unknown whether the {each.title} are another data set: {error}"
-        for each, error in errors.items()
+        f"{root}: it is unknown whether the {data_format.title} are another data set: {error}"
+        for data_format, error in errors.items()
         if isinstance(error, UnreadableError)
     )
     if folders and not readings:
         source = read_class_folders(root)
         return replace(source, notes=(*source.notes, *unread))
     if not readings:
-        sizes = {each: sum(path.stat().st_size for paths in found[each].values() for path in paths) for each in errors}
+        sizes = {
+            data_format: sum(path.stat().st_size for paths in readable[data_format].values() for path in paths)
+            for data_format in errors
+        }
         raise errors[max(sizes, key=sizes.__getitem__)]
     if len(readings) == 1 and not folders:
         source = next(iter(readings)).source(root)
         return replace(source, notes=(*source.notes, *unread))
-    ways = {each.kind: f"{each.title} ({where})" for each, where in readings.items()}
+    ways = {data_format.kind: f"{data_format.title} ({where})" for data_format, where in readings.items()}
     if folders:
         ways = {"imagefolder": f"class folders ({first_named(folders)})", **ways}
     raise InputError(
@@ -331,28 +338,28 @@ def _lists_the_folders(root: Path, files: Files) -> bool:
 
     listed = {
         split: {(resolved(images.name(i)), source.classes[k]) for i, k in enumerate(images.labels.tolist())}
-        for split, images in ((split, each.load()) for split, each in source.splits.items())
+        for split, images in ((split, part.load()) for split, part in source.splits.items())
     }
     return listed[TRAIN] <= {(resolved(path), name) for path, name in rows} <= set().union(*listed.values())
 
 
 def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":
-    """Open a data folder of any format that `detect` knows, with validation images as in `Source.open`.
+    """Open a data folder of any format that `detect_source` knows, with validation images as in `Source.open`.
 
     Raises InputError if data is missing or invalid.
     """
-    return detect(path, label_column).open(val_fraction)
+    return detect_source(path, label_column).open(val_fraction)
 
 
-def _is_prepared(root: Path, found: Mapping[Format, Files]) -> bool:
+def _is_prepared(root: Path, readable: Mapping[DataFormat, Files]) -> bool:
     """Return whether a folder with a manifest has an index, too, or else nothing that another program's manifest could
     be of."""
-    return any(root.glob("*.index.npy")) or not (found or class_folders_with_images(root))
+    return any(root.glob("*.index.npy")) or not (readable or class_folders_with_images(root))
 
 
 def _prepared(root: Path) -> Source:
     """Return the splits of a prepared folder, as counted in its manifest."""
-    manifest = read_manifest(root)
+    manifest = read_data_manifest(root)
 
     def shards(split: str) -> "Images":
         from cputrain.data.formats.shards import Shards
@@ -368,13 +375,13 @@ def _prepared(root: Path) -> Source:
 def _folders_below(root: Path) -> list[Path]:
     """Return the nearest folders below `root` that have files of one of FORMATS, such as configurations of a data set
     on the Hub, or the folders of tensorflow_datasets and `datasets`; [] if `root` is an image folder."""
-    found: list[Path] = []
+    folders: list[Path] = []
     waiting = [root] if root.is_dir() and not has_train_folder(root) else []
     for path in waiting:  # the loop appends to it
         if has_image(path):
             continue  # a class folder
-        if path != root and any(each.find(path) for each in FORMATS):
-            found.append(path)
+        if path != root and any(data_format.find(path) for data_format in FORMATS):
+            folders.append(path)
         else:
-            waiting += [path / name for name in folders_in(path)][: MOST_FOLDERS - len(waiting)]
-    return found
+            waiting += [path / name for name in folders_in(path)][: MAX_FOLDERS - len(waiting)]
+    return folders

@@ -32,8 +32,8 @@ from cputrain.data.formats.source import (
     SYNSET,
     TRAIN,
     UNLABELED,
-    Rows,
     Source,
+    SplitRows,
     is_hidden,
     is_image,
     labeled_source,
@@ -54,16 +54,23 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 Span = tuple[int, int]
 
+Member = tuple[str, int, int]
+"""Name, offset and length of a file in a tar."""
+
+JSON_LABEL = "label"  # in KEY.json
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # as in a binary number written by numpy
+MAX_LABEL_BYTES = 1 << 20
+
 
 class RecordImages(FileParts):
     """Images in the TFRecord files of one split.
 
-    `places`, shape (n, 5), has each image's file, offset and length, and its record's offset and length.
+    `positions`, shape (n, 5), has each image's file, offset and length, and its record's offset and length.
     """
 
-    def __init__(self, paths: Sequence[Path], places: NDArray[np.int64], labels: Sequence[int]) -> None:
-        super().__init__(paths, places[:, :3], labels, ())
-        self._records = places[:, 3:]
+    def __init__(self, paths: Sequence[Path], positions: NDArray[np.int64], labels: Sequence[int]) -> None:
+        super().__init__(paths, positions[:, :3], labels, ())
+        self._records = positions[:, 3:]
 
     def read(self, i: int) -> bytes:
         """Return the image's bytes. Raises OSError if the record's checksum is wrong."""
@@ -86,18 +93,18 @@ def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     notes = []
     list_of_tfds = root / CLASS_NAMES
     names = dict(enumerate(read_lines(list_of_tfds))) if list_of_tfds.is_file() else {}
-    found = {}
+    records = {}
     for split, paths in files.items():
         filled = [path for path in paths if path.stat().st_size]
         if empty := len(paths) - len(filled):
             notes.append(f"{root}: ignored {plural(empty, 'empty file')} of the {split} split")
-        found[split], own_names = _record_rows(paths[0], filled)
+        records[split], own_names = _record_rows(paths[0], filled)
         if split == "train":
             names = names or own_names
     classes = {label: names[label] for label in sorted(names)}
     keys = f"{b' or '.join(LABELS).decode()}, the first record has {_keys_of(files['train'])}"
     labels_are_in = f"{keys}: write the number of its class under one of these keys"
-    return labeled_source(root, found, classes, labels_are_in=labels_are_in, notes=notes)
+    return labeled_source(root, records, classes, labels_are_in=labels_are_in, notes=notes)
 
 
 def examine_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
@@ -109,19 +116,19 @@ def examine_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
     return str(path.relative_to(root))
 
 
-def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[Rows, dict[int, str]]:
+def _record_rows(first: Path, paths: Sequence[Path]) -> tuple[SplitRows, dict[int, str]]:
     """Return the rows of these files, and the name of each label; messages name the file `first`."""
-    places: list[tuple[int, ...]] = []
+    positions: list[tuple[int, ...]] = []
     labels: list[int | None] = []
     names: dict[int, str] = {}
     for number, path in enumerate(paths):
         for record, (begin, end), label, name in examples(path):
-            places.append((number, begin, end - begin, *record))
+            positions.append((number, begin, end - begin, *record))
             labels.append(label)
             if label is not None:
                 names.setdefault(label, name or str(label))
-    table = np.array(places, dtype=np.int64).reshape(-1, 5)
-    rows = Rows(labels=labels, file=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
+    table = np.array(positions, dtype=np.int64).reshape(-1, 5)
+    rows = SplitRows(labels=labels, file=first, images=lambda rows, numbers: RecordImages(paths, table[rows], numbers))
     return rows, names
 
 
@@ -284,13 +291,13 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int | None, s
 
 def _integers(data: mmap.mmap, start: int, end: int) -> list[int]:
     """Return the values of an Int64List: packed, or one field each as in proto2."""
-    found = []
+    rows = []
     for _, (begin, stop) in _fields(data, start, end, 1):
         at = begin
         while at < stop:
             number, at = _varint(data, at)
-            found.append(number - ((number >> 63) << 64))  # two's complement of 64 bits
-    return found
+            rows.append(number - ((number >> 63) << 64))  # two's complement of 64 bits
+    return rows
 
 
 def _fields(data: mmap.mmap, start: int, end: int, only: int | None = None) -> Iterator[tuple[int, Span]]:
@@ -328,11 +335,7 @@ def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
             raise IndexError(f"an unterminated varint at byte {at:,}")
 
 
-Member = tuple[str, int, int]
-"""Name, offset and length of a file in a tar."""
-
-
-def members(archive: Path, start: int) -> Iterator[Member]:
+def tar_members(archive: Path, start: int) -> Iterator[Member]:
     """Yield name, offset and length of the regular files in a tar that begins at byte `start` of a file.
 
     Nothing is unpacked, so any names are safe; links and hidden files are skipped. Raises InputError if the archive is
@@ -389,31 +392,26 @@ def member_problem(file: BinaryIO, key: int, offset: int, length: int, _end: int
     return None
 
 
-JSON_LABEL = "label"  # in KEY.json
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # as in a binary number written by numpy
-MOST_LABEL_BYTES = 1 << 20
-
-
 def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
     """Find the images and labels in the tar files of a folder in one pass over all headers.
 
     Raises InputError if something is missing or invalid.
     """
-    found = {split: _tar_rows(paths) for split, paths in files.items()}
+    rows_and_notes = {split: _tar_rows(paths) for split, paths in files.items()}
     notes = [
         f"{root}: no image in {first_named(empty)} of the {split} split"
-        for split, (rows, empty) in found.items()
+        for split, (rows, empty) in rows_and_notes.items()
         if empty and rows.labels
     ]
-    labels = {label for label in found["train"][0].labels if label is not None}
+    labels = {label for label in rows_and_notes["train"][0].labels if label is not None}
     if negative := [label for label in labels if isinstance(label, int) and label < 0]:
         raise InputError(
             f"{files['train'][0]} has samples with label {min(negative)}, but a label must be 0 or higher, "
             "or a string: remove samples without a label"
         )
     classes = {label: str(label) for label in sorted(labels, key=lambda label: (isinstance(label, str), label))}
-    each = {split: rows for split, (rows, _) in found.items()}
-    return labeled_source(root, each, classes, labels_are_in="KEY.cls or KEY.json", notes=notes)
+    rows_by_split = {split: rows for split, (rows, _) in rows_and_notes.items()}
+    return labeled_source(root, rows_by_split, classes, labels_are_in="KEY.cls or KEY.json", notes=notes)
 
 
 def examine_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
@@ -424,26 +422,26 @@ def examine_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
     raise InputError(f"{files[TRAIN][0]} has no image with a label")
 
 
-def _tar_rows(paths: Sequence[Path]) -> tuple[Rows, list[str]]:
+def _tar_rows(paths: Sequence[Path]) -> tuple[SplitRows, list[str]]:
     """Return the samples of tar files, and the names of the files without any. Raises InputError if a sample lacks its
     image or label."""
     names: list[str] = []
-    places: list[tuple[int, int, int]] = []
+    positions: list[tuple[int, int, int]] = []
     labels: list[int | str | None] = []
     empty = []
     for number, path in enumerate(paths):
         before = len(names)
         for name, offset, length, label in _samples(path):
             names.append(name)
-            places.append((number, offset, length))
+            positions.append((number, offset, length))
             labels.append(None if label == UNLABELED else label)
         if len(names) == before:
             empty.append(path.name)
 
     def images(rows: list[int], numbers: list[int]) -> FileParts:
-        return FileParts(paths, [places[row] for row in rows], numbers, [names[row] for row in rows])
+        return FileParts(paths, [positions[row] for row in rows], numbers, [names[row] for row in rows])
 
-    return Rows(labels=labels, file=paths[0], images=images), empty
+    return SplitRows(labels=labels, file=paths[0], images=images), empty
 
 
 def _samples(path: Path) -> Iterator[tuple[str, int, int, int | str]]:
@@ -451,7 +449,7 @@ def _samples(path: Path) -> Iterator[tuple[str, int, int, int | str]]:
     if not path.stat().st_size:  # from a writer without samples; tarfile would raise an error
         return
     with path.open("rb") as file:
-        for _, sample in groupby(members(path, 0), key=lambda member: _key_and_suffix(member[0])[0]):
+        for _, sample in groupby(tar_members(path, 0), key=lambda member: _key_and_suffix(member[0])[0]):
             yield _sample(path, file.fileno(), {_key_and_suffix(member[0])[1].lower(): member for member in sample})
 
 
@@ -476,7 +474,7 @@ def _sample(path: Path, file: int, sample: dict[str, Member]) -> tuple[str, int,
             f"KEY.cls or KEY.json: {advice}"
         )
     label_name, offset, length = sample.get("cls") or sample["json"]
-    text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
+    text = os.pread(file, min(length, MAX_LABEL_BYTES), offset)
     try:
         label = text.decode().strip() if "cls" in sample else _label_in(json.loads(text))
         if type(label) not in (int, str) or label == "" or CONTROL.search(str(label)):

@@ -21,14 +21,14 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from cputrain.affinity.binding import bind_thread
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import write_with
-from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.rank import Rank
 from cputrain.affinity.wording import MIB
 from cputrain.checksums import crc32c_of
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages
-from cputrain.data.formats.source import MANIFEST, read_manifest
+from cputrain.data.formats.source import MANIFEST, read_data_manifest
 from cputrain.data.order import Indices, block_length
 from cputrain.files import check_downloaded
 
@@ -51,6 +51,7 @@ ShardPieces = dict[int, tuple[int, bytes]]
 """Pieces of shards in memory: shard number -> offset of its piece, and the piece's bytes."""
 
 OTHER_FILES = 512  # open files of the process besides shards
+COPY_BYTES = 16 << 20  # per read; parallel file systems are fast only with large reads
 
 
 def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list[Path]:
@@ -81,8 +82,8 @@ def _allow_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def _open_index(path: Path) -> Any:
@@ -99,7 +100,7 @@ class Shards(PiecewiseImages):
 
     def __init__(self, folder: Path, split: str) -> None:
         """Open the index and all shards. Raises InputError if one is missing or has the wrong size."""
-        manifest = read_manifest(folder)
+        manifest = read_data_manifest(folder)
         counts = manifest["splits"][split]
         self.paths = shard_paths(folder, split, counts["shards"], shard_format_of(manifest))
         _allow_files(5 * len(self.paths))  # shards of three splits, and copies of two
@@ -163,8 +164,8 @@ class Shards(PiecewiseImages):
         """Read the pieces of shards that contain the samples [first, last), one read per shard."""
         records, pieces = self.index[first:last], {}
         for shard in np.unique(records["shard"]).tolist():
-            mine = records[records["shard"] == shard]
-            (_, begin, _), (_, start, length) = self._place(mine[0]), self._place(mine[-1])
+            of_shard = records[records["shard"] == shard]
+            (_, begin, _), (_, start, length) = self._place(of_shard[0]), self._place(of_shard[-1])
             file = self._copy_of(shard) or self.files[shard]
             pieces[shard] = begin, os.pread(file.fileno(), max(start + length - begin, 0), begin)
         return pieces
@@ -275,11 +276,8 @@ class BlockReader:
         return self._images.name(i)
 
 
-COPY_BYTES = 16 << 20  # per read; parallel file systems are fast only with large reads
-
-
 @contextmanager
-def staged(dataset: Dataset, disk: str | None, rank: Rank, cpus: tuple[int, ...]) -> Iterator[None]:
+def staged_shards(dataset: Dataset, disk: str | None, rank: Rank, cpus: tuple[int, ...]) -> Iterator[None]:
     """Copy the shards into a folder below `disk`, and read each from its copy once that exists.
 
     The first worker of each host copies, on these CPUs. The copies are removed at the end; copies left by a killed job

@@ -22,77 +22,8 @@ if TYPE_CHECKING:  # counting does not need numpy
 
 VERSION = 3
 MANIFEST = "manifest.json"
-MOST_BYTES = 256 << 20  # enough for the names of a million damaged images
+MAX_MANIFEST_BYTES = 256 << 20  # enough for the names of a million damaged images
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
-
-
-class _Mixing(BaseModel):
-    classes_in_32: float
-    at_random: float
-
-
-class _Split(BaseModel):
-    images: Count
-    shards: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
-    bytes: list[Count]
-    mixing: _Mixing
-    unusual: dict[str, Count]
-    damaged: list[str]
-
-    @model_validator(mode="after")
-    def _has_each_size(self) -> "_Split":
-        if len(self.bytes) != self.shards:
-            raise ValueError(f"{self.shards} shards, but {len(self.bytes)} sizes")
-        return self
-
-
-class _Manifest(BaseModel):
-    version: Literal[3]
-    classes: Annotated[list[str], Field(min_length=1)]
-    options: dict[str, str | int | float | None]
-    splits: dict[Literal["train", "val", "test"], _Split]
-
-    @model_validator(mode="after")
-    def _has_training_images(self) -> "_Manifest":
-        if "train" not in self.splits:
-            raise ValueError("splits has no train")
-        return self
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest {"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
-
-    `options` are the options of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32
-    consecutive samples, `unusual` the number of images with each unusual property, `damaged` the images that could not
-    be packed. Raises InputError for any other file.
-    """
-    path = folder / MANIFEST
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
-        check_downloaded(path)
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {str(error)[:200]}; prepare again") from None
-    if isinstance(manifest, dict) and manifest.get("version") != VERSION:
-        found = str(manifest.get("version"))[:60]
-        raise InputError(f"{path} has version {found}, but this program reads {VERSION}: prepare again")
-    try:
-        _Manifest.model_validate(manifest)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part)[:60] for part in first["loc"])
-        raise InputError(f"{path} is damaged{place and f' at {place}'}: {first['msg']}; prepare again") from None
-    return manifest
-
-
-def write_manifest(
-    folder: Path, classes: tuple[str, ...], options: dict[str, Any], splits: dict[str, dict[str, Any]]
-) -> None:
-    """Write the manifest of a folder whose shards and indices are complete."""
-    manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
-
 
 # Suffixes of the formats that Pillow decodes without other programs. Not EPS and PostScript (needs Ghostscript), WMF
 # and EMF (Windows), MPEG (only its size), BUFR, GRIB and HDF5 (need a handler), and FITS, whose numbers have no known
@@ -128,24 +59,6 @@ NAMES = {
 }
 SPLIT_OF = {name: split for split, names in NAMES.items() for name in names}
 
-
-def is_hidden(name: str) -> bool:
-    """Return whether a name is hidden or of a system's file or folder: .DS_Store, ._photo.jpg, Thumbs.db, __MACOSX."""
-    return name.startswith(".") or name.endswith(ORIGIN) or name.lower() in SYSTEM_FILES
-
-
-def is_image(name: str) -> bool:
-    """Return whether a file of this name is an image that Pillow decodes; hidden files are not."""
-    return suffix_of(name) in IMAGE_SUFFIXES and name[0] != "."  # no name in SYSTEM_FILES has such a suffix
-
-
-def suffix_of(name: str) -> str:
-    """Return the suffix of a file's name in lower case, with its dot, or "". (Path.suffix takes three times as long,
-    and there may be a million files.)"""
-    _, dot, last = name.rpartition(".")
-    return f".{last.lower()}" if dot else ""
-
-
 CONVERT = "convert its images to files in class folders, or to Parquet, TFRecords or tar files"
 # Unsupported files and folders, by the ends of their names, and what to do with them.
 FOREIGN = {
@@ -163,6 +76,98 @@ FOREIGN = {
         r"\.(rec|h5|hdf5|npz|npy|mat|pkl|pickle|beton)|train_data_batch_\d+": CONVERT,
     }.items()
 }
+
+UNLABELED = -1  # as in test splits of published data sets
+VAL_FRACTION = 0.2  # default for a source without validation images
+SPLIT_SEED = 1  # of a training, and the default of cputrain prepare, so that both draw the same images
+Part = TypeVar("Part")
+
+
+class _Mixing(BaseModel):
+    classes_in_32: float
+    at_random: float
+
+
+class _Split(BaseModel):
+    images: Count
+    shards: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    bytes: list[Count]
+    mixing: _Mixing
+    unusual: dict[str, Count]
+    damaged: list[str]
+
+    @model_validator(mode="after")
+    def _has_each_size(self) -> "_Split":
+        if len(self.bytes) != self.shards:
+            raise ValueError(f"{self.shards} shards, but {len(self.bytes)} sizes")
+        return self
+
+
+class _Manifest(BaseModel):
+    version: Literal[3]
+    classes: Annotated[list[str], Field(min_length=1)]
+    options: dict[str, str | int | float | None]
+    splits: dict[Literal["train", "val", "test"], _Split]
+
+    @model_validator(mode="after")
+    def _has_training_images(self) -> "_Manifest":
+        if "train" not in self.splits:
+            raise ValueError("splits has no train")
+        return self
+
+
+def read_data_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest {"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
+
+    `options` are the options of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32
+    consecutive samples, `unusual` the number of images with each unusual property, `damaged` the images that could not
+    be packed. Raises InputError for any other file.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise InputError(
+                f"{path} has {path.stat().st_size:,} bytes, more than {MAX_MANIFEST_BYTES:,}: prepare again"
+            )
+        check_downloaded(path)
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {str(error)[:200]}; prepare again") from None
+    if isinstance(manifest, dict) and manifest.get("version") != VERSION:
+        version = str(manifest.get("version"))[:60]
+        raise InputError(f"{path} has version {version}, but this program reads {VERSION}: prepare again")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part)[:60] for part in first["loc"])
+        raise InputError(f"{path} is damaged{key and f' at {key}'}: {first['msg']}; prepare again") from None
+    return manifest
+
+
+def write_manifest(
+    folder: Path, classes: tuple[str, ...], options: dict[str, Any], splits: dict[str, dict[str, Any]]
+) -> None:
+    """Write the manifest of a folder whose shards and indices are complete."""
+    manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a name is hidden or of a system's file or folder: .DS_Store, ._photo.jpg, Thumbs.db, __MACOSX."""
+    return name.startswith(".") or name.endswith(ORIGIN) or name.lower() in SYSTEM_FILES
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file of this name is an image that Pillow decodes; hidden files are not."""
+    return suffix_of(name) in IMAGE_SUFFIXES and name[0] != "."  # no name in SYSTEM_FILES has such a suffix
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file's name in lower case, with its dot, or "". (Path.suffix takes three times as long,
+    and there may be a million files.)"""
+    _, dot, last = name.rpartition(".")
+    return f".{last.lower()}" if dot else ""
 
 
 def advice_for(name: str) -> str | None:
@@ -185,19 +190,19 @@ def files_by_split(root: Path, matches: Callable[[str], bool]) -> dict[str, list
     split; files without a split's name are the training split, or NO_SPLIT if other files have the name "train"
     (extra-00000-of-00002.parquet).
     """
-    found: dict[str, list[Path]] = {}
+    paths: dict[str, list[Path]] = {}
     for path in visible_in_splits(root):
         if matches(path.name) and path.is_file():
-            found.setdefault(split_of(path.relative_to(root).parts), []).append(path)
-    if NO_SPLIT in found and TRAIN not in found:
-        found[TRAIN] = found.pop(NO_SPLIT)
-    return found
+            paths.setdefault(split_of(path.relative_to(root).parts), []).append(path)
+    if NO_SPLIT in paths and TRAIN not in paths:
+        paths[TRAIN] = paths.pop(NO_SPLIT)
+    return paths
 
 
 def visible_in_splits(root: Path) -> list[Path]:
     """Return what is in a folder, in its data/ and in its folders named after a split, sorted, without hidden names."""
-    folders = [root, *(path for path in visible(root) if path.name.lower() in ("data", *SPLIT_OF))]
-    return sorted(path for folder in folders for path in visible(folder))
+    folders = [root, *(path for path in visible_entries(root) if path.name.lower() in ("data", *SPLIT_OF))]
+    return sorted(path for folder in folders for path in visible_entries(folder))
 
 
 def split_of(parts: Sequence[str]) -> str:
@@ -206,7 +211,7 @@ def split_of(parts: Sequence[str]) -> str:
     return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), NO_SPLIT)
 
 
-def visible(folder: Path) -> list[Path]:
+def visible_entries(folder: Path) -> list[Path]:
     """Return what is in a folder, sorted, without hidden names; [] if it is not a folder. Raises InputError."""
     try:
         return sorted(path for path in folder.iterdir() if not is_hidden(path.name)) if folder.is_dir() else []
@@ -216,12 +221,6 @@ def visible(folder: Path) -> list[Path]:
 
 class UnreadableError(InputError):
     """A file cannot be opened here, so it is unknown whether it has images and labels."""
-
-
-UNLABELED = -1  # as in test splits of published data sets
-VAL_FRACTION = 0.2  # default for a source without validation images
-SPLIT_SEED = 1  # of a training, and the default of cputrain prepare, so that both draw the same images
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +264,13 @@ class Split:
     labels: Sequence[int] | None = None
 
 
-def opened(images: "Images") -> Split:
+def open_split(images: "Images") -> Split:
     """Return a split of images that are already open."""
     return Split(images=len(images), load=lambda: images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class SplitRows:
     """Rows of the files of a split: the label of each row or None, and the first file, for messages.
 
     `images` takes numbers of rows and their class numbers, and returns the images of these rows.
@@ -300,7 +299,7 @@ class Source:
     def count(self, val_fraction: float | None = None) -> DatasetSummary:
         """Count the images of each split as `open` would. Raises InputError if they cannot be split in this way."""
         drawn, notes = self._drawn(val_fraction, None)
-        counts = {split: each.images for split, each in self.splits.items()}
+        counts = {split: part.images for split, part in self.splits.items()}
         if drawn:
             numbers = {split: sum(of_classes) for split, of_classes in drawn.items()}
             counts = self._with_drawn({TRAIN: counts[TRAIN] - sum(numbers.values()), **numbers}, counts)
@@ -316,16 +315,16 @@ class Source:
         given and not 0; then its own validation images become the test split. Raises InputError if it also has a test
         split.
         """
-        from cputrain.data.formats.dataset import Dataset, draw
+        from cputrain.data.formats.dataset import Dataset, split_at_random
 
         drawn, notes = self._drawn(val_fraction, test_fraction)
-        images = {split: each.load() for split, each in self.splits.items()}
+        images = {split: part.load() for split, part in self.splits.items()}
         if drawn:
-            images = self._with_drawn(draw(images[TRAIN], drawn, seed), images)
+            images = self._with_drawn(split_at_random(images[TRAIN], drawn, seed), images)
         return Dataset(classes=self.classes, notes=notes, **images)
 
-    def _with_drawn(self, drawn: dict[str, Part], own: Mapping[str, Part]) -> dict[str, Part]:
-        return {**drawn, TEST: own[VAL]} if VAL in own else drawn
+    def _with_drawn(self, drawn: dict[str, Part], existing: Mapping[str, Part]) -> dict[str, Part]:
+        return {**drawn, TEST: existing[VAL]} if VAL in existing else drawn
 
     def _drawn(
         self, val_fraction: float | None, test_fraction: float | None
@@ -342,21 +341,26 @@ class Source:
             return {VAL: [0 for _ in self.classes]}, notes
         if TEST in self.splits:
             raise InputError(f"{self.place} has its own validation and test images: remove data.val_fraction")
-        share = VAL_FRACTION if val_fraction is None else val_fraction
-        fractions = {VAL: share} | ({} if test_fraction is None else {TEST: test_fraction})
+        fraction = VAL_FRACTION if val_fraction is None else val_fraction
+        fractions = {VAL: fraction} | ({} if test_fraction is None else {TEST: test_fraction})
         train = self.splits[TRAIN]
         sizes = Counter(train.load().labels.tolist() if train.labels is None else train.labels)
         drawn = counts_to_draw(self.classes, [sizes[label] for label in range(len(self.classes))], fractions)
         if VAL not in self.splits:
             notes += (
                 f"{self.place} has no validation images: using {plural(sum(drawn[VAL]), 'image')} drawn from its "
-                f"classes in proportion, a fraction of {share:g}",
+                f"classes in proportion, a fraction of {fraction:g}",
             )
         return drawn, notes
 
 
 def labeled_source(
-    root: Path, found: Mapping[str, Rows], classes: Mapping[Any, str], *, labels_are_in: str, notes: Sequence[str] = ()
+    root: Path,
+    by_split: Mapping[str, SplitRows],
+    classes: Mapping[Any, str],
+    *,
+    labels_are_in: str,
+    notes: Sequence[str] = (),
 ) -> Source:
     """Return the images of the rows that have a label, in files below `root`; notes count the other rows.
 
@@ -365,23 +369,23 @@ def labeled_source(
     """
     numbers = {label: number for number, label in enumerate(classes)}
     splits, all_notes = {}, list(notes)
-    for each in found.values():
-        if not each.labels:
-            raise InputError(f"{each.file} and the rest of its split have no image: is the download complete?")
-    if all(label is None for label in found[TRAIN].labels):
-        raise InputError(f"no image of the training split in {found[TRAIN].file} has a label in {labels_are_in}")
-    for split, each in found.items():
-        labeled = [row for row, label in enumerate(each.labels) if label is not None]
-        wrong = next((row for row in labeled if each.labels[row] not in numbers), None)
+    for rows in by_split.values():
+        if not rows.labels:
+            raise InputError(f"{rows.file} and the rest of its split have no image: is the download complete?")
+    if all(label is None for label in by_split[TRAIN].labels):
+        raise InputError(f"no image of the training split in {by_split[TRAIN].file} has a label in {labels_are_in}")
+    for split, rows in by_split.items():
+        labeled = [row for row, label in enumerate(rows.labels) if label is not None]
+        wrong = next((row for row in labeled if rows.labels[row] not in numbers), None)
         if wrong is not None:
             raise InputError(
-                f"image {wrong:,} of the {split} split in {each.file} has label {each.labels[wrong]!r}, which is not "
+                f"image {wrong:,} of the {split} split in {rows.file} has label {rows.labels[wrong]!r}, which is not "
                 "a class of the training files"
             )
-        if without := len(each.labels) - len(labeled):
+        if without := len(rows.labels) - len(labeled):
             all_notes.append(f"{root}: ignored {plural(without, 'image')} of the {split} split without a label")
         if labeled:
-            splits[split] = opened(each.images(labeled, [numbers[each.labels[row]] for row in labeled]))
+            splits[split] = open_split(rows.images(labeled, [numbers[rows.labels[row]] for row in labeled]))
     return Source(place=str(root), classes=tuple(classes.values()), splits=splits, notes=tuple(all_notes))
 
 
@@ -406,7 +410,7 @@ def counts_to_draw(
 def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
     """Return the images of each class that make up this fraction of all: largest remainders (Hamilton), at least 1."""
     exact = [fraction * size for size in sizes]
-    counts = [max(1, int(share)) for share in exact]
+    counts = [max(1, int(size)) for size in exact]
     missing = round(fraction * sum(sizes)) - sum(counts)
     by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: max(0, missing)]:

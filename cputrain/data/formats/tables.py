@@ -24,7 +24,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
 from cputrain.affinity.wording import first_named, join_or
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
-from cputrain.data.formats.source import TRAIN, UNLABELED, Rows, Source, UnreadableError, labeled_source
+from cputrain.data.formats.source import TRAIN, UNLABELED, Source, SplitRows, UnreadableError, labeled_source
 from cputrain.data.pixels import DAMAGE, open_image
 from cputrain.files import check_downloaded
 
@@ -36,6 +36,13 @@ CONTENT = {
     "image": "images (bytes, structs with bytes, or paths of files)",
     "label": "labels (whole numbers or texts, one for each image)",
 }
+
+CACHE_BYTES = 64 << 20  # of a split's decompressed row groups in memory
+PIECE_BYTES = 16 << 20  # of neighboring images in memory per image of a batch
+FILE_MAGIC = b"ARROW1"
+IN_BASE64 = ("/9j/", "iVBORw0KGg", "R0lGOD", "UklGR", "data:")  # starts of JPEG, PNG, GIF and WebP in base64
+
+EXAMINED = 10  # first rows, of which one must have an image
 
 
 def choose_columns(tables: Sequence["_Table"], label: str | None) -> tuple[str, str]:
@@ -54,8 +61,8 @@ def choose_columns(tables: Sequence["_Table"], label: str | None) -> tuple[str, 
         raise InputError(f"{path} has no column of {lacks}: its columns are {only}")
     if label is not None:
         if label not in candidates:
-            named = ", ".join(candidates) or "none"
-            raise InputError(f"{path} has no column {label!r} of {CONTENT['label']}: it has {named}")
+            listed = ", ".join(candidates) or "none"
+            raise InputError(f"{path} has no column {label!r} of {CONTENT['label']}: it has {listed}")
         return image, label
     if len(labels) > 1 and len(varying := _with_several_values(tables, labels)) == 1:
         labels = varying
@@ -114,10 +121,10 @@ def _feature(schema: Any, name: str) -> dict[str, Any]:
     """Return Hugging Face's metadata about a column of a schema; {} if there is none."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        found = features.get(name, {})
+        feature = features.get(name, {})
     except (LookupError, TypeError, ValueError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return feature if isinstance(feature, dict) else {}
 
 
 def classes_of(schema: Any, label: str, columns: Sequence[Any]) -> dict[Any, str]:
@@ -125,8 +132,8 @@ def classes_of(schema: Any, label: str, columns: Sequence[Any]) -> dict[Any, str
     names = _feature(schema, label).get("names")
     if isinstance(names, list) and names:
         return {number: str(name) for number, name in enumerate(names)}
-    found = {_value(value) for column in columns for value in column.unique().to_pylist() if value is not None}
-    return {value: str(value) for value in sorted(found)}
+    values = {_value(value) for column in columns for value in column.unique().to_pylist() if value is not None}
+    return {value: str(value) for value in sorted(values)}
 
 
 def _value(label: Any) -> Any:
@@ -139,12 +146,6 @@ def labels_of(columns: Sequence[Any], classes: Mapping[Any, str]) -> list[Any]:
     missing = {None} | ({UNLABELED} - classes.keys())
     values = [_value(value) for column in columns for value in column.to_pylist()]
     return [None if value in missing else value for value in values]
-
-
-CACHE_BYTES = 64 << 20  # of a split's decompressed row groups in memory
-PIECE_BYTES = 16 << 20  # of neighboring images in memory per image of a batch
-FILE_MAGIC = b"ARROW1"
-IN_BASE64 = ("/9j/", "iVBORw0KGg", "R0lGOD", "UklGR", "data:")  # starts of JPEG, PNG, GIF and WebP in base64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +228,7 @@ class TableImages(LabeledImages, PiecewiseImages):
                     self._loaded[number] = self._groups[number].load()
                 except ArrowException as error:
                     raise OSError(f"the row group is damaged: {str(error).splitlines()[0][:200]}") from None
-                while len(self._loaded) > 1 and sum(each.nbytes for each in self._loaded.values()) > CACHE_BYTES:
+                while len(self._loaded) > 1 and sum(batch.nbytes for batch in self._loaded.values()) > CACHE_BYTES:
                     self._loaded.popitem(last=False)
             self._loaded.move_to_end(number)
             return self._loaded[number]
@@ -272,9 +273,6 @@ def _check_a_file_exists(root: Path, tables: Sequence["_Table"], image: str) -> 
             f"{table.path}: none of the image files in column {image} exists, first {root / path}: "
             "give the folder to which these paths are relative"
         )
-
-
-EXAMINED = 10  # first rows, of which one must have an image
 
 
 def examine_tables(root: Path, files: Mapping[str, Sequence[Path]]) -> str:
@@ -339,7 +337,7 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
     `label` is the column with the labels; None: the only one. Raises InputError if something is missing or invalid.
     """
     opened = {split: [_open(path) for path in paths] for split, paths in files.items()}
-    tables = {split: [*filter(_has_images, each)] or each for split, each in opened.items()}
+    tables = {split: [*filter(_has_images, split_tables)] or split_tables for split, split_tables in opened.items()}
     first = tables["train"][0]
     given = label
     image, label = choose_columns(tables["train"], given)
@@ -350,9 +348,9 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
         _check_a_file_exists(root, each, image)
     columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
     classes = classes_of(first.schema, label, columns["train"])
-    _check_class_names(first, [table for each in tables.values() for table in each], label)
+    _check_class_names(first, [table for split_tables in tables.values() for table in split_tables], label)
 
-    def rows_of(split: str) -> Rows:
+    def rows_of(split: str) -> SplitRows:
         labels, groups = labels_of(columns[split], classes), [g for table in tables[split] for g in table.groups(image)]
 
         def images(rows: list[int], numbers: list[int]) -> Images:
@@ -361,10 +359,15 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
             split_images = TableImages(root, groups, every)
             return split_images if len(rows) == len(labels) else subset_of(split_images, np.array(rows))
 
-        return Rows(labels=labels, file=tables[split][0].path, images=images)
+        return SplitRows(labels=labels, file=tables[split][0].path, images=images)
 
     notes: list[str] = []
-    if without := [table.path.name for split, each in opened.items() for table in each if table not in tables[split]]:
+    if without := [
+        table.path.name
+        for split, split_tables in opened.items()
+        for table in split_tables
+        if table not in tables[split]
+    ]:
         notes.append(f"{root}: ignored tables without a column of images, {first_named(without)}")
     if given is None and (constant := [name for name in _candidates(first.schema)[1] if name != label]):
         notes.append(f"{root}: labels are in column {label}, because {first_named(constant)} has only one value")
@@ -384,11 +387,13 @@ def _check_class_names(first: "_Table", tables: Sequence["_Table"], label: str) 
     for table in tables:
         names = _feature(table.schema, label).get("names")
         if names and expected and names != expected:
-            number = next(n for n, (own, other) in enumerate(zip_longest(names, expected)) if own != other)
-            own, other = (each[number] if number < len(each) else None for each in (names, expected))
+            number = next(
+                n for n, (actual, wanted_name) in enumerate(zip_longest(names, expected)) if actual != wanted_name
+            )
+            actual, expected_name = (listed[number] if number < len(listed) else None for listed in (names, expected))
             raise InputError(
-                f"label {number} in column {label} is {own!r} in {table.path}, but {other!r} in {first.path}: write "
-                "both files with the same list of classes"
+                f"label {number} in column {label} is {actual!r} in {table.path}, but {expected_name!r} in "
+                f"{first.path}: write both files with the same list of classes"
             )
 
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from PIL import Image
 from torch import nn
 
+from cputrain.affinity.binding import running_on, set_memory_policy
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import running_on, set_memory_policy
 from cputrain.affinity.planner.plan import Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
@@ -42,9 +42,9 @@ from cputrain.data.pixels import (
     center_crop,
     choose_decoder,
     decode_by_pillow,
-    load,
+    load_decoder,
 )
-from cputrain.data.prepare import reencode
+from cputrain.data.prepare import reencode_image
 from cputrain.launch.rank_process import RankContext, run_on_ranks
 from cputrain.measurements import BUCKET_ALL_REDUCE, TITLES, rate_record, spread_of, transport_records
 from cputrain.models.networks import build_model
@@ -333,7 +333,7 @@ def bench_decoding(
 def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]]:
     """Load the libjpeg-turbo decoder, or return the reason why it cannot be used."""
     try:
-        return load(env), ()
+        return load_decoder(env), ()
     except (InputError, RunError) as error:
         return None, (f"{TURBO} is not measured: {error}",)
 
@@ -397,7 +397,7 @@ def without_markers(data: bytes) -> bytes:
 
 def prepared(data: bytes) -> bytes:
     """Re-encode a JPEG as `cputrain prepare --short-side 256` does."""
-    return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
+    return reencode_image(data, short_side=SHORT_SIDE, quality=QUALITY).data
 
 
 def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:

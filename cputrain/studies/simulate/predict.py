@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
-from cputrain.affinity.errors import InputError, as_option, describe
+from cputrain.affinity.errors import InputError, as_option, describe_error
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import NOTHING_MEASURED, Compare, Plan, Request, plan_machine
 from cputrain.affinity.planner.records import read_records
 from cputrain.affinity.planner.request import PROFILES, Measured, is_phi
-from cputrain.affinity.planner.rules import MOST_COMM_CORES
+from cputrain.affinity.planner.rules import MAX_COMM_CORES
 from cputrain.affinity.planner.workload import BYTES
 from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
@@ -34,7 +34,7 @@ from cputrain.predict.collectives import ALGORITHMS, Link
 from cputrain.predict.host import core_flops, setup_of_plan
 from cputrain.predict.layers import Layer, layer_of
 from cputrain.predict.next_best import compare_plan
-from cputrain.predict.step_time import Constants, Setup, Speed, Step, seconds_at, step_of, work_of
+from cputrain.predict.step_time import Constants, Setup, Speed, Step, predict_step, seconds_at, work_of
 from cputrain.recipe.derivation import TrainingSizes, derive, largest_local_batch, passes_per_step
 from cputrain.recipe.request import request_of
 from cputrain.recipe.schema import (
@@ -362,7 +362,7 @@ class Model:
 
     def step(self, setup: Setup) -> Step:
         """Simulate the step of a setup of this scenario."""
-        return step_of(setup, self.speed, self.constants)
+        return predict_step(setup, self.speed, self.constants)
 
     def images_per_s(self, setup: Setup) -> float:
         """Return images/s of all hosts."""
@@ -595,7 +595,7 @@ def _candidates(scenario: Scenario, hosts: int, limit: int) -> Iterator[tuple[Sc
     for workers in counts:
         most = limit // (hosts * workers)
         batches = sorted({batch for batch in (*BATCHES, own, most) if 1 <= batch <= most})[-3:]
-        for comm_cores in range(MOST_COMM_CORES + 1):
+        for comm_cores in range(MAX_COMM_CORES + 1):
             for batch in batches:
                 changed = _with_plan(scenario, batch, ppn=workers, comm_cores=comm_cores)
                 setup = _fitting(changed, hosts)
@@ -660,4 +660,4 @@ def scenario_of_plan(
 
 def no_prediction(error: InputError) -> str:
     """Return the line about an error that prevents a prediction."""
-    return f"no prediction: {describe(error, as_option)}"
+    return f"no prediction: {describe_error(error, as_option)}"

@@ -14,14 +14,14 @@ from cputrain.report.charts import (
     Line,
     Table,
     charts_data,
-    drawn,
+    drawn_charts,
     mean_shares,
     rank_times,
     rows_per_run,
-    thin,
+    thin_table,
     training_tables,
 )
-from cputrain.report.page import render
+from cputrain.report.page import render_page
 from cputrain.report.run import default_settings, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
@@ -96,7 +96,7 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
         folder=folder,
         result=result,
         values=run.settings,
-        tables={name: thin(table, most_rows) for name, table in training_tables(run).items()},
+        tables={name: thin_table(table, most_rows) for name, table in training_tables(run).items()},
         shares=tuple(share for _, share in mean_shares(rank_times(run))),
         unit=unit_of(run.start),
         problems=tuple(problems),
@@ -181,7 +181,7 @@ def comparison_charts(runs: Sequence[ComparedRun], names: Sequence[str]) -> tupl
         )
         for name, title, unit, table, y, from_zero in CHARTS
     )
-    return drawn(charts, tables)
+    return drawn_charts(charts, tables)
 
 
 def _tables(runs: Sequence[ComparedRun]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _html(
     runs: Sequence[ComparedRun], names: Sequence[str], out: Path, *, title: str, table: Rows, workers: Rows
 ) -> str:
     charts = comparison_charts(runs, names)
-    return render(
+    return render_page(
         "comparison.html.j2",
         title=title,
         data=charts_data(charts, _tables(runs), (), rows_per_run(len(runs))),

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError, as_recipe_key, describe_error
 from cputrain.affinity.planner.workload import Workload, footprint, largest_batch
 from cputrain.affinity.wording import GIB, plural
 from cputrain.files import CHECKPOINTS, LOGS, write_text
@@ -250,7 +250,7 @@ def _rejected(batch: int, smallest: PlannedTraining, error: InputError) -> Trial
         global_batch=batch * smallest.sizes.global_batch,
         estimate_bytes=footprint(workload, batch).total if workload else None,
         status=DOES_NOT_FIT if isinstance(error, DoesNotFitError) else INVALID,
-        ended_by=describe(error, as_recipe_key),
+        ended_by=describe_error(error, as_recipe_key),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cputrain.checkpoint.folder import name_of
+from cputrain.checkpoint.files import checkpoint_name
 from cputrain.files import CHECKPOINTS
 from cputrain.runs.events import EventLog
 from cputrain.training.progress import REDRAW_S, Progress
@@ -63,7 +63,7 @@ class TrainingLog(Watcher):
 
     def checkpoint(self, step: int, *, best: bool) -> None:
         """Log a written checkpoint; its path is relative, so that the run folder can be moved."""
-        path = f"{CHECKPOINTS}/{name_of(step)}"
+        path = f"{CHECKPOINTS}/{checkpoint_name(step)}"
         self.events.write("checkpoint", step=step, epoch=step / self.steps_per_epoch, path=path, best=best)
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:

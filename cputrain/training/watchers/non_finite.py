@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cputrain.affinity.errors import RunError
-from cputrain.checkpoint.folder import list_checkpoints
+from cputrain.checkpoint.files import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.training.snapshot import TrainProgress, load_newest, rename_damaged, restore
 from cputrain.training.state import TrainState

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.__main__ import main as affinity_main
-from cputrain.affinity.kernel.bound_plan import inspect_process
+from cputrain.affinity.bound_plan import inspect_process
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list

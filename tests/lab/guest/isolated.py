@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cputrain.affinity.kernel.binding import bind_thread
+from cputrain.affinity.binding import bind_thread
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.host_names import LOCALHOST, network_name, share_first_label
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import request_to_json
-from cputrain.affinity.ranks.host_names import LOCALHOST, network_name, share_first_label
-from cputrain.affinity.ranks.rank import (
+from cputrain.affinity.rank import (
     ENV,
     HYDRA,
     LOOPBACK,
@@ -23,14 +23,30 @@ from cputrain.affinity.ranks.rank import (
     Rank,
     rendezvous,
 )
-from cputrain.affinity.ranks.rank import OPEN_MPI as OPEN_MPI_VARIABLES
+from cputrain.affinity.rank import OPEN_MPI as OPEN_MPI_VARIABLES
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.machine import format_list, format_mask
-from cputrain.mpi.hosts.hostfile import Host, HostGroup, hosts_with_slots
+from cputrain.mpi.hostfile import Host, HostGroup, hosts_with_slots
 
 ONE_POD = Pods()
 Variables = tuple[tuple[str, str], ...]
 """Names and values of environment variables."""
+
+Tokens = tuple[str, ...]
+"""Tokens of a command line."""
+Files = tuple[tuple[Path, str], ...]
+"""Paths and contents of files to write before a command starts."""
+
+# Hydra's tables have 1,000 entries: with more, Intel MPI's mpirun ends by SIGSEGV or SIGPIPE, or fails an assertion.
+HYDRA_TOKENS = 500
+MASKS_IN_HEX = (2021,)  # from this version on, masks need the 0x prefix; older versions refuse it
+
+RANKFILE = "rankfile"
+# Keeps host names from being cut at the first dot. Version 5 and older ones use different names and ignore the other.
+FULL_NAMES = ("--mca", "prte_keep_fqdn_hostnames", "1", "--mca", "orte_keep_fqdn_hostnames", "1")
+RANKFILE_IS_A_MAPPER = (5,)  # from this version on, --map-by takes the rankfile
+
+PLACEMENT = "--distribution=block:block"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +147,6 @@ def rank_variables(job: Job) -> Variables:
     return (("MASTER_ADDR", job.master_addr or first), *port, *job.variables)
 
 
-Tokens = tuple[str, ...]
-"""Tokens of a command line."""
-Files = tuple[tuple[Path, str], ...]
-"""Paths and contents of files to write before a command starts."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
     """The command that starts a job: its tokens, variables to add to its environment, files to write first."""
@@ -150,7 +160,7 @@ class LaunchCommand:
 class HostOptions:
     """Options with which a launcher takes the hosts of a job.
 
-    `file_format` is the format of its hostfile ("openmpi", "hydra" or "plain", see hosts/hostfile.py); `from_file`
+    `file_format` is the format of its hostfile ("openmpi", "hydra" or "plain", see hostfile.py); `from_file`
     returns the tokens for such a file, `inline` the tokens that list the job's hosts without a file. With `slots` the
     hostfile has each host's number of ranks.
     """
@@ -165,7 +175,7 @@ class HostOptions:
 class Launcher:
     """How a launcher starts a job, and the variables by which a rank recognizes it.
 
-    Host lists of schedulers are read in cputrain.mpi.hosts.schedulers; users' command lines for a launcher are
+    Host lists of schedulers are read in cputrain.mpi.schedulers; users' command lines for a launcher are
     translated in cputrain.other_launchers. A command line is: program, `rank_counts`, hosts, binding, `rank_variable`
     for each variable, `inherited` for each secret, `last_options`, the ranks' command.
     """
@@ -264,11 +274,6 @@ def by_genv(name: str, value: str) -> Tokens:
     return ("-genv", name, value)
 
 
-# Hydra's tables have 1,000 entries: with more, Intel MPI's mpirun ends by SIGSEGV or SIGPIPE, or fails an assertion.
-HYDRA_TOKENS = 500
-MASKS_IN_HEX = (2021,)  # from this version on, masks need the 0x prefix; older versions refuse it
-
-
 def _intelmpi_rank_counts(job: Job, _installed: InstalledLauncher) -> Tokens:
     per_host = ("-ppn", str(job.ppn)) if len(job.groups) == 1 else ()
     return ("-np", str(job.world_size), *per_host)
@@ -314,12 +319,6 @@ INTEL_MPI = Launcher(
     rank_variable=by_genv,
     most_tokens=HYDRA_TOKENS,
 )
-
-
-RANKFILE = "rankfile"
-# Keeps host names from being cut at the first dot. Version 5 and older ones use different names and ignore the other.
-FULL_NAMES = ("--mca", "prte_keep_fqdn_hostnames", "1", "--mca", "orte_keep_fqdn_hostnames", "1")
-RANKFILE_IS_A_MAPPER = (5,)  # from this version on, --map-by takes the rankfile
 
 
 def _openmpi_rank_counts(job: Job, installed: InstalledLauncher) -> Tokens:
@@ -397,9 +396,6 @@ MPICH = Launcher(
     rank_variable=by_genv,
     most_tokens=HYDRA_TOKENS,
 )
-
-
-PLACEMENT = "--distribution=block:block"
 
 
 def _srun_rank_counts(job: Job, _installed: InstalledLauncher) -> Tokens:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import LOOPBACK, local_addresses
+from cputrain.affinity.rank import LOOPBACK, local_addresses
 from cputrain.affinity.wording import join_or
 
 LOCALHOST = "localhost"
@@ -75,11 +75,15 @@ def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
     """
     if len(hosts) < 2:
         return None
-    found = _candidates(socket.gethostname(), hosts)
-    short = {hosts[place] for place in found if len(found) == 1 and _is_short_for(socket.gethostname(), hosts[place])}
+    candidates = _candidates(socket.gethostname(), hosts)
+    short = {
+        hosts[index]
+        for index in candidates
+        if len(candidates) == 1 and _is_short_for(socket.gethostname(), hosts[index])
+    }
     keys = _local_keys() | {host_key(name) for name in short}
-    here = [name for name in hosts if host_key(name) in keys or (not is_loopback(name) and _is_local(name))]
-    return (here[0], here[1]) if len(here) > 1 else None
+    local = [name for name in hosts if host_key(name) in keys or (not is_loopback(name) and _is_local(name))]
+    return (local[0], local[1]) if len(local) > 1 else None
 
 
 def names_of_one_host(hosts: Sequence[str], *, by_name: bool) -> tuple[str, str] | None:
@@ -94,11 +98,13 @@ def names_of_one_host(hosts: Sequence[str], *, by_name: bool) -> tuple[str, str]
         for short in _prefixes(key)[:-1]:
             if short in by_key:
                 longer.setdefault(by_key[short], []).append(host)
-    for short, others in longer.items():
+    for short, names in longer.items():
         addresses = {*addresses_of(short)}
-        for host in others:
-            found = addresses_of(host)
-            if not addresses.isdisjoint(found) or (by_name and len(others) == 1 and not (addresses and found)):
+        for host in names:
+            host_addresses = addresses_of(host)
+            if not addresses.isdisjoint(host_addresses) or (
+                by_name and len(names) == 1 and not (addresses and host_addresses)
+            ):
                 return short, host
     return None
 
@@ -118,11 +124,11 @@ def find_host(host: str, listed: Sequence[str]) -> int | None:
     In this order: the same full name, the only shorter or longer form, the only name with the same first label in
     another domain. Raises InputError if the name is ambiguous.
     """
-    found = _candidates(host, listed)
-    if len(found) > 1:
-        names = [listed[place] for place in found[:MAX_CANDIDATES]]
+    candidates = _candidates(host, listed)
+    if len(candidates) > 1:
+        names = [listed[index] for index in candidates[:MAX_CANDIDATES]]
         raise InputError(f"host {host} may be {join_or(names)}: use its full name")
-    return found[0] if found else None
+    return candidates[0] if candidates else None
 
 
 def _candidates(host: str, listed: Sequence[str]) -> list[int]:
@@ -133,11 +139,15 @@ def _candidates(host: str, listed: Sequence[str]) -> list[int]:
     if is_address(key):
         return []
     label = key.partition(".")[0]
-    alike = [place for place, other in enumerate(keys) if other.partition(".")[0] == label and not is_address(other)]
-    short = [place for place in alike if f"{key}.".startswith(f"{keys[place]}.") or keys[place].startswith(f"{key}.")]
+    alike = [
+        index
+        for index, listed_key in enumerate(keys)
+        if listed_key.partition(".")[0] == label and not is_address(listed_key)
+    ]
+    short = [index for index in alike if f"{key}.".startswith(f"{keys[index]}.") or keys[index].startswith(f"{key}.")]
     # Names that differ only in numbers are different hosts of a series: worker.1.net, worker.2.net.
     series = NUMBERS.sub("0", key)
-    return short or [place for place in alike if NUMBERS.sub("0", keys[place]) != series]
+    return short or [index for index in alike if NUMBERS.sub("0", keys[index]) != series]
 
 
 def find_this_host(listed: Sequence[str]) -> int | None:
@@ -145,20 +155,20 @@ def find_this_host(listed: Sequence[str]) -> int | None:
 
     Queries the name service only if its name is not in the list. Raises InputError if the name is ambiguous.
     """
-    here = socket.gethostname()
-    found = _candidates(here, listed)
-    if len(found) == 1 and _is_short_for(here, listed[found[0]]):
-        return found[0]
-    this = [place for place, name in enumerate(listed) if _is_local(name)]
-    this = this or [place for place in found if any(map(is_local_address, addresses_of(listed[place])))]
+    hostname = socket.gethostname()
+    candidates = _candidates(hostname, listed)
+    if len(candidates) == 1 and _is_short_for(hostname, listed[candidates[0]]):
+        return candidates[0]
+    this = [index for index, name in enumerate(listed) if _is_local(name)]
+    this = this or [index for index in candidates if any(map(is_local_address, addresses_of(listed[index])))]
     if this:
         return this[0]
-    unknown = [place for place in found if not addresses_of(listed[place])]  # names with addresses are other hosts
+    unknown = [index for index in candidates if not addresses_of(listed[index])]  # names with addresses are other hosts
     if not unknown:
         names = {host_key(name) for name in _local_names()}
-        return next((place for place, name in enumerate(listed) if host_key(name) in names), None)
-    place = find_host(here, [listed[place] for place in unknown])
-    return None if place is None else unknown[place]
+        return next((index for index, name in enumerate(listed) if host_key(name) in names), None)
+    position = find_host(hostname, [listed[position] for position in unknown])
+    return None if position is None else unknown[position]
 
 
 def is_this_host(name: str) -> bool:
@@ -167,10 +177,12 @@ def is_this_host(name: str) -> bool:
     The name service is queried only for longer or shorter forms of this host's name: n1.a.org may be another host than
     this n1.
     """
-    here = socket.gethostname()
-    if _is_local(name) or host_key(name) == host_key(here):
+    hostname = socket.gethostname()
+    if _is_local(name) or host_key(name) == host_key(hostname):
         return True
-    return _is_short_for(here, name) and (not (found := addresses_of(name)) or any(map(is_local_address, found)))
+    return _is_short_for(hostname, name) and (
+        not (addresses := addresses_of(name)) or any(map(is_local_address, addresses))
+    )
 
 
 def _is_local(name: str) -> bool:
@@ -178,20 +190,20 @@ def _is_local(name: str) -> bool:
     return host_key(name) == LOCALHOST or (is_address(name) and is_local_address(network_name(name)))
 
 
-def _is_short_for(one: str, other: str) -> bool:
+def _is_short_for(name: str, full_name: str) -> bool:
     """Whether two names are equal, or one is short for the other."""
-    if is_address(one) or is_address(other):
-        return host_key(one) == host_key(other)
-    shorter, longer = sorted((f"{host_key(one)}.", f"{host_key(other)}."), key=len)
+    if is_address(name) or is_address(full_name):
+        return host_key(name) == host_key(full_name)
+    shorter, longer = sorted((f"{host_key(name)}.", f"{host_key(full_name)}."), key=len)
     return longer.startswith(shorter)
 
 
 def is_local_address(address: str) -> bool:
     """Whether an address belongs to this host, tested by binding a socket to it."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
+            probe.bind(endpoint)
     except OSError:
         return False
     return True
@@ -200,7 +212,7 @@ def is_local_address(address: str) -> bool:
 def addresses_of(name: str) -> list[str]:
     """Look up a host's addresses in the name service; empty if it does not know the name."""
     try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(network_name(name), None, type=socket.SOCK_DGRAM)]
+        return [str(info[4][0]) for info in socket.getaddrinfo(network_name(name), None, type=socket.SOCK_DGRAM)]
     except (OSError, UnicodeError):
         return []
 

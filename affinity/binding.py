@@ -32,6 +32,30 @@ FORBIDDEN = (errno.ENOSYS, errno.EPERM)
 
 logger = logging.getLogger(__name__)
 
+NODE_PAGES = re.compile(r" N(\d+)=(\d+)")
+ANONYMOUS = re.compile(r" anon=(\d+)")
+PAGE_KIB = re.compile(r" kernelpagesize_kB=(\d+)")
+
+STACK_POLICY = re.compile(
+    r"^[0-9a-f]+ ((?:weighted )?[a-z]+)( \(many\)|=[\w|]+)?(?::([\d,-]+))? (?=(?:[^\n]* )?stack(?: |$))", re.MULTILINE
+)
+KERNEL_NAMES = {"prefer": "preferred"}  # in numa_maps, where they differ from set_mempolicy's
+
+# Permitted share of an allocation's pages on other nodes than planned, as some are touched before the binding.
+ELSEWHERE = 0.05
+
+OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" skips check_layout under any launcher
+# The share of a node's planned memory that may be missing. The kernel's own memory varies by some percent between
+# boots, versions and crash-kernel sizes; a missing memory module is mostly more.
+MISSING_MEMORY = 0.1
+# Objects that PUs may share, with the field of a core that identifies the object.
+SHARED: tuple[tuple[str, Callable[[Core], Hashable]], ...] = (
+    ("a core", lambda core: core.pus),
+    ("a package", lambda core: core.package),
+    ("an L3 cache", lambda core: core.l3),
+    ("an L2 cache", lambda core: core.l2),
+)
+
 
 def set_memory_policy(policy: str, nodes: tuple[int, ...]) -> str | None:
     """Set this process's memory policy, which survives exec. Returns the kernel's error, or None on success."""
@@ -66,18 +90,13 @@ def get_memory_policy() -> tuple[str | None, tuple[int, ...]]:
     containers."""
     mode, words = ctypes.c_int(-1), (ctypes.c_ulong * (MAX_NODES // WORD_BITS))()
     number = SYSCALLS.get(platform.machine(), (None, None))[1]
-    known = number is not None and _libc().syscall(number, ctypes.byref(mode), words, MAX_NODES + 1, None, 0) == 0
-    name = next((name for name, value in POLICIES.items() if known and value == mode.value), None)
+    answered = number is not None and _libc().syscall(number, ctypes.byref(mode), words, MAX_NODES + 1, None, 0) == 0
+    name = next((name for name, value in POLICIES.items() if answered and value == mode.value), None)
     return name, tuple(WORD_BITS * w + b for w, word in enumerate(words) for b in range(WORD_BITS) if word >> b & 1)
 
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-NODE_PAGES = re.compile(r" N(\d+)=(\d+)")
-ANONYMOUS = re.compile(r" anon=(\d+)")
-PAGE_KIB = re.compile(r" kernelpagesize_kB=(\d+)")
 
 
 def pages_by_node(mapping: str) -> dict[int, int]:
@@ -92,27 +111,21 @@ def anonymous_bytes(numa_maps: str) -> dict[int, int]:
     private file mapping may have both written pages and file pages, but the kernel does not report their nodes
     separately, so such a mapping is not counted.
     """
-    found: dict[int, int] = {}
+    largest: dict[int, int] = {}
     for mapping in numa_maps.splitlines():
         pages, anonymous, size = pages_by_node(mapping), ANONYMOUS.search(mapping), PAGE_KIB.search(mapping)
         if anonymous and size and int(anonymous[1]) >= sum(pages.values()):
             for node, count in pages.items():
-                found[node] = found.get(node, 0) + count * int(size[1]) * 1024
-    return found
-
-
-STACK_POLICY = re.compile(
-    r"^[0-9a-f]+ ((?:weighted )?[a-z]+)( \(many\)|=[\w|]+)?(?::([\d,-]+))? (?=(?:[^\n]* )?stack(?: |$))", re.MULTILINE
-)
-KERNEL_NAMES = {"prefer": "preferred"}  # in numa_maps, where they differ from set_mempolicy's
+                largest[node] = largest.get(node, 0) + count * int(size[1]) * 1024
+    return largest
 
 
 def policy_in(numa_maps: str) -> tuple[str | None, tuple[int, ...]]:
     """Return a process's memory policy and its nodes by its stack, which no library places; None if not listed."""
-    found = STACK_POLICY.search(numa_maps)
-    if found is None:
+    match = STACK_POLICY.search(numa_maps)
+    if match is None:
         return None, ()
-    return KERNEL_NAMES.get(found[1], found[1]) + (found[2] or ""), parse_list(found[3] or "")
+    return KERNEL_NAMES.get(match[1], match[1]) + (match[2] or ""), parse_list(match[3] or "")
 
 
 def bind_process(worker: WorkerPlan) -> str | None:
@@ -151,10 +164,10 @@ def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
 
 
 @cache
-def _warn_of_lost(pus: tuple[int, ...], left: tuple[int, ...]) -> None:
+def _warn_of_lost(pus: tuple[int, ...], remaining: tuple[int, ...]) -> None:
     """Warn once of threads that cannot run on their PUs."""
     text = "cputrain: threads for CPUs %s stay on CPUs %s, as this process's cpuset lacks the former"
-    logger.warning(text, format_list(pus), format_list(left))
+    logger.warning(text, format_list(pus), format_list(remaining))
 
 
 @contextmanager
@@ -167,10 +180,6 @@ def running_on(pus: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-# Permitted share of an allocation's pages on other nodes than planned, as some are touched before the binding.
-ELSEWHERE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +205,7 @@ class Thread:
     pus: tuple[int, ...]
 
 
-def observe() -> Observed:
+def observe_binding() -> Observed:
     """Read this process's affinity mask, memory nodes and memory policy from the kernel."""
     policy, nodes = get_memory_policy()
     allowed = _status(Path("/proc/self/status")).get("Mems_allowed_list", "")
@@ -208,39 +217,39 @@ def observe() -> Observed:
     )
 
 
-def differences(worker: WorkerPlan, observed: Observed) -> list[str]:
+def binding_differences(worker: WorkerPlan, observed: Observed) -> list[str]:
     """List the differences between plan and kernel, with both values; empty if all is as planned."""
-    found = []
+    problems = []
     if observed.pus != worker.pus:
-        found.append(
+        problems.append(
             f"CPUs planned {format_list(worker.pus)} (mask {format_mask(worker.pus)}), "
             f"actual {format_list(observed.pus)} (mask {format_mask(observed.pus)})"
         )
     actual = (observed.memory_policy, observed.memory_nodes)
     if observed.memory_policy is not None and actual != (worker.memory_policy, worker.memory_nodes):
-        found.append(
+        problems.append(
             f"memory planned {worker.memory_policy} {format_list(worker.memory_nodes)}, "
             f"actual {actual[0]} {format_list(actual[1])}"
         )
     if not set(worker.memory_nodes) <= set(observed.allowed_nodes):
-        found.append(
+        problems.append(
             f"memory planned on nodes {format_list(worker.memory_nodes)}, "
             f"this process may use nodes {format_list(observed.allowed_nodes)}"
         )
-    return found
+    return problems
 
 
-def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str]:
+def launcher_differences(worker: WorkerPlan, actual: tuple[int, ...]) -> list[str]:
     """List the difference if a launcher has bound a process to other PUs than planned.
 
     The mask must have all of the worker's PUs and no PU of other cores; idle PUs of the same cores are permitted.
     """
-    missing = sorted({*worker.pus} - {*given})
-    foreign = sorted(pu for pu in {*given} - {*worker.pus} if not {*siblings(pu)} & {*worker.pus})
+    missing = sorted({*worker.pus} - {*actual})
+    foreign = sorted(pu for pu in {*actual} - {*worker.pus} if not {*siblings(pu)} & {*worker.pus})
     if not missing and not foreign:
         return []
     return [
-        f"the launcher bound {name_cpus(given)} (mask {format_mask(given)}), "
+        f"the launcher bound {name_cpus(actual)} (mask {format_mask(actual)}), "
         f"planned {format_list(worker.pus)} (mask {format_mask(worker.pus)})"
     ]
 
@@ -251,15 +260,15 @@ def siblings(pu: int) -> tuple[int, ...]:
     return parse_list(path.read_text(encoding="utf-8")) if path.is_file() else (pu,)
 
 
-def verify(worker: WorkerPlan) -> None:
+def verify_binding(worker: WorkerPlan) -> None:
     """Raise BindingError if this process's binding differs from the plan.
 
     A memory policy that the kernel does not let the process set is not a difference: `bind_process` has reported it.
     """
-    observed = observe()
+    observed = observe_binding()
     if observed.memory_policy == "default" and forbids_policies():
         observed = replace(observed, memory_policy=None)
-    refuse(worker, differences(worker, observed))
+    raise_binding_error(worker, binding_differences(worker, observed))
 
 
 def forbids_policies() -> bool:
@@ -267,7 +276,7 @@ def forbids_policies() -> bool:
     return get_memory_policy()[0] in (None, "default") and forbids_default_policy()
 
 
-def refuse(worker: WorkerPlan, problems: list[str]) -> None:
+def raise_binding_error(worker: WorkerPlan, problems: list[str]) -> None:
     """Raise BindingError if there are problems."""
     if problems:
         raise BindingError(
@@ -278,15 +287,15 @@ def refuse(worker: WorkerPlan, problems: list[str]) -> None:
 
 def threads_of(pid: int) -> tuple[Thread, ...]:
     """List the threads of a process by id, except threads that end meanwhile. Raises OSError if the process is gone."""
-    found = []
+    threads = []
     for folder in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
         try:
             status = _status(folder / "status")
         except (FileNotFoundError, ProcessLookupError):
             continue
         pus = parse_list(status["Cpus_allowed_list"])
-        found.append(Thread(tid=int(folder.name), name=status["Name"], pus=pus))
-    return tuple(found)
+        threads.append(Thread(tid=int(folder.name), name=status["Name"], pus=pus))
+    return tuple(threads)
 
 
 def team_of(parallel_region: Callable[[], None]) -> tuple[Thread, ...]:
@@ -302,7 +311,7 @@ def team_of(parallel_region: Callable[[], None]) -> tuple[Thread, ...]:
     return first + tuple(thread for thread in after if thread.tid not in before)
 
 
-def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
+def misplaced_threads(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
     """List the difference if an OpenMP team is not bound as planned.
 
     If the plan binds threads, each has its own compute PU; otherwise all are inside the domain.
@@ -313,8 +322,8 @@ def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
         return [f"{len(outside)} OpenMP threads may leave {name_cpus(worker.pus)}"] if outside else []
     if sorted(actual) == sorted((pu,) for pu in worker.compute_pus):
         return []
-    found = " ".join(format_list(pus) for pus in actual)
-    return [f"OpenMP threads planned on {name_cpus(worker.compute_pus)}, one each, actual {found}"]
+    bound = " ".join(format_list(pus) for pus in actual)
+    return [f"OpenMP threads planned on {name_cpus(worker.compute_pus)}, one each, actual {bound}"]
 
 
 def memory_share(address: int) -> dict[int, float]:
@@ -328,12 +337,12 @@ def memory_share(address: int) -> dict[int, float]:
     return {node: count / sum(pages.values()) for node, count in pages.items()}
 
 
-def misallocated(worker: WorkerPlan, share: dict[int, float]) -> list[str]:
+def misallocated_memory(worker: WorkerPlan, fractions: dict[int, float]) -> list[str]:
     """List the difference if memory that is bound to nodes is on other nodes."""
-    elsewhere = sum(part for node, part in share.items() if node not in worker.memory_nodes)
+    elsewhere = sum(part for node, part in fractions.items() if node not in worker.memory_nodes)
     if worker.memory_policy not in ("bind", "interleave") or elsewhere <= ELSEWHERE:
         return []
-    actual = ", ".join(f"{part:.0%} on node {node}" for node, part in sorted(share.items()))
+    actual = ", ".join(f"{part:.0%} on node {node}" for node, part in sorted(fractions.items()))
     return [f"memory planned on nodes {format_list(worker.memory_nodes)}, its pages are {actual}"]
 
 
@@ -344,19 +353,6 @@ def _start(line: str) -> int:
 def _status(path: Path) -> dict[str, str]:
     lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return {key: value.strip() for key, _, value in lines}
-
-
-OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" skips check_layout under any launcher
-# The share of a node's planned memory that may be missing. The kernel's own memory varies by some percent between
-# boots, versions and crash-kernel sizes; a missing memory module is mostly more.
-MISSING_MEMORY = 0.1
-# Objects that PUs may share, with the field of a core that identifies the object.
-SHARED: tuple[tuple[str, Callable[[Core], Hashable]], ...] = (
-    ("a core", lambda core: core.pus),
-    ("a package", lambda core: core.package),
-    ("an L3 cache", lambda core: core.l3),
-    ("an L2 cache", lambda core: core.l2),
-)
 
 
 def check_layout(plan: Plan, host: Machine) -> None:
@@ -384,19 +380,23 @@ def layout_difference(plan: Plan, host: Machine) -> str | None:
 
 def _on_nodes(planned: Machine, host: Machine, common: frozenset[int]) -> Iterator[str]:
     """Find PUs on other NUMA nodes than planned."""
-    there, here = ({pu: core.numa_node for core in machine.cores for pu in core.pus} for machine in (planned, host))
+    planned_nodes, host_nodes = (
+        {pu: core.numa_node for core in machine.cores for pu in core.pus} for machine in (planned, host)
+    )
     for pu in sorted(common):
-        if there[pu] is not None and here[pu] is not None and there[pu] != here[pu]:
-            yield f"CPU {pu} is on NUMA node {there[pu]} in the plan, on node {here[pu]} here"
+        if planned_nodes[pu] is not None and host_nodes[pu] is not None and planned_nodes[pu] != host_nodes[pu]:
+            yield f"CPU {pu} is on NUMA node {planned_nodes[pu]} in the plan, on node {host_nodes[pu]} here"
 
 
 def _sharing(planned: Machine, host: Machine, common: frozenset[int]) -> Iterator[str]:
     """Find PUs that share a core, a package or a cache with other PUs than planned."""
     for what, shared in SHARED:
-        there, here = (_together(machine, shared, common) for machine in (planned, host))
-        for pu in sorted({*there} & {*here}):
-            if there[pu] != here[pu]:
-                with_there, with_here = (format_list(group - {pu}) or "none" for group in (there[pu], here[pu]))
+        planned_groups, host_groups = (_together(machine, shared, common) for machine in (planned, host))
+        for pu in sorted({*planned_groups} & {*host_groups}):
+            if planned_groups[pu] != host_groups[pu]:
+                with_there, with_here = (
+                    format_list(group - {pu}) or "none" for group in (planned_groups[pu], host_groups[pu])
+                )
                 yield f"CPU {pu} shares {what} with CPUs {with_there} in the plan, with {with_here} here"
 
 
@@ -413,13 +413,13 @@ def _together(
 
 def _memory(plan: Plan, host: Machine) -> Iterator[str]:
     """Find nodes of the workers that are missing, of another kind or next to other PUs, and nodes with less memory."""
-    here = {node.id: node for node in host.numa_nodes}
+    host_nodes = {node.id: node for node in host.numa_nodes}
     used = {node for worker in plan.workers for node in worker.memory_nodes}
     for planned in plan.machine.numa_nodes:
-        node = here.get(planned.id)
+        node = host_nodes.get(planned.id)
         if node is None:
             if planned.id in used:
-                yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(here)}"
+                yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(host_nodes)}"
         elif planned.id in used and _other_kind(planned, node):
             yield f"NUMA node {node.id} is {planned.kind} in the plan, {node.kind} here"
         elif planned.id in used and _elsewhere(planned, node):
@@ -430,18 +430,18 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
             yield f"NUMA node {node.id} has {sizes}"
 
 
-def _elsewhere(planned: NumaNode, here: NumaNode) -> bool:
+def _elsewhere(planned: NumaNode, actual: NumaNode) -> bool:
     """Whether memory without PUs is next to other PUs than planned; one common node suffices, as descriptions may leave
     out some of several."""
-    known = planned.near and here.near and not planned.pus and not here.pus
-    return bool(known) and {*planned.near}.isdisjoint(here.near)
+    comparable = planned.near and actual.near and not planned.pus and not actual.pus
+    return bool(comparable) and {*planned.near}.isdisjoint(actual.near)
 
 
-def _other_kind(planned: NumaNode, here: NumaNode) -> bool:
+def _other_kind(planned: NumaNode, actual: NumaNode) -> bool:
     """Whether a node's kind is known on both sides and differs.
 
     Nodes with PUs are not compared: the kernel does not report their kind (HBM of a Xeon Max without DRAM is "dram").
     Kinds of other memory are known only if the firmware or the description has them.
     """
-    known = "unknown" not in (planned.kind, here.kind) and not planned.pus and not here.pus
-    return known and planned.kind != here.kind
+    comparable = "unknown" not in (planned.kind, actual.kind) and not planned.pus and not actual.pus
+    return comparable and planned.kind != actual.kind

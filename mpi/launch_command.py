@@ -12,8 +12,8 @@ from pathlib import Path
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.start import packed_command
 from cputrain.affinity.wording import join_or
-from cputrain.mpi.hosts.hostfile import Host, format_hosts
-from cputrain.mpi.launchers.programs import (
+from cputrain.mpi.hostfile import Host, format_hosts
+from cputrain.mpi.launchers import (
     LAUNCHERS,
     Files,
     InstalledLauncher,
@@ -27,6 +27,13 @@ from cputrain.mpi.launchers.programs import (
 VERSION_TIMEOUT_S = 60.0
 SYSTEM_PREFIXES = ("/usr", "/usr/local")
 SUGGESTED = "openmpi"  # to install if no launcher is found
+HOSTS = "hosts"
+
+# Placeholder for the script's directory in a command's tokens: no path can contain it.
+HERE = Path("\0")
+BY_WORKER = ("RANK", "LOCAL_RANK")
+
+LINE = 100
 
 
 def newest_version(name: str) -> InstalledLauncher:
@@ -51,8 +58,10 @@ def find_launcher(
     """
     path = env.get("PATH")
     if requested == "auto":
-        inside = (one for one in launchers.values() if (name := one.own_variables.job_variable) and name in env)
-        launcher = next((one for one in inside if shutil.which(one.programs[0], path=path)), None)
+        inside = (
+            launcher for launcher in launchers.values() if (name := launcher.own_variables.job_variable) and name in env
+        )
+        launcher = next((candidate for candidate in inside if shutil.which(candidate.programs[0], path=path)), None)
     else:
         launcher = launchers[requested]
     if launcher is not None and launcher.version is None:
@@ -60,14 +69,18 @@ def find_launcher(
         if program is None:
             raise InputError(f"no {launcher.programs[0]} on PATH: install {launcher.package}")
         return InstalledLauncher(launcher=launcher, version=(), program=program)
-    mpis = [one for one in launchers.values() if one.version is not None]
-    programs = launcher.programs if launcher else dict.fromkeys(name for one in mpis for name in one.programs)
-    found = [one for name in programs if (one := identify(name, env, launchers))]
-    match = next((one for one in found if launcher in (None, one.launcher)), None)
+    mpis = [candidate for candidate in launchers.values() if candidate.version is not None]
+    programs = (
+        launcher.programs if launcher else dict.fromkeys(name for candidate in mpis for name in candidate.programs)
+    )
+    installed = [identified for name in programs if (identified := identify_launcher(name, env, launchers))]
+    match = next((candidate for candidate in installed if launcher in (None, candidate.launcher)), None)
     if match is None:
         missing = f"no {_any_program(launchers)}" if launcher is None else f"no {requested}"
-        here = f"; {Path(found[0].program).name} here is {found[0].launcher.title}" if found else ""
-        raise InputError(f"{missing} on PATH{here}: install {(launcher or launchers[SUGGESTED]).package}")
+        installed_here = (
+            f"; {Path(installed[0].program).name} here is {installed[0].launcher.title}" if installed else ""
+        )
+        raise InputError(f"{missing} on PATH{installed_here}: install {(launcher or launchers[SUGGESTED]).package}")
     return match
 
 
@@ -80,14 +93,14 @@ def without_path(installed: InstalledLauncher) -> InstalledLauncher:
     return replace(installed, program=str(binary)) if binary.is_file() else installed
 
 
-def identify(
+def identify_launcher(
     name: str, env: Mapping[str, str], launchers: Mapping[str, Launcher] = LAUNCHERS
 ) -> InstalledLauncher | None:
     """Identify the program with this name or path by the version it prints; None if it is not on PATH."""
     program = shutil.which(name, path=env.get("PATH"))
     if program is None:
         return None
-    candidates = [one for one in launchers.values() if one.version is not None]
+    candidates = [candidate for candidate in launchers.values() if candidate.version is not None]
     prefix = Path(program).resolve().parent.parent
     needed = {launcher.name: launcher.environment(prefix, env) for launcher in candidates}
     all_needed = dict(variable for variables in needed.values() for variable in variables)
@@ -115,20 +128,21 @@ def identify(
                 as_root=os.geteuid() == 0,
                 variables=needed[launcher.name],
             )
-    known = join_or([launcher.title for launcher in candidates])
-    raise InputError(f"{program} is an unknown launcher: put {known} first on PATH")
+    titles = join_or([launcher.title for launcher in candidates])
+    raise InputError(f"{program} is an unknown launcher: put {titles} first on PATH")
 
 
 def _any_program(launchers: Mapping[str, Launcher]) -> str:
     """Return the programs that "auto" looks for, both in every job and in a scheduler's job only."""
-    found = [one for one in launchers.values() if one.version is not None or one.own_variables.job_variable]
-    return join_or(list(dict.fromkeys(name for one in found for name in one.programs)))
+    candidates = [
+        candidate
+        for candidate in launchers.values()
+        if candidate.version is not None or candidate.own_variables.job_variable
+    ]
+    return join_or(list(dict.fromkeys(name for candidate in candidates for name in candidate.programs)))
 
 
-HOSTS = "hosts"
-
-
-def launch_command(
+def build_launch_command(
     job: Job, installed: InstalledLauncher, command: tuple[str, ...], folder: Path | None
 ) -> LaunchCommand:
     """Return the command that starts `command` as every rank of the job. Its files belong in the folder; with None
@@ -173,7 +187,7 @@ def _of_components(
         )
     words: Tokens = (installed.program,)
     for number, group in zip(job.het_groups, job.groups, strict=True):
-        alone = launch_command(replace(job, groups=(group,), het_groups=()), installed, command, None)
+        alone = build_launch_command(replace(job, groups=(group,), het_groups=()), installed, command, None)
         words += (*((":",) if number != job.het_groups[0] else ()), *component(number), *alone.argv[1:])
     variables = installed.launcher.variables(job)
     return LaunchCommand(argv=words, variables=(*installed.variables, *variables, *job.secrets))
@@ -206,11 +220,6 @@ def _hosts(job: Job, launcher: Launcher, folder: Path | None) -> tuple[Tokens, F
     return options.from_file(path), ((path, format_hosts(hosts, options.file_format)),)
 
 
-# Placeholder for the script's directory in a command's tokens: no path can contain it.
-HERE = Path("\0")
-BY_WORKER = ("RANK", "LOCAL_RANK")
-
-
 def launch_script(command: LaunchCommand, about: str, *, open_end: bool = False) -> str:
     """Return a POSIX shell script that runs the command in the caller's directory.
 
@@ -228,7 +237,7 @@ def launch_script(command: LaunchCommand, about: str, *, open_end: bool = False)
         "unset MASTER_PORT  # not every launcher passes it on, so the ranks choose a port themselves",
         *exports,
         *((python,) if open_end else ()),
-        f"exec {wrapped(command.argv)}" + (' "$@"' if open_end else ""),
+        f"exec {wrapped_command(command.argv)}" + (' "$@"' if open_end else ""),
     ]
     return "\n".join(lines) + "\n"
 
@@ -253,7 +262,7 @@ def workers_line(job: Job, port: int) -> str:
         numbers = " ".join(map(str, job.started))
         start = f'for i in {numbers}; do {variables} {shlex.join(first.argv)} & set -- "$@" $!; done'
     else:
-        start = "; ".join(f'{_assigned(one)} & set -- "$@" $!' for one in commands)
+        start = "; ".join(f'{_assigned(command)} & set -- "$@" $!' for command in commands)
     return f'(set --; {start}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
 
 
@@ -262,10 +271,7 @@ def _assigned(command: LaunchCommand) -> str:
     return shlex.join(("env", *(f"{name}={value}" for name, value in command.variables), *command.argv))
 
 
-LINE = 100
-
-
-def wrapped(argv: tuple[str, ...]) -> str:
+def wrapped_command(argv: tuple[str, ...]) -> str:
     """Break a command into lines of at most LINE characters if tokens allow, every token quoted."""
     lines, line = [], ""
     for token in map(quoted, argv):

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Chosen, Compare, Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
-from cputrain.affinity.ranks.host_names import (
+from cputrain.affinity.host_names import (
     host_key,
     is_address,
     is_loopback,
@@ -21,7 +18,10 @@ from cputrain.affinity.ranks.host_names import (
     network_name,
     repeated_host,
 )
-from cputrain.affinity.ranks.rank import LOOPBACK, address_to
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Chosen, Compare, Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, plan_json, plan_to_dict, plan_to_json
+from cputrain.affinity.rank import LOOPBACK, address_to
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import MIB
 
@@ -34,23 +34,68 @@ NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.DOTALL)
 MAX_HOSTS = 200_000  # more than any cluster has
 MAX_DIGITS = 9
 
+# Names reach shells, ssh and file names, hence this whitelist. Labels are not empty; absolute names end with a dot.
+NAME = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+# Never a name: sockets parse one to four numbers as an address, 28 as 0.0.0.28 (inet_aton(3)).
+NUMERIC = re.compile(r"(?:0[xX][0-9A-Fa-f]+|[0-9]+)(?:\.(?:0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
+MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and the limit of DNS
+MAX_SLOTS = 1 << 16
+MAX_BYTES = 64 << 20
+SSH_PORT = "22"
+NUMBER = re.compile("[0-9]{1,9}")
+WITH_SLOTS = re.compile("(.+):([0-9]+)")
+COMMENT = re.compile(r"#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+END_OF_LINE = "\0"  # stands for a block comment, which ends a line for Open MPI
+EQUALS = re.compile(r"[ \t]*=[ \t]*")
+FORMATS = {
+    "openmpi": "Open MPI's format (h1 slots=4)",
+    "hydra": "Intel MPI's and MPICH's format (h1:4)",
+    "sge": "Grid Engine's format (h1 4 all.q@h1 UNDEFINED)",
+    "lsf": "the format of LSF's affinity file (h1 0,1 0 2)",
+    "plain": "the plain format (h1)",
+}
+# Settings of a line, as in Open MPI's lexer (hostfile_lex.l) and Hydra's parser -> their meaning here.
+SLOT_LIMIT_KEYS = {
+    word for key in ("slots", "cpu", "count") for word in (f"{key}-max", f"{key}_max", f"max-{key}", f"max_{key}")
+}
+OPEN_MPI = {
+    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
+    **dict.fromkeys(SLOT_LIMIT_KEYS, "most"),
+    **dict.fromkeys(("username", "user-name", "user_name"), "user"),
+    "port": "port",
+}
+GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and optionally processors
+# The words after the host: the CPUs of a task, and, if memory is bound, its NUMA nodes and the policy.
+AFFINITY = re.compile("[0-9]+[,-][0-9,-]+|[0-9][0-9,-]*( [0-9][0-9,-]*){2}")
+SETTINGS = {"openmpi": OPEN_MPI, "hydra": {"binding": "binding", "user": "user"}}
+VALUES = {
+    **dict.fromkeys(("slots", "most", "port"), NUMBER),
+    "user": re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*"),
+    "binding": re.compile(".+"),
+}
+KNOWN = {
+    "openmpi": "slots=N, max_slots=N, username=NAME or port=N",
+    "hydra": "binding=... or user=NAME",
+    "plain": "slots=N, max_slots=N, username=NAME, port=N, binding=... or user=NAME",
+}
 
-def expand(text: str, source: str = "") -> tuple[str, ...]:
+
+def expand_hosts(text: str, source: str = "") -> tuple[str, ...]:
     """Return the host names of a list in order; commas or blanks separate them. Raises InputError, which names
     `source`, if the list is empty or contains a bad range or the same host twice."""
     listed = f"{source}: hosts {text[:60]!r}" if source else f"hosts {text[:60]!r}"
     hosts: list[str] = []
-    place = 0
-    while place < len(text):
-        match = NAMES.match(text, place)
+    position = 0
+    while position < len(text):
+        match = NAMES.match(text, position)
         assert match is not None  # NAMES matches the empty text
-        place = match.end()
-        if place < len(text) and not SEPARATORS.match(text, place):
+        position = match.end()
+        if position < len(text) and not SEPARATORS.match(text, position):
             raise InputError(
-                f"{listed} contain {text[place:][:20]!r}, which is neither a name nor a range: write names like "
+                f"{listed} contain {text[position:][:20]!r}, which is neither a name nor a range: write names like "
                 "n1,n2 or n[001-128,130]"
             )
-        place += 1
+        position += 1
         hosts += _names(match[0], listed)
         if len(hosts) > MAX_HOSTS:
             raise _too_many(listed)
@@ -69,7 +114,7 @@ def _names(item: str, listed: str) -> list[str]:
     words, ranges = RANGES.split(item)[::2], RANGES.split(item)[1::2]
     if not ranges:
         return [item] if item else []
-    *before, last = [_numbers(one, listed) for one in ranges]
+    *before, last = [_numbers(item, listed) for item in ranges]
     if len(last) * prod(map(len, before)) > MAX_HOSTS:
         raise _too_many(listed)
     return [
@@ -97,8 +142,8 @@ def _too_many(listed: str) -> InputError:
     return InputError(f"{listed} expand to more than {MAX_HOSTS:,} hosts: correct the range")
 
 
-def fold(hosts: Iterable[str]) -> str:
-    """Return the shortest list that `expand` turns into these hosts in this order, with ranges."""
+def fold_hosts(hosts: Iterable[str]) -> str:
+    """Return the shortest list that `expand_hosts` turns into these hosts in this order, with ranges."""
     parts: list[str] = []
     runs: list[tuple[int, int, int]] = []  # first, last, digits of the first
     around: tuple[str, str] | None = None
@@ -129,50 +174,6 @@ def fold(hosts: Iterable[str]) -> str:
             around, runs = (prefix, suffix), [(number, number, len(digits))]
     close()
     return ",".join(parts)
-
-
-# Names reach shells, ssh and file names, hence this whitelist. Labels are not empty; absolute names end with a dot.
-NAME = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-# Never a name: sockets parse one to four numbers as an address, 28 as 0.0.0.28 (inet_aton(3)).
-NUMERIC = re.compile(r"(?:0[xX][0-9A-Fa-f]+|[0-9]+)(?:\.(?:0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
-MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and the limit of DNS
-MAX_SLOTS = 1 << 16
-MAX_BYTES = 64 << 20
-SSH_PORT = "22"
-NUMBER = re.compile("[0-9]{1,9}")
-WITH_SLOTS = re.compile("(.+):([0-9]+)")
-COMMENT = re.compile(r"#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-END_OF_LINE = "\0"  # stands for a block comment, which ends a line for Open MPI
-EQUALS = re.compile(r"[ \t]*=[ \t]*")
-FORMATS = {
-    "openmpi": "Open MPI's format (h1 slots=4)",
-    "hydra": "Intel MPI's and MPICH's format (h1:4)",
-    "sge": "Grid Engine's format (h1 4 all.q@h1 UNDEFINED)",
-    "lsf": "the format of LSF's affinity file (h1 0,1 0 2)",
-    "plain": "the plain format (h1)",
-}
-# Settings of a line, as in Open MPI's lexer (hostfile_lex.l) and Hydra's parser -> their meaning here.
-MOST = {word for one in ("slots", "cpu", "count") for word in (f"{one}-max", f"{one}_max", f"max-{one}", f"max_{one}")}
-OPEN_MPI = {
-    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
-    **dict.fromkeys(MOST, "most"),
-    **dict.fromkeys(("username", "user-name", "user_name"), "user"),
-    "port": "port",
-}
-GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and optionally processors
-# The words after the host: the CPUs of a task, and, if memory is bound, its NUMA nodes and the policy.
-AFFINITY = re.compile("[0-9]+[,-][0-9,-]+|[0-9][0-9,-]*( [0-9][0-9,-]*){2}")
-SETTINGS = {"openmpi": OPEN_MPI, "hydra": {"binding": "binding", "user": "user"}}
-VALUES = {
-    **dict.fromkeys(("slots", "most", "port"), NUMBER),
-    "user": re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*"),
-    "binding": re.compile(".+"),
-}
-KNOWN = {
-    "openmpi": "slots=N, max_slots=N, username=NAME or port=N",
-    "hydra": "binding=... or user=NAME",
-    "plain": "slots=N, max_slots=N, username=NAME, port=N, binding=... or user=NAME",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,17 +241,17 @@ def parse_hosts(text: str, source: str, *, any_spelling: bool = False) -> HostLi
     formats: dict[str, int] = {}
     hosts: dict[str, _Listed] = {}
     for number, line in _lines(text, source, formats):
-        place = f"{source}:{number}"
-        read = _parse_line(EQUALS.sub("=", line).split(), place, next(iter(formats), "plain"))
+        where = f"{source}:{number}"
+        read = _parse_line(EQUALS.sub("=", line).split(), where, next(iter(formats), "plain"))
         if read.format != "plain":
             formats.setdefault(read.format, number)
         for name in read.names:
             host = hosts.setdefault(host_key(name), _Listed(name=name, line=number))
-            _add(host, host.name if any_spelling else name, read, place)
+            _add(host, host.name if any_spelling else name, read, where)
     if not hosts:
         raise InputError(f"{source} contains no hosts: write one host per line")
     if len(formats) > 1:
-        (first, line_of_first), (second, line_of_second) = sorted(formats.items(), key=lambda one: one[1])[:2]
+        (first, line_of_first), (second, line_of_second) = sorted(formats.items(), key=lambda item: item[1])[:2]
         raise InputError(
             f"{source} mixes two formats, {FORMATS[first]} in line {line_of_first} and {FORMATS[second]} in line "
             f"{line_of_second}: use one format"
@@ -282,10 +283,10 @@ def _lines(text: str, source: str, formats: dict[str, int]) -> Iterator[tuple[in
                 yield number, part
 
 
-def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
+def _add(host: _Listed, name: str, line: _Line, where: str) -> None:
     """Add a line that names a host to the host's record."""
     if name != host.name:
-        raise InputError(f"{place}: {name} is spelled {host.name} in line {host.line}: use one spelling")
+        raise InputError(f"{where}: {name} is spelled {host.name} in line {host.line}: use one spelling")
     if line.slots is None:
         host.slots = None if host.slots is None else host.slots + 1
         host.repeats += 1
@@ -297,58 +298,58 @@ def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
         host.slots = line.slots + (host.slots or host.repeats)
     else:
         raise InputError(
-            f"{place}: {name} is listed again, with slots, which {FORMATS[line.format]} does not allow: remove this "
+            f"{where}: {name} is listed again, with slots, which {FORMATS[line.format]} does not allow: remove this "
             f"line or line {host.line}"
         )
     if (slots := host.slots or host.repeats) > MAX_SLOTS:
-        raise InputError(f"{place}: {name} has {slots:,} slots in total, more than {MAX_SLOTS:,}: correct its lines")
+        raise InputError(f"{where}: {name} has {slots:,} slots in total, more than {MAX_SLOTS:,}: correct its lines")
 
 
-def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
+def _parse_line(words: list[str], where: str, file_format: str) -> _Line:
     """Parse a line of a file whose earlier lines have this format."""
     first = words[0]
     if AFFINITY.fullmatch(" ".join(words[1:])) or (file_format == "lsf" and NUMBER.fullmatch("".join(words[1:]))):
-        return _Line(names=(check_name(first, place),), slots=1, format="lsf")
+        return _Line(names=(check_name(first, where),), slots=1, format="lsf")
     if len(words) in GRID_ENGINE_WORDS and NUMBER.fullmatch(words[1]) and "=" not in "".join(words):
-        return _Line(names=(check_name(first, place),), slots=_slots(words[1], place), format="sge")
+        return _Line(names=(check_name(first, where),), slots=_slots(words[1], where), format="sge")
     name, digits = split_slots(first)
     line_format = "plain" if digits is None else "hydra"
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in words[1:]:
         key, _, value = word.partition("=")
         if line_format == "plain":
-            line_format = next((each for each, settings in SETTINGS.items() if key in settings), "plain")
+            line_format = next((format_name for format_name, settings in SETTINGS.items() if key in settings), "plain")
         meaning = SETTINGS.get(line_format, {}).get(key, "")
         if meaning not in VALUES or not VALUES[meaning].fullmatch(value):
             if NUMBER.fullmatch(word):
                 raise InputError(
-                    f"{place}: {word} alone is not a number of slots and could be a CPU of LSF's affinity file: write "
+                    f"{where}: {word} alone is not a number of slots and could be a CPU of LSF's affinity file: write "
                     f"slots={word} if it is meant as slots"
                 )
-            known = file_format if line_format == "plain" else line_format
+            effective = file_format if line_format == "plain" else line_format
             raise InputError(
-                f"{place}: {word[:60]!r} is not {KNOWN.get(known, KNOWN['plain'])}; the line is in {FORMATS[known]}: "
-                "remove or correct it"
+                f"{where}: {word[:60]!r} is not {KNOWN.get(effective, KNOWN['plain'])}; the line is in "
+                f"{FORMATS[effective]}: remove or correct it"
             )
-        if meaning in given:
+        if meaning in values:
             raise InputError(
-                f"{place}: {word[:60]!r} repeats a setting of this line, which {FORMATS[line_format]} does not allow: "
+                f"{where}: {word[:60]!r} repeats a setting of this line, which {FORMATS[line_format]} does not allow: "
                 "remove one of the two"
             )
-        given[meaning] = value
-    if given.get("port", SSH_PORT) != SSH_PORT:
+        values[meaning] = value
+    if values.get("port", SSH_PORT) != SSH_PORT:
         raise InputError(
-            f"{place}: port={given['port']} is a setting of {FORMATS[line_format]} that not every launcher knows: "
-            f"write 'Port {given['port']}' under 'Host {network_name(name)}' into ~/.ssh/config and remove it here"
+            f"{where}: port={values['port']} is a setting of {FORMATS[line_format]} that not every launcher knows: "
+            f"write 'Port {values['port']}' under 'Host {network_name(name)}' into ~/.ssh/config and remove it here"
         )
-    text = digits or given.get("slots") or given.get("most")
-    slots = None if text is None else _slots(text, place)
-    if slots is not None and int(given.get("most", slots)) < slots:
-        raise InputError(f"{place}: max_slots={given['most']} is less than slots={slots}: correct one of the two")
-    names = expand(name, place) if "[" in name else (name,)
-    if "user" in given:
-        names = tuple(f"{given['user']}@{one.rpartition('@')[2]}" for one in names)
-    return _Line(names=tuple(check_name(one, place) for one in names), slots=slots, format=line_format)
+    text = digits or values.get("slots") or values.get("most")
+    slots = None if text is None else _slots(text, where)
+    if slots is not None and int(values.get("most", slots)) < slots:
+        raise InputError(f"{where}: max_slots={values['most']} is less than slots={slots}: correct one of the two")
+    names = expand_hosts(name, where) if "[" in name else (name,)
+    if "user" in values:
+        names = tuple(f"{values['user']}@{name.rpartition('@')[2]}" for name in names)
+    return _Line(names=tuple(check_name(name, where) for name in names), slots=slots, format=line_format)
 
 
 def split_slots(text: str) -> tuple[str, str | None]:
@@ -363,9 +364,9 @@ def host_with_slots(text: str, source: str) -> Host:
     return Host(name=check_name(name, source), slots=None if digits is None else _slots(digits, source))
 
 
-def _slots(text: str, place: str) -> int:
+def _slots(text: str, where: str) -> int:
     if not NUMBER.fullmatch(text) or not 1 <= int(text) <= MAX_SLOTS:
-        raise InputError(f"{place}: {text[:30]} slots are out of range: set 1 to {MAX_SLOTS:,} slots, or drop the line")
+        raise InputError(f"{where}: {text[:30]} slots are out of range: set 1 to {MAX_SLOTS:,} slots, or drop the line")
     return int(text)
 
 
@@ -485,8 +486,8 @@ def _with_ccl_threads(machine: Machine, request: Request, threads: int) -> Chose
     the request or a profile sets these."""
     chosen = {"comm_threads": (threads, "the most that all hosts can have, as oneCCL connects equal numbers")}
     if request.profile == "auto" and request.comm_cores is None:
-        each = max(len(core.pus) for core in machine.allowed_cores)
-        chosen["comm_cores"] = ceil(threads / each), "enough for the oneCCL threads that all hosts can have"
+        threads_per_core = max(len(core.pus) for core in machine.allowed_cores)
+        chosen["comm_cores"] = ceil(threads / threads_per_core), "enough for the oneCCL threads that all hosts can have"
     return chosen
 
 
@@ -499,7 +500,9 @@ def job_plan_json(groups: Sequence[HostGroup]) -> str:
     """Return the plan file for a job's ranks: one plan if all hosts share it, else each group's hosts and plan."""
     if all(group.plan == groups[0].plan for group in groups):
         return plan_to_json(groups[0].plan)
-    return dumps({"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]})
+    return plan_json(
+        {"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]}
+    )
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
@@ -508,7 +511,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "world_size": cluster.world_size,
         "host_groups": [
-            {"hosts": fold(group.hosts), "count": len(group.hosts), "plan": plan_to_dict(group.plan)}
+            {"hosts": fold_hosts(group.hosts), "count": len(group.hosts), "plan": plan_to_dict(group.plan)}
             for group in cluster.groups
         ],
         "warnings": list(cluster.warnings),

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.host_names import find_host, host_key
-from cputrain.affinity.ranks.rank import tasks_per_node
+from cputrain.affinity.host_names import find_host, host_key
+from cputrain.affinity.rank import tasks_per_node
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import first_named, plural
-from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
+from cputrain.mpi.hostfile import MAX_SLOTS, Host, check_name, expand_hosts, read_hostfile
 
 Hosts = tuple[Host, ...]
 Env = Mapping[str, str]
@@ -81,8 +81,8 @@ class Allocation:
     def title(self) -> str:
         """Title such as "Slurm job 17 of 2 components, 3 hosts"."""
         many = f" of {len(self.components)} components" if len(self.components) > 1 else ""
-        known = f", {plural(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
-        return f"{self.scheduler.name} job {self.job}{many}{known}"
+        counted = f", {plural(len(self.hosts) or 1, 'host')}" if self.hosts or self.alone else ""
+        return f"{self.scheduler.name} job {self.job}{many}{counted}"
 
     @property
     def uses_one_host(self) -> str:
@@ -96,21 +96,21 @@ class Allocation:
         )
 
 
-def allocation(env: Env) -> Allocation | None:
+def scheduler_allocation(env: Env) -> Allocation | None:
     """Return the scheduler's allocation around this process, if any. Raises InputError if its variables are damaged."""
     for scheduler in SCHEDULERS:
         job = next((env[name] for name in scheduler.variables if env.get(name)), None)
         if job is None:
             continue
-        found = None if scheduler.found is None else scheduler.found(env)
-        found = found or JobHosts(components=())
+        allocated = None if scheduler.found is None else scheduler.found(env)
+        allocated = allocated or JobHosts(components=())
         job = env.get(scheduler.job_id) or job
         return Allocation(
             scheduler=scheduler,
             job=job[:60],
-            components=found.components,
-            note=found.note,
-            alone=not found.components and _has_one_host(scheduler, env),
+            components=allocated.components,
+            note=allocated.note,
+            alone=not allocated.components and _has_one_host(scheduler, env),
         )
     return None
 
@@ -139,7 +139,7 @@ def _slurm(env: Env) -> JobHosts | None:
 
 def _slurm_component(env: Env, suffix: str) -> Hosts:
     source, tasks_name = f"{LIST}{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
-    names = expand(env[source], source)
+    names = expand_hosts(env[source], source)
     tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # without NTASKS it counts CPUs
     counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
     if len(counts) != len(names):
@@ -165,20 +165,20 @@ def _lsf(env: Env) -> JobHosts | None:
     lists = dict(_lists_of_lsf(env))
     if not lists:
         return None
-    (variable, hosts), *others = lists.items()
+    (variable, hosts), *other_lists = lists.items()
     used, notes = hosts, []
-    first, *rest = hosts
-    if rest and first.slots == 1 and all(host.slots and host.slots > 1 for host in rest):
-        used = tuple(rest)
+    first, *further = hosts
+    if further and first.slots == 1 and all(host.slots and host.slots > 1 for host in further):
+        used = tuple(further)
         notes.append(
             f"LSF's first host, {first.name}, has 1 slot and the others have more, so it is treated as the batch host "
             "without workers: name all hosts with --hosts to use it, too"
         )
-    for other, listed in others:
-        tasks = other == AFFINITY_FILE  # lists tasks with any number of slots, none on the batch host
+    for another, listed in other_lists:
+        tasks = another == AFFINITY_FILE  # lists tasks with any number of slots, none on the batch host
         if not (_are_same(listed, used, slots=False) if tasks else _are_same(listed, hosts, slots=True)):
             notes.append(
-                f"LSF's variables differ: {variable} is used, {_in_words(hosts)}; {other} has {_in_words(listed)}: "
+                f"LSF's variables differ: {variable} is used, {_in_words(hosts)}; {another} has {_in_words(listed)}: "
                 "name the hosts with --hosts if that is right"
             )
     return JobHosts(components=(used,), note="; ".join(notes))
@@ -213,13 +213,13 @@ def _host_of_each_line(path: str, variable: str) -> Hosts:
     return _summed(((line[0], "1") for line in _lines(path, variable)), f"{variable}={path}")
 
 
-def _are_same(some: Hosts, others: Hosts, *, slots: bool) -> bool:
+def _are_same(some: Hosts, candidates: Hosts, *, slots: bool) -> bool:
     """Return whether two lists have the same hosts (short names match), and with `slots` the same slots on each."""
-    places = [find_host(host.name, [other.name for other in others]) for host in some]
-    if None in places or len(set(places)) != len(others):
+    positions = [find_host(host.name, [candidate.name for candidate in candidates]) for host in some]
+    if None in positions or len(set(positions)) != len(candidates):
         return False
     return not slots or all(
-        host.slots == others[i].slots for host, i in zip(some, places, strict=True) if i is not None
+        host.slots == candidates[i].slots for host, i in zip(some, positions, strict=True) if i is not None
     )
 
 
@@ -244,8 +244,8 @@ def _grid_engine(env: Env) -> JobHosts | None:
     lines = _lines(path, "PE_HOSTFILE")
     short = next((line for line in lines if len(line) < 2), None)
     if short is not None or not lines:
-        found = "is empty" if short is None else f"has the line {short[0][:40]!r}"
-        raise InputError(f"PE_HOSTFILE={path} {found}, not HOST SLOTS QUEUE: name the hosts with --hosts")
+        problem = "is empty" if short is None else f"has the line {short[0][:40]!r}"
+        raise InputError(f"PE_HOSTFILE={path} {problem}, not HOST SLOTS QUEUE: name the hosts with --hosts")
     return JobHosts(components=(_summed(((line[0], line[1]) for line in lines), f"PE_HOSTFILE={path}"),))
 
 
@@ -254,8 +254,8 @@ def _flux(env: Env) -> JobHosts | None:
     job = env.get("FLUX_JOB_ID")
     # A batch script has no FLUX_JOB_ID; its Flux instance has exactly the job's resources.
     words = ("job", "info", job, "R") if job else ("resource", "R")
-    known = job or env.get("FLUX_ENCLOSING_ID") or _flux_prints(env, "getattr", "jobid")
-    shown = _flux_prints(env, *words) if known else None  # an instance outside a job has the whole cluster
+    jobid = job or env.get("FLUX_ENCLOSING_ID") or _flux_prints(env, "getattr", "jobid")
+    shown = _flux_prints(env, *words) if jobid else None  # an instance outside a job has the whole cluster
     if shown is None:
         return None
     try:
@@ -270,14 +270,14 @@ def _flux(env: Env) -> JobHosts | None:
         raise InputError(
             f"flux {' '.join(words)} prints no resource set ({error!r}): name the hosts with --hosts"
         ) from None
-    names = [name for piece in listed for name in expand(piece, f"flux {' '.join(words)}")]
+    names = [name for piece in listed for name in expand_hosts(piece, f"flux {' '.join(words)}")]
     if not names or len(names) != len(cores):
         raise InputError(
             f"flux {' '.join(words)} prints {plural(len(names), 'host')} for {plural(len(cores), 'rank')}: name the "
             "hosts with --hosts"
         )
-    each = zip(names, (str(cores[rank]) for rank in sorted(cores)), strict=True)
-    return JobHosts(components=(_summed(each, "flux"),))
+    pairs = zip(names, (str(cores[rank]) for rank in sorted(cores)), strict=True)
+    return JobHosts(components=(_summed(pairs, "flux"),))
 
 
 def _flux_prints(env: Env, *words: str) -> str | None:

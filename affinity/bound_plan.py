@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.binding import (
+from cputrain.affinity.binding import (
     Thread,
     anonymous_bytes,
     bind_process,
     forbids_policies,
     launcher_differences,
     policy_in,
-    refuse,
+    raise_binding_error,
     threads_of,
-    verify,
+    verify_binding,
 )
-from cputrain.affinity.planner.openmp import reconciled, with_libiomp5
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import reconciled_environment, with_libiomp5
 from cputrain.affinity.planner.plan import Compare, Plan, Request, WorkerPlan, plan_machine
 from cputrain.affinity.planner.plan_file import (
     PLAN_FILE,
@@ -35,16 +35,30 @@ from cputrain.affinity.planner.plan_file import (
     worker_of,
 )
 from cputrain.affinity.planner.records import plan_this_machine
-from cputrain.affinity.ranks.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS, Rank, rank_from_env, with_rank
+from cputrain.affinity.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS, Rank, rank_from_env, with_rank
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.machine import format_list, name_cpus
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import MIB, first_named, plural
 
+logger = logging.getLogger(__name__)
+
+
 # The path of the plan that a command was bound by, and the local rank of its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
 DESCRIPTORS = "/proc/self/fd/"  # folder of the path of a plan in memory
 MEMORY_FILE = PLAN_FILE
+
+# Rank variables that binding by a plan sets consistently; a nested launcher overwrites some of them.
+BOUND_RANK_VARIABLES = (
+    ENV.rank_names,
+    *(variables.rank_names for variables in LAUNCHER_VARIABLES if variables.for_scripts and variables.names_suffice),
+)
+
+# Variables with the same values for all ranks of a job on a host, and their children. All plans in memory have the
+# same path, and two jobs may use the same plan file, but only ranks of one job share a rendezvous address.
+JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
+NOT_SHARED = "{share=true} inspects the processes of this host only: remove it for another machine or several hosts"
 
 
 def plan_in_memory(plan: Plan) -> Path:
@@ -66,10 +80,10 @@ def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None
     A child of a bound process inherits the variable, but mostly not the descriptor, whose number may then belong to any
     other file, such as a pipe that blocks its reader.
     """
-    named = env.get(PLAN_VARIABLE)
-    if named is None or not named.startswith(DESCRIPTORS):
-        return None if named is None else Path(f"/proc/{pid}/cwd") / named
-    path = Path(f"/proc/{pid}/fd/{named.removeprefix(DESCRIPTORS)}")
+    plan_path = env.get(PLAN_VARIABLE)
+    if plan_path is None or not plan_path.startswith(DESCRIPTORS):
+        return None if plan_path is None else Path(f"/proc/{pid}/cwd") / plan_path
+    path = Path(f"/proc/{pid}/fd/{plan_path.removeprefix(DESCRIPTORS)}")
     try:
         return path if str(path.readlink()).startswith(f"/memfd:{MEMORY_FILE}") else None
     except OSError:
@@ -82,13 +96,6 @@ def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
     if path is None or WORKER_VARIABLE not in env:
         return None
     return worker_of(read_host_plan(path), int(env[WORKER_VARIABLE]))
-
-
-# Rank variables that binding by a plan sets consistently; a nested launcher overwrites some of them.
-BOUND_RANK_VARIABLES = (
-    ENV.rank_names,
-    *(each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts and each.names_suffice),
-)
 
 
 def plan_for_rank(
@@ -116,9 +123,6 @@ def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
     return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}
 
 
-logger = logging.getLogger(__name__)
-
-
 def exec_bound(
     worker: WorkerPlan,
     plan_path: Path,
@@ -138,17 +142,17 @@ def exec_bound(
     Warnings are logged, most of them only by the host's first worker.
     """
     if bound and check:
-        refuse(worker, launcher_differences(worker, tuple(os.sched_getaffinity(0))))
+        raise_binding_error(worker, launcher_differences(worker, tuple(os.sched_getaffinity(0))))
     if problem := bind_process(worker):
         logger.warning(problem)
     if check:
-        verify(worker)
+        verify_binding(worker)
     full, warnings = command_environment(worker, plan_path, command, env, rank=rank, keep_env=keep_env)
     for warning in warnings if worker.local_rank == 0 else ():
         logger.warning(warning)
     sys.stdout.flush()
-    given = {*worker.env, *(SET_FOR_RANKS if rank else ())}
-    variables = {name: value for name, value in full.items() if name in given or value != env.get(name)}
+    names = {*worker.env, *(SET_FOR_RANKS if rank else ())}
+    variables = {name: value for name, value in full.items() if name in names or value != env.get(name)}
     command = through_sudo(command, variables)
     try:
         os.execvpe(command[0], command, full)
@@ -176,7 +180,7 @@ def command_environment(
     keep_env: bool,
 ) -> tuple[dict[str, str], list[str]]:
     """Return the command's environment (variables of worker and rank, path of the plan), and warnings."""
-    full, clashes = reconciled(env, worker.env, keep=keep_env)
+    full, clashes = reconciled_environment(env, worker.env, keep=keep_env)
     warnings = [f"inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}"] if clashes else []
     full = full if rank is None else with_rank(rank, full)
     if "KMP_BLOCKTIME" in worker.env:
@@ -219,17 +223,17 @@ class Running:
     @property
     def differences(self) -> tuple[str, ...]:
         """A line for each difference between plan and process."""
-        found = [self.reason] if self.foreign else []
+        problems = [self.reason] if self.foreign else []
         for thread in self.misplaced_threads:
-            found.append(f"thread {thread.tid} ({printable(thread.name)}) may run on {name_cpus(thread.pus)}")
+            problems.append(f"thread {thread.tid} ({printable(thread.name)}) may run on {name_cpus(thread.pus)}")
         if self.worker and self.memory_policy is not None:
             planned = _policy_text(self.worker.memory_policy, self.worker.memory_nodes)
             actual = _policy_text(self.memory_policy, self.policy_nodes)
             if actual != planned:
-                found.append(f"memory policy is {actual}")
+                problems.append(f"memory policy is {actual}")
         if self.remote_bytes:
-            found.append(f"{self.remote_bytes / MIB:.0f} MiB are on other nodes")
-        return tuple(found)
+            problems.append(f"{self.remote_bytes / MIB:.0f} MiB are on other nodes")
+        return tuple(problems)
 
     @property
     def remote_bytes(self) -> int:
@@ -248,13 +252,13 @@ def planned_environments() -> dict[int, dict[str, str]]:
 
     By process id, ascending. Each is read once: while a process replaces its program, its environment reads as empty.
     """
-    found = {}
+    processes = {}
     for pid in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):  # the process has ended, or belongs to another user
             variables = variables_of(pid)
             if PLAN_VARIABLE in variables:
-                found[pid] = variables
-    return found
+                processes[pid] = variables
+    return processes
 
 
 def inspect_process(pid: int, plan: Plan | None = None) -> Running:
@@ -272,7 +276,7 @@ def inspect_process(pid: int, plan: Plan | None = None) -> Running:
             f"cannot inspect process {pid} ({error.strerror}): name one of your running processes"
         ) from None
     policy, nodes = policy_in(numa_maps)
-    found = Running(
+    running = Running(
         pid=pid,
         command=command,
         worker=None,
@@ -283,9 +287,9 @@ def inspect_process(pid: int, plan: Plan | None = None) -> Running:
     )
     try:
         worker = planned_worker_of(pid, variables) if plan is None else _worker_in(plan, variables, threads)
-        return replace(found, worker=worker)
+        return replace(running, worker=worker)
     except InputError as error:  # a plan of another version, for example; other processes can still be compared
-        return replace(found, reason=f"{error}", foreign=plan is not None)
+        return replace(running, reason=f"{error}", foreign=plan is not None)
 
 
 def _worker_in(plan: Plan, variables: Mapping[str, str], threads: tuple[Thread, ...]) -> WorkerPlan:
@@ -338,24 +342,24 @@ def running_processes(pids: tuple[int, ...], plan: Plan | None = None) -> tuple[
     """
     if pids:
         return tuple(inspect_process(pid, plan) for pid in pids)
-    found = bound_processes()
-    if not found:
+    processes = bound_processes()
+    if not processes:
         raise InputError(
             "none of your processes on this host is bound by a plan: start one with a plan, or name a process"
         )
-    return found
+    return processes
 
 
 def bound_processes() -> tuple[Running, ...]:
     """Read all processes of this host that a plan has bound and that this user may inspect."""
-    found = []
+    running = []
     for pid in planned_environments():
         with suppress(InputError):  # it has ended meanwhile, as short-lived children of bound processes do
-            found.append(inspect_process(pid))
-    return tuple(found)
+            running.append(inspect_process(pid))
+    return tuple(running)
 
 
-def comparison(processes: Sequence[Running]) -> str:
+def binding_report(processes: Sequence[Running]) -> str:
     """Write a block for each process: planned and actual binding, a line for each difference.
 
     If its threads may run on different CPUs, the ids of the threads by CPUs.
@@ -381,12 +385,6 @@ def comparison(processes: Sequence[Running]) -> str:
         lines += [f"  differs  {difference}" for difference in process.differences]
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
-
-
-# Variables with the same values for all ranks of a job on a host, and their children. All plans in memory have the
-# same path, and two jobs may use the same plan file, but only ranks of one job share a rendezvous address.
-JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
-NOT_SHARED = "{share=true} inspects the processes of this host only: remove it for another machine or several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,7 +421,7 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
 
     `env` is this process's environment: processes of its own plan are left out.
     """
-    this_job, found = _job(env), []
+    this_job, neighbors = _job(env), []
     for pid, variables in planned_environments().items():
         try:
             mask = tuple(sorted(os.sched_getaffinity(pid)))
@@ -435,8 +433,8 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
             worker = None
         pus = worker.pus if worker else mask
         if PLAN_VARIABLE not in env or _job(variables) != this_job:
-            found.append(Neighbor(pid=pid, pus=pus))
-    return tuple(found)
+            neighbors.append(Neighbor(pid=pid, pus=pus))
+    return tuple(neighbors)
 
 
 def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
@@ -448,15 +446,15 @@ def contention_warnings(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[st
     are enough; () if none."""
     used = {pu for worker in plan.workers for pu in worker.pus}
     cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
-    found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
-    if not found:
+    overlapping = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
+    if not overlapping:
         return ()
-    process, them, end = ("process", "it", "it ends") if len(found) == 1 else ("processes", "them", "they end")
-    named = first_named([f"{neighbor.pid} ({name_cpus(neighbor.pus)})" for neighbor in found])
+    process, them, end = ("process", "it", "it ends") if len(overlapping) == 1 else ("processes", "them", "they end")
+    described = first_named([f"{neighbor.pid} ({name_cpus(neighbor.pus)})" for neighbor in overlapping])
     occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
     try:
         plan_machine(plan.machine, replace(plan.request, occupied=occupied), plan.runtime, plan.measured)
         remedy = f"{{share=true}} avoids {them}"
     except InputError:
         remedy = f"wait until {end}, as too few cores are free of {them}"
-    return (f"cores of this plan are in use by {process} {named} of another plan: {remedy}",)
+    return (f"cores of this plan are in use by {process} {described} of another plan: {remedy}",)

@@ -24,6 +24,33 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 LOOPBACK_INTERFACE = "lo"
 IPV6 = Path("/proc/net/if_inet6")
 
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to the PMI server
+
+LOOPBACK = "127.0.0.1"
+MASTER_PORT = 29500  # torch.distributed's default
+MAX_RANKS = 1 << 24
+NUMBER = re.compile("[0-9]{1,9}")
+SLURM_HOST, PALS_HOST = "SLURM_NODEID", "PALS_NODEID"  # number of the rank's host
+STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+SET_TASKS = "set it to the tasks per host in Slurm's format, 4(x2) for two hosts with 4 each"
+SET_RANKS = "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
+TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+APINFO, APINFO_HEADER = "PALS_APINFO", struct.Struct("@iNNNiNNiNNiNNi")
+APINFO_RANK = struct.Struct("@iii")  # local rank, number of the command, number of the host
+
+INDEX, COUNT = "JOB_COMPLETION_INDEX", "CPUTRAIN_PODS"  # the first is set by Kubernetes
+POD_NUMBER = re.compile("[0-9]{1,6}")
+
+# Below Linux's ephemeral ports (32768 and up) and Kubernetes' node ports (30000 and up).
+FIRST_PORT, PORTS = 20_000, 10_000
+
+# oneCCL's default, set because accelerate and transformers with Intel's bindings choose "ccl" only if it is set.
+ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
+# The part of Slurm's host list up to the first comma outside brackets.
+FIRST_HOSTS = re.compile(r"(?:[^\[\],\s]|\[\d[\d,-]*\])+(?=,|\s*\Z)")
+FIRST_NUMBER = re.compile(r"\[(\d+)[\d,-]*\]")
+
 
 def address_to(peer: str) -> str:
     """Return this host's address on the route to a peer. Raises OSError if the peer has no address or no route."""
@@ -144,20 +171,23 @@ PBS = LauncherVariables(convention="pbs", names_suffice=False, prefixes=("PBS_",
 # launchers, and PALS's by srun (Slurm's plugin mpi/cray_shasta).
 LAUNCHER_VARIABLES = (ENV, OPEN_MPI, MVAPICH, HYDRA, SLURM, PALS, PBS)
 # In this order, as Intel MPI's mpirun may run in a task that has a PMIx namespace from srun.
-START_IDS = tuple(each.start_id for each in (HYDRA, OPEN_MPI, SLURM, PALS))
-PREFIXES = tuple(prefix for each in LAUNCHER_VARIABLES for prefix in each.prefixes)
-PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to the PMI server
+START_IDS = tuple(variables.start_id for variables in (HYDRA, OPEN_MPI, SLURM, PALS))
+PREFIXES = tuple(prefix for variables in LAUNCHER_VARIABLES for prefix in variables.prefixes)
 
+# The launchers' variables for the local rank.
+LOCAL_RANK_VARIABLES = tuple(variables.rank_names[2] for variables in LAUNCHER_VARIABLES if variables.rank_names)
 
-LOOPBACK = "127.0.0.1"
-MASTER_PORT = 29500  # torch.distributed's default
-MAX_RANKS = 1 << 24
-NUMBER = re.compile("[0-9]{1,9}")
-SLURM_HOST, PALS_HOST = "SLURM_NODEID", "PALS_NODEID"  # number of the rank's host
-STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
-SET_TASKS = "set it to the tasks per host in Slurm's format, 4(x2) for two hosts with 4 each"
-SET_RANKS = "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
-TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+# Variables that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. They alone do not make an MPI
+# library believe that its mpirun started the process.
+OTHER_NAMES = {variables.convention: variables.rank_names for variables in LAUNCHER_VARIABLES if variables.for_scripts}
+
+# All variables that `with_rank` sets.
+SET_FOR_RANKS = (
+    *ENV.rank_names,
+    *(name for names in OTHER_NAMES.values() for name in names),
+    *("SLURM_NODEID", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
+    "CCL_WORKER_COUNT",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +209,6 @@ class Rank:
     def numbers(self) -> tuple[str, ...]:
         """Its numbers as text, in the order of `LauncherVariables.rank_names`."""
         return tuple(map(str, (self.rank, self.world_size, self.local_rank, self.local_world_size)))
-
-
-# The launchers' variables for the local rank.
-LOCAL_RANK_VARIABLES = tuple(each.rank_names[2] for each in LAUNCHER_VARIABLES if each.rank_names)
 
 
 def rank_from_env(env: Mapping[str, str]) -> Rank | None:
@@ -242,10 +268,6 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
             convention=SLURM.convention,
         )
     )
-
-
-APINFO, APINFO_HEADER = "PALS_APINFO", struct.Struct("@iNNNiNNiNNiNNi")
-APINFO_RANK = struct.Struct("@iii")  # local rank, number of the command, number of the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,10 +379,6 @@ def _checked(rank: Rank) -> Rank:
     return rank
 
 
-INDEX, COUNT = "JOB_COMPLETION_INDEX", "CPUTRAIN_PODS"  # the first is set by Kubernetes
-POD_NUMBER = re.compile("[0-9]{1,6}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
     """Index of a pod among the `count` pods of its job."""
@@ -386,25 +404,6 @@ def pods_of(env: Mapping[str, str]) -> Pods:
     return Pods(index=int(index), count=int(count))
 
 
-# Below Linux's ephemeral ports (32768 and up) and Kubernetes' node ports (30000 and up).
-FIRST_PORT, PORTS = 20_000, 10_000
-# Variables that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. They alone do not make an MPI
-# library believe that its mpirun started the process.
-OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
-# All variables that `with_rank` sets.
-SET_FOR_RANKS = (
-    *ENV.rank_names,
-    *(name for names in OTHER_NAMES.values() for name in names),
-    *("SLURM_NODEID", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
-    "CCL_WORKER_COUNT",
-)
-# oneCCL's default, set because accelerate and transformers with Intel's bindings choose "ccl" only if it is set.
-ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
-# The part of Slurm's host list up to the first comma outside brackets.
-FIRST_HOSTS = re.compile(r"(?:[^\[\],\s]|\[\d[\d,-]*\])+(?=,|\s*\Z)")
-FIRST_NUMBER = re.compile(r"\[(\d+)[\d,-]*\]")
-
-
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     """Add a rank's variables to an environment.
 
@@ -416,15 +415,15 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     address, port = rendezvous_address(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     defaults = ONE_CCL_WORKER | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-    named = {SLURM.convention: SLURM_HOST, PALS.convention: PALS_HOST}.get(rank.convention, "")
-    host = env.get(named) or str(rank.rank // rank.local_world_size)
+    host_variable = {SLURM.convention: SLURM_HOST, PALS.convention: PALS_HOST}.get(rank.convention, "")
+    host = env.get(host_variable) or str(rank.rank // rank.local_world_size)
     node = {"SLURM_NODEID": host, "NODE_RANK": host, "GROUP_RANK": host}
-    others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
-    same = {name: number for names in others for name, number in zip(names, rank.numbers, strict=True)}
+    other_names = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
+    same = {name: number for names in other_names for name, number in zip(names, rank.numbers, strict=True)}
     # A PMI server from outside this job, such as that of a shell started by srun, does not know this job's ranks.
     foreign = [env.get(name) for name in HYDRA.rank_names[:2]] != [*rank.numbers[:2]]
-    kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
-    return {**defaults, **kept, **same, **node, **rendezvous(rank, address, port)}
+    passed = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
+    return {**defaults, **passed, **same, **node, **rendezvous(rank, address, port)}
 
 
 def rendezvous_address(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
@@ -433,10 +432,10 @@ def rendezvous_address(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
     Address: MASTER_ADDR, or loopback on one host, or the first of Slurm's or PALS's list. Port: MASTER_PORT, or one of
     20000-29999 derived from the launcher's job id, or 29500. Rank 0 checks values that are not from the environment.
     """
-    given, port = env.get("MASTER_ADDR"), port_of(env)
-    address = given or (LOOPBACK if rank.one_host else _first_host(env))
+    configured, port = env.get("MASTER_ADDR"), port_of(env)
+    address = configured or (LOOPBACK if rank.one_host else _first_host(env))
     number = _port_of_job(_job(env)) if port is None else port
-    if rank.rank == 0 and not given:
+    if rank.rank == 0 and not configured:
         _check_address(address, _list_of_hosts(env))
     if rank.rank == 0 and port is None:
         _check_port(number)
@@ -480,8 +479,8 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 def _job(env: Mapping[str, str]) -> str | None:
     """Return the launcher's id of this job; MPICH's has precedence over the job in which its mpiexec was started."""
-    named = (names for names in START_IDS if all(name in env for name in names))
-    return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
+    complete = (names for names in START_IDS if all(name in env for name in names))
+    return _hydra_port() or next((".".join(env[name] for name in names) for names in complete), None)
 
 
 def _hydra_port() -> str | None:
@@ -509,21 +508,21 @@ def _port_of_job(job: str | None) -> int:
 
 def _check_address(address: str, variable: str) -> None:
     """Raise an error on rank 0 if the address, from the variable `variable`, is not this host's."""
-    here = socket.gethostname()
+    host = socket.gethostname()
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
+            probe.bind(endpoint)
     except socket.gaierror as error:
         raise InputError(
-            f"{address}, the first host of {variable}, has no address on {here} ({error.strerror}): set MASTER_ADDR to "
+            f"{address}, the first host of {variable}, has no address on {host} ({error.strerror}): set MASTER_ADDR to "
             "an address of rank 0's host"
         ) from None
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise RunError(f"cannot listen on {address} ({error.strerror}): set MASTER_ADDR to another name") from None
         raise InputError(
-            f"rank 0 runs on {here}, not on {address}, the first host of {variable}: set MASTER_ADDR to {here}"
+            f"rank 0 runs on {host}, not on {address}, the first host of {variable}: set MASTER_ADDR to {host}"
         ) from None
 
 

@@ -1,1 +1,0 @@
-"""A process's rank from any launcher's environment, the rendezvous address of a job's ranks, and host names."""
