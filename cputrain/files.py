@@ -1,4 +1,4 @@
-"""Atomic file writes, errors that name the file, the file names of a run, and the names of shipped_folder recipes.
+"""Atomic file writes, errors that name the file, the file names of a run, and the names of shipped recipes.
 
 Imports no recipe code, so that `cputrain launch` starts fast.
 """
@@ -66,5 +66,5 @@ RECIPES = shipped_folder("recipes")
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped_folder recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
