@@ -23,6 +23,15 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
     "report.html",
 )
 
+# Contents that replace a file whose data was never downloaded, by their first bytes in lower case.
+PLACEHOLDERS = {
+    b"version https://git-lfs": "a git-LFS pointer, not the data: run git lfs pull in the clone",
+    b"<!doctype html": "a web page, sent by the server instead of the file: download it again",
+    b"<html": "a web page, sent by the server instead of the file: download it again",
+}
+MOST_START = 64  # bytes
+RECIPES = shipped_folder("recipes")
+
 
 def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8 with `write_bytes`; parts of names that are not UTF-8 are escaped."""
@@ -34,15 +43,6 @@ def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
     with errors_name(path):
         if (file.write(data) or 0) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the error of the next write
-
-
-# Contents that replace a file whose data was never downloaded, by their first bytes in lower case.
-PLACEHOLDERS = {
-    b"version https://git-lfs": "a git-LFS pointer, not the data: run git lfs pull in the clone",
-    b"<!doctype html": "a web page, sent by the server instead of the file: download it again",
-    b"<html": "a web page, sent by the server instead of the file: download it again",
-}
-MOST_START = 64  # bytes
 
 
 def placeholder_text(data: bytes) -> str | None:
@@ -60,9 +60,6 @@ def check_downloaded(path: Path) -> None:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if message:
         raise InputError(f"{path} is {message}")
-
-
-RECIPES = shipped_folder("recipes")
 
 
 def recipe_names() -> list[str]:

@@ -46,6 +46,16 @@ from cputrain.training.engine import (
 from cputrain.training.snapshot import load_eval_model
 
 logger = logging.getLogger(__name__)
+METADATA_FILE = "cputrain.json"  # in a TorchScript archive
+INPUT, OUTPUT = "images", "logits"
+
+Forward = Callable[[Tensor], Tensor]
+"""Normalized inputs, (N, ...) float32 -> logits, (N, outputs), computed from an exported file."""
+
+COMPARED = 8  # images
+# Largest difference of a logit, relative to the largest logit, that rounding explains: folded batch-norm and another
+# order of float32 sums; bfloat16 has 8 bits, and the exported network computes in float32.
+TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +187,6 @@ def predict(
                 yield Prediction(image=paths[number], top=(), error=problem)
 
 
-METADATA_FILE = "cputrain.json"  # in a TorchScript archive
-INPUT, OUTPUT = "images", "logits"
-
-Forward = Callable[[Tensor], Tensor]
-"""Normalized inputs, (N, ...) float32 -> logits, (N, outputs), computed from an exported file."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """An export format: its file suffixes, the usual one first.
@@ -280,12 +283,6 @@ FORMATS = {
     "torchscript": Format(suffixes=(".torchscript", ".ts"), write=_write_torchscript, open=_open_torchscript),
     "onnx": Format(suffixes=(".onnx",), write=_write_onnx, open=_open_onnx),
 }
-
-
-COMPARED = 8  # images
-# Largest difference of a logit, relative to the largest logit, that rounding explains: folded batch-norm and another
-# order of float32 sums; bfloat16 has 8 bits, and the exported network computes in float32.
-TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,13 @@ from cputrain.affinity.topology.machine import Machine, without_limits
 from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.files import write_text
 
+BF16_GAIN = 1.2  # speedup of a convolution from which on bf16 is suggested
+VARIABLE = "CCL_ATL_TRANSPORT"
+MPI, LIBFABRIC = "mpi", "ofi"
+TITLES = {MPI: "MPI", LIBFABRIC: "libfabric"}
+BUCKET_BYTES = 25 << 20  # size of DDP's gradient buckets
+BUCKET_ALL_REDUCE = "25 MiB all-reduce"
+
 
 def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the lowest and the highest value."""
@@ -61,9 +68,6 @@ def save_measurement(record: Record, env: Mapping[str, str]) -> Path:
     return path
 
 
-BF16_GAIN = 1.2  # speedup of a convolution from which on bf16 is suggested
-
-
 def bf16_line(speedup: float) -> str:
     """Return the suggestion to use bfloat16, which is faster by this factor."""
     return (
@@ -78,13 +82,6 @@ def save_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
     machine = read_machine(Path("/"))  # the whole host, not the part that this process is bound to
     with suppress(RunError):
         save_measurement(rate_record(machine, BF16, spread_of(speedups), command="cputrain train"), env)
-
-
-VARIABLE = "CCL_ATL_TRANSPORT"
-MPI, LIBFABRIC = "mpi", "ofi"
-TITLES = {MPI: "MPI", LIBFABRIC: "libfabric"}
-BUCKET_BYTES = 25 << 20  # size of DDP's gradient buckets
-BUCKET_ALL_REDUCE = "25 MiB all-reduce"
 
 
 def rate_name(transport: str) -> str:

@@ -36,6 +36,10 @@ SAFE_NORMS = (1e-12, 1e18)
 # hide rounding (the smallest square with full precision has the root 1e-19), and from a gradient of this norm on, as
 # float32 holds the sum of at most a million such squares.
 LEAST_ADDED, MOST_SQUARED = 1e-16, 1e16
+LEAST_INNER = 1e-8
+MOST_SCALE = 1e30
+LarsVariant = Literal["caffe", "timm", "nus"]
+ParamGroups = list[dict[str, Any]]
 
 
 class GroupOptimizer(Optimizer):
@@ -179,11 +183,6 @@ def check_below_one(**options: float) -> None:
 def widened(tensor: Tensor) -> Tensor:
     """Return a bfloat16 or float16 tensor in float32, any other unchanged."""
     return tensor.float() if tensor.dtype in FEW_DIGITS else tensor
-
-
-LEAST_INNER = 1e-8
-MOST_SCALE = 1e30
-LarsVariant = Literal["caffe", "timm", "nus"]
 
 
 class Lars(GroupOptimizer):
@@ -464,9 +463,6 @@ class AdagradDA(GroupOptimizer):
         torch._foreach_add_(change, sums)
         change = torch._foreach_div(change, scale)
         torch._foreach_copy_(params, torch._foreach_sub(initial, change))
-
-
-ParamGroups = list[dict[str, Any]]
 
 
 def param_groups(

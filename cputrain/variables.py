@@ -19,6 +19,11 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|JWT|PRIVAT
 IN_ADDRESS = re.compile(r"://[^/@\s]+@")  # user:password@
 HIDDEN = "(not shown)"
 
+# torchrun's names, as scripts know them.
+ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
+SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its ID
+UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
+
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the relevant variables by name; the value is hidden if the name suggests a secret."""
@@ -26,12 +31,6 @@ def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: HIDDEN if SECRET.search(name) else IN_ADDRESS.sub(f"://{HIDDEN}@", value) for name, value in found.items()
     }
-
-
-# torchrun's names, as scripts know them.
-ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
-SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its ID
-UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
 
 
 def restart_variables(attempt: int, restarts: int, job: str) -> tuple[tuple[str, str], ...]:

@@ -38,6 +38,14 @@ Network = dict[str, tuple[Count, Count]]  # interface -> bytes received, bytes s
 
 FOLDER = "usage"  # in the run folder, beside the logs
 MIN_PERIOD_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
+MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("time", "host"), lambda _earlier, later: later),
+    **dict.fromkeys(("seconds", "cpu_s"), operator.add),
+    **dict.fromkeys(("rss_bytes", "processes"), max),
+    "memory_available_bytes": min,
+    "network": lambda earlier, later: busiest(sum_networks(earlier, later)),
+}
+"""Field -> function that merges its values in two successive records."""
 
 
 class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,16 +109,6 @@ def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, 
 def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
     """Return the MAX_INTERFACES interfaces with the most bytes."""
     return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MAX_INTERFACES])
-
-
-MERGE: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("time", "host"), lambda _earlier, later: later),
-    **dict.fromkeys(("seconds", "cpu_s"), operator.add),
-    **dict.fromkeys(("rss_bytes", "processes"), max),
-    "memory_available_bytes": min,
-    "network": lambda earlier, later: busiest(sum_networks(earlier, later)),
-}
-"""Field -> function that merges its values in two successive records."""
 
 
 def grouped(records: Iterable[Use], period_s: float) -> list[Use]:

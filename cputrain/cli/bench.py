@@ -37,6 +37,22 @@ from cputrain.training.local import PlannedTraining, plan_steps
 QUICK_REPEATS, REPEATS = 2, 7
 DEFAULT_RECIPE = "imagefolder"
 SETTING = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
+quick_option = click.option("--quick", is_flag=True, help="try the command with tiny sizes; the results are not saved")
+figures_option = formats_option("json", "svg", help="choose the output; svg: a picture of the figures")
+repeats_option = number_option(
+    "--repeats", help=f"measure each figure N times  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
+)
+
+NORMS = (
+    Column("layer", itemgetter("layer")),
+    Column("|w|", itemgetter("weights"), ".4g"),
+    Column("|g|", itemgetter("gradients"), ".4g"),
+    Column("|w| / |g|", itemgetter("ratio"), ".4g"),
+    Column("trust ratio", itemgetter("trust"), ".4g"),
+)
+
+BAR = "{desc} |{bar:20}| {n_fmt}/{total_fmt} trials  {remaining} left"
+PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
 
 
 @click.group("bench", cls=FullSummaryGroup)
@@ -46,13 +62,6 @@ def bench_command() -> None:
     plan, tune, simulate and oneCCL's start-up use the results until torch, cputrain, oneCCL, Intel MPI, Python or the
     clock governor change. Run nothing else on the host meanwhile.
     """
-
-
-quick_option = click.option("--quick", is_flag=True, help="try the command with tiny sizes; the results are not saved")
-figures_option = formats_option("json", "svg", help="choose the output; svg: a picture of the figures")
-repeats_option = number_option(
-    "--repeats", help=f"measure each figure N times  [default: {REPEATS}, with --quick {QUICK_REPEATS}]"
-)
 
 
 @bench_command.command("model")
@@ -188,15 +197,6 @@ def _save(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> Non
         click.echo(f"saved in {path}", err=True)
 
 
-NORMS = (
-    Column("layer", itemgetter("layer")),
-    Column("|w|", itemgetter("weights"), ".4g"),
-    Column("|g|", itemgetter("gradients"), ".4g"),
-    Column("|w| / |g|", itemgetter("ratio"), ".4g"),
-    Column("trust ratio", itemgetter("trust"), ".4g"),
-)
-
-
 def _show_norms(run: Path, step: int | None, output_format: str) -> None:
     if output_format == "svg":
         raise InputError(f"--format svg is not available for norms: use cputrain report {run} to plot them")
@@ -215,10 +215,6 @@ def _show_norms(run: Path, step: int | None, output_format: str) -> None:
         return
     click.echo(f"step {chosen:,}, learning rate {written[chosen]['rate']:g}")
     click.echo(Rows(NORMS, written[chosen]["layers"]).text())
-
-
-BAR = "{desc} |{bar:20}| {n_fmt}/{total_fmt} trials  {remaining} left"
-PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
 
 
 @click.command("tune")

@@ -44,6 +44,10 @@ LABELS = click.option(
     "--label-column", metavar="NAME", help="read the labels from this column of Parquet or Arrow files"
 )
 
+QUALITY = 90
+
+Splits = dict[str, dict[str, Any]]  # of the manifest, by name
+
 
 @click.group("data", cls=FullSummaryGroup)
 def data_command() -> None:
@@ -210,11 +214,6 @@ def _check_picture(file: Path, *, overwrite: bool) -> None:
         )
     if file.exists() and not overwrite:
         raise InputError(f"--output {file} already exists: name another file, or add --overwrite")
-
-
-QUALITY = 90
-
-Splits = dict[str, dict[str, Any]]  # of the manifest, by name
 
 
 def parse_fraction(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:

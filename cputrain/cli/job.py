@@ -104,6 +104,23 @@ EXAMPLES = (
     "cputrain job slurm --nodes 2 --time 01:00:00 -- python train.py --epochs 3",
 )
 
+SCRIPT_HELP = """Print the script of a {title} job that trains RECIPE, prepares images or runs CMD on --nodes hosts.
+
+Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
+and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
+bound according to the plan, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
+"""
+
+KUBERNETES_SECTIONS = {
+    "What to run": ("kind", "restarts", "time", "name", "namespace"),
+    "The pods": ("image", "cpus", "memory", "volumes"),
+    **PLANNING,
+}
+KUBERNETES_EXAMPLES = (
+    "cputrain job kubernetes RECIPE --image IMAGE --nodes 4 --cpus 48 --memory 180Gi --volume CLAIM:/work",
+    "cputrain job kubernetes --image IMAGE --nodes 2 --cpus 32 --memory 64Gi -- python train.py",
+)
+
 
 class WithCommand(SectionedCommand):
     """A command whose words after -- belong to another program."""
@@ -234,12 +251,6 @@ def _script_command(scheduler: str) -> click.Command:
     )(hidden_options("hosts", "hostfile", "share", "oversubscribe", "bind", *others)(printed))
 
 
-SCRIPT_HELP = """Print the script of a {title} job that trains RECIPE, prepares images or runs CMD on --nodes hosts.
-
-Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
-and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
-bound according to the plan, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
-"""
 for each in SCHEDULERS:
     job_command.add_command(_script_command(each))
 
@@ -466,17 +477,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 ManifestDumper.add_representer(str, _text)
-
-
-KUBERNETES_SECTIONS = {
-    "What to run": ("kind", "restarts", "time", "name", "namespace"),
-    "The pods": ("image", "cpus", "memory", "volumes"),
-    **PLANNING,
-}
-KUBERNETES_EXAMPLES = (
-    "cputrain job kubernetes RECIPE --image IMAGE --nodes 4 --cpus 48 --memory 180Gi --volume CLAIM:/work",
-    "cputrain job kubernetes --image IMAGE --nodes 2 --cpus 32 --memory 64Gi -- python train.py",
-)
 
 
 @job_command.command("kubernetes", cls=WithCommand, sections=KUBERNETES_SECTIONS, examples=KUBERNETES_EXAMPLES)

@@ -39,6 +39,42 @@ PLANNING = {
     NETWORK: ("launcher", "bind", "fabric", *(option.name for option in OPTIONS if option.section == NETWORK)),
 }
 
+# Spellings of torchrun, ipexrun, mpirun and horovodrun that are accepted as synonyms; --help leaves them out.
+OTHER_NAMES = {
+    "ppn": (
+        *("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"),
+        *("-ppn", "-perhost", "--npernode", "-npernode", "--ntasks-per-node"),
+    ),
+    "nodes": ("--nnodes", "--num-nodes", "--num_nodes"),
+    "hosts": ("-H", "-hosts", "-host", "--host"),
+    "hostfile": ("-f", "-hostfile", "-machinefile", "--machinefile"),
+}
+
+DIGITS = re.compile("[0-9]{1,6}")
+F = TypeVar("F", bound=Callable[..., Any])
+LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
+host_groups_option = click.option(
+    "--host-group",
+    "host_groups",
+    multiple=True,
+    metavar="HOSTS=MACHINE",
+    help="plan these hosts as MACHINE, as in 'n[001-128]=skx-8160-2s'; repeatable, once per group of equal hosts",
+)
+# KEY=VALUE arguments that override keys of the recipe.
+settings_argument = click.argument(
+    "settings", shell_complete=complete_setting, nargs=-1, callback=refuse_options_as_keys, metavar="[KEY=VALUE]..."
+)
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="continue even if the kernel gave a worker other CPUs or memory than planned"
+)
+restarts_option = click.option(
+    "--restarts",
+    type=click.IntRange(0, 1000),
+    default=0,
+    metavar="N",
+    help="restart after a failure, at most N times",
+)
+
 
 class SectionedCommand(click.Command):
     """A command whose --help lists options by section: `sections` maps a title to parameter names, other options come
@@ -78,18 +114,6 @@ class SectionedCommand(click.Command):
                 formatter.write("".join(f"{' ' * formatter.current_indent}{line}\n" for line in self.examples))
 
 
-# Spellings of torchrun, ipexrun, mpirun and horovodrun that are accepted as synonyms; --help leaves them out.
-OTHER_NAMES = {
-    "ppn": (
-        *("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"),
-        *("-ppn", "-perhost", "--npernode", "-npernode", "--ntasks-per-node"),
-    ),
-    "nodes": ("--nnodes", "--num-nodes", "--num_nodes"),
-    "hosts": ("-H", "-hosts", "-host", "--host"),
-    "hostfile": ("-f", "-hostfile", "-machinefile", "--machinefile"),
-}
-
-
 class PlanningOption(click.Option):
     """An option that also accepts its synonyms in OTHER_NAMES."""
 
@@ -102,11 +126,6 @@ class PlanningOption(click.Option):
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         """Accept -n=2 as -n 2, as other launchers do: click leaves the "=" in a short option's value."""
         return super().process_value(ctx, value.removeprefix("=") if isinstance(value, str) else value)
-
-
-DIGITS = re.compile("[0-9]{1,6}")
-F = TypeVar("F", bound=Callable[..., Any])
-LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
 
 
 class WordOrNumber(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -247,26 +266,3 @@ def hidden_options(*names: str) -> Callable[[F], F]:
         return command
 
     return hide
-
-
-host_groups_option = click.option(
-    "--host-group",
-    "host_groups",
-    multiple=True,
-    metavar="HOSTS=MACHINE",
-    help="plan these hosts as MACHINE, as in 'n[001-128]=skx-8160-2s'; repeatable, once per group of equal hosts",
-)
-# KEY=VALUE arguments that override keys of the recipe.
-settings_argument = click.argument(
-    "settings", shell_complete=complete_setting, nargs=-1, callback=refuse_options_as_keys, metavar="[KEY=VALUE]..."
-)
-no_verify_option = click.option(
-    "--no-verify", is_flag=True, help="continue even if the kernel gave a worker other CPUs or memory than planned"
-)
-restarts_option = click.option(
-    "--restarts",
-    type=click.IntRange(0, 1000),
-    default=0,
-    metavar="N",
-    help="restart after a failure, at most N times",
-)

@@ -19,6 +19,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import accept_any_text, discard_output, locale_encoding, redraws, status_of_signal
 
 NAMES = ("stdin", "stdout", "stderr")
+F = TypeVar("F", bound=Callable[..., Any])
+WIDTH, HEIGHT = 64, 10
+LEVELS = " ▁▂▃▄▅▆▇█"
+CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 
 
 class UnfailingStream:
@@ -112,9 +116,6 @@ def finished(status: int) -> int:
     return status
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 def formats_option(*formats: str, **settings: Any) -> Callable[[F], F]:
     """Add --format as `output_format`: text and the given formats."""
     settings = {"default": "text", "show_default": True, "help": "choose the output format", **settings}
@@ -202,10 +203,6 @@ def only_results_on_stdout(output_format: str) -> Iterator[None]:
         os.close(stdout)
 
 
-WIDTH, HEIGHT = 64, 10
-LEVELS = " ▁▂▃▄▅▆▇█"
-
-
 def sampled(value_at: Callable[[int], float], count: int) -> list[float]:
     """Return values at WIDTH evenly spaced places from 0 to `count` - 1."""
     return [value_at(round(i * (count - 1) / (WIDTH - 1))) for i in range(WIDTH)]
@@ -222,9 +219,6 @@ def curve(values: Sequence[float], last: str) -> str:
     lines.append(f"  {'':>8} └{'─' * len(values)}")
     lines.append(f"  {'':>8}  0{last:>{len(values) - 1}}")
     return "\n".join(lines)
-
-
-CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 
 
 def parse_clock(text: str) -> int:

@@ -74,6 +74,9 @@ EXAMPLES = (
     "cputrain plan --hostfile hosts --format command",
 )
 
+TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")
+HEAD = ("machine", "processor", "packages", "NUMA nodes", "cores", "CPUs", "features")
+
 
 @click.command("plan", cls=SectionedCommand, sections=SECTIONS, examples=EXAMPLES)
 @click.argument("recipe", shell_complete=complete_recipe, required=False)
@@ -222,9 +225,6 @@ def _predicted(training: "Recipe", plan: Plan, fabric: str, env: Mapping[str, st
     return notes if scenario is None else [*notes, *predicted(scenario, plan.request.nodes)]
 
 
-TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRow:
     """A described machine by its path in the folder, with its plan or the error that prevents one."""
@@ -305,9 +305,6 @@ def save(file: Path | None) -> None:
 
     files = save_machine(Path("/"), file)
     click.echo(f"{file}: {files:,} files; plan with: cputrain plan --machine {file}")
-
-
-HEAD = ("machine", "processor", "packages", "NUMA nodes", "cores", "CPUs", "features")
 
 
 @click.group("machines", cls=catalog_group(machine_names), invoke_without_command=True)

@@ -26,6 +26,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.schedule import lr_at
 
 HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
+WIDEST = 100
 
 
 @click.group("recipes", cls=catalog_group(recipe_names), invoke_without_command=True)
@@ -80,9 +81,6 @@ def _show(recipes: Sequence[ShippedRecipe], output_format: str) -> None:
     rows = [(each.name, each.network, each.optimizer, str(each.epochs), each.summary) for each in recipes]
     click.echo(align_columns([HEAD, *rows]))
     click.echo("\ncputrain recipes show NAME prints a recipe; cputrain train NAME trains it")
-
-
-WIDEST = 100
 
 
 @click.command("keys")

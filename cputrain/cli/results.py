@@ -25,6 +25,10 @@ from cputrain.training.local import plan_inference
 if TYPE_CHECKING:
     from cputrain.inference import Prediction
 
+BATCH = 32
+LONGEST_NAME = 60
+FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
+
 
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -122,10 +126,6 @@ def watch_command(run: Path, once: bool, interval: float) -> None:
                     break
                 state = look()
     console.print(watch_screen(name, state, width=console.width, damaged=tail.damaged))
-
-
-BATCH = 32
-LONGEST_NAME = 60
 
 
 @click.command("predict")
@@ -231,9 +231,6 @@ def _report(one: "Prediction") -> str:
 def _shown(name: str) -> str:
     """Escape a name from an untrusted checkpoint or folder and put it on one line."""
     return " ".join(printable_lines(name).split())
-
-
-FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
 
 
 @click.command("export")

@@ -75,6 +75,16 @@ from cputrain.studies.sweep.trainings import (
 )
 from cputrain.training.local import PlannedTraining, plan_training
 
+NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
+WHAT_IF = {
+    "local_batch": "batch.local",
+    "compression": "comm.compression",
+    "workers": "plan.ppn",
+    "comm_cores": "plan.comm_cores",
+}
+FEW = 2
+MOST_ROWS = 1000
+
 
 @click.command("sweep")
 @click.argument("recipe", shell_complete=complete_recipe)
@@ -310,17 +320,6 @@ def tables(documents: tuple[str, ...], output_format: str) -> None:
         click.echo(json.dumps([asdict(row) for row in found], indent=1))
     else:
         click.echo({"text": tables_text, "markdown": tables_markdown}[output_format](found))
-
-
-NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
-WHAT_IF = {
-    "local_batch": "batch.local",
-    "compression": "comm.compression",
-    "workers": "plan.ppn",
-    "comm_cores": "plan.comm_cores",
-}
-FEW = 2
-MOST_ROWS = 1000
 
 
 @click.command("simulate")

@@ -54,6 +54,9 @@ EXAMPLES = (
     "cputrain train runs/imagefolder --resume",
 )
 
+RECIPE = "demo-digits"
+IMAGES = "data/digits-folder"  # data.path gets the shards
+
 
 @click.command("train", cls=SectionedCommand, sections={}, examples=EXAMPLES)
 @click.argument("recipe", shell_complete=complete_recipe)
@@ -314,10 +317,6 @@ def weights_command(network: str, weights: str | None, mirror: str | None) -> No
     size = pretrained.path.stat().st_size / MIB
     click.echo(f"{pretrained.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {pretrained.digits}...{published}")
     click.echo(" ".join(filter(None, (f"model.weights={pretrained.path}", normalization_of(pretrained.path)))))
-
-
-RECIPE = "demo-digits"
-IMAGES = "data/digits-folder"  # data.path gets the shards
 
 
 @click.command("demo")

@@ -27,6 +27,25 @@ from cputrain.affinity.wording import join_or
 from cputrain.files import recipe_names
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # others set values by options
+COMPLETE = "_CPUTRAIN_COMPLETE"  # set by the shell that completes a command line, e.g. to bash_complete
+LEFT_TO_LAUNCHER = "--bind launcher leaves binding to the launcher, and --ppn 1 gives one rank all cores"
+Items = list[CompletionItem[str]]
+PROGRAM = "cputrain"
+BASH = r"""%(complete_func)s() {
+    local IFS=$'\n' completion type value
+    for completion in $(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD %(complete_var)s=bash_complete $1); do
+        IFS=',' read -r type value <<< "$completion"
+        if [[ $type == plain ]]; then
+            COMPREPLY+=("$value")
+            if [[ $value == *= ]]; then compopt -o nospace; fi
+        else
+            compopt -o default
+        fi
+    done
+}
+
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
 
 
 def as_option_or_key(name: str, value: str | None) -> str:
@@ -37,10 +56,6 @@ def as_option_or_key(name: str, value: str | None) -> str:
 def wording_of(arguments: list[str]) -> Wording:
     """Return how messages of the command with these arguments name settings."""
     return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key
-
-
-COMPLETE = "_CPUTRAIN_COMPLETE"  # set by the shell that completes a command line, e.g. to bash_complete
-LEFT_TO_LAUNCHER = "--bind launcher leaves binding to the launcher, and --ppn 1 gives one rank all cores"
 
 
 @cache
@@ -209,9 +224,6 @@ def _near(word: str, group: click.Group) -> list[str]:
     return get_close_matches(word, group.commands, n=1, cutoff=0.75)
 
 
-Items = list[CompletionItem[str]]
-
-
 def complete_recipe(context: click.Context, param: click.Parameter, begun: str) -> Items:
     """Complete shipped recipes, else files."""
     return _named(recipe_names(), begun)
@@ -266,24 +278,6 @@ def _choices(annotation: Any) -> Iterator[str]:
     elif get_origin(annotation) not in (tuple, dict):
         for inner in get_args(annotation):
             yield from _choices(inner)
-
-
-PROGRAM = "cputrain"
-BASH = r"""%(complete_func)s() {
-    local IFS=$'\n' completion type value
-    for completion in $(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD %(complete_var)s=bash_complete $1); do
-        IFS=',' read -r type value <<< "$completion"
-        if [[ $type == plain ]]; then
-            COMPREPLY+=("$value")
-            if [[ $value == *= ]]; then compopt -o nospace; fi
-        else
-            compopt -o default
-        fi
-    done
-}
-
-complete -o nosort -F %(complete_func)s %(prog_name)s
-"""
 
 
 class Bash(BashComplete):

@@ -87,6 +87,13 @@ MAX_STRENGTHS = 31  # number of RandAugment's strengths, 0 to 30
 CROP, AUGMENT = 0, 1  # independent random streams of an image
 MAX_CROP_ATTEMPTS = 10  # as in torchvision; after that, take the largest allowed center crop
 
+# Principal components of ImageNet's red, green and blue (0 to 1) and their standard deviations, for the color noise of
+# Krizhevsky et al. 2012, 4.1. fb.resnet.torch and Intel Caffe's data layers use the same values.
+DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
+COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+FILL = (124, 116, 104)  # ImageNet's mean color, for pixels outside the image
+NONE = Augmentation()
+
 
 def most_pixels() -> int | None:
     """Return the number of pixels above which an image is not decoded, by any decoder: Pillow's, which protects from
@@ -346,13 +353,6 @@ def bytes_of_pixels(image: Image.Image) -> Image.Image:
     return Image.fromarray(255 - gray if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else gray)
 
 
-# Principal components of ImageNet's red, green and blue (0 to 1) and their standard deviations, for the color noise of
-# Krizhevsky et al. 2012, 4.1. fb.resnet.torch and Intel Caffe's data layers use the same values.
-DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
-COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
-FILL = (124, 116, 104)  # ImageNet's mean color, for pixels outside the image
-
-
 def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) -> None:
     """Change (side, side, 3) bytes in place: rotate, zoom and shift; brightness, contrast and saturation; lighting;
     RandAugment."""
@@ -417,9 +417,6 @@ def _torchvision_randaugment() -> Any:
     from cputrain.models.vision import import_torchvision  # imports torch, which only RandAugment needs
 
     return import_torchvision("transforms.v2").RandAugment(fill=list(FILL))
-
-
-NONE = Augmentation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

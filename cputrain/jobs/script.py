@@ -41,6 +41,11 @@ TIME = {
 }
 SCHEDULERS = tuple(TIME)
 LIMIT_NOTICE_S = round(SAVE_S) + 30  # from the preemption signal to the time limit, to save and requeue
+RUNTIMES = ("apptainer", "singularity", "podman", "docker")
+JOB_ID = {"slurm": f"${SLURM.job_variable}", "pbs": f"${{{PBS.job_variable}%%[!0-9]*}}"}
+ARRAY_ID = {"slurm": "$SLURM_ARRAY_TASK_ID", "pbs": "$PBS_ARRAY_INDEX"}
+PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array must be mounted, too
+SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +150,6 @@ def _check(job: Resources, scheduler: str) -> None:
         raise InputError(
             "PBS needs the CPUs per host: give the machine with --machine, or --ncpus N as shown by pbsnodes -a"
         )
-
-
-RUNTIMES = ("apptainer", "singularity", "podman", "docker")
-JOB_ID = {"slurm": f"${SLURM.job_variable}", "pbs": f"${{{PBS.job_variable}%%[!0-9]*}}"}
-ARRAY_ID = {"slurm": "$SLURM_ARRAY_TASK_ID", "pbs": "$PBS_ARRAY_INDEX"}
-PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array must be mounted, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,9 +299,6 @@ def parse_array(text: str) -> tuple[str, tuple[str, ...]]:
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) or not all(parts):
         raise InputError(f"--array {text[:100]!r} is not KEY=VALUE,VALUE..., as in batch.local=16,32")
     return key, parts
-
-
-SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 
 def submit(script: str, scheduler: str, chain: int) -> Iterator[str]:

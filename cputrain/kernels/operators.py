@@ -29,6 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 CHECKED = ((3, 1, 1), (3, 2, 1), (5, 1, 1), (5, 2, 2), (7, 1, 1))
 
 logger = logging.getLogger(__name__)
+_loaded: dict[Path, ctypes.PyDLL] = {}
 
 
 def enable(env: Mapping[str, str] = os.environ) -> str:
@@ -74,9 +75,6 @@ def enable_if_requested(env: Mapping[str, str]) -> None:
         logger.info("%s", enable(env))
     except (InputError, RunError) as error:
         print(f"cputrain: torch's operators stay in place: {error}", file=sys.stderr)
-
-
-_loaded: dict[Path, ctypes.PyDLL] = {}
 
 
 def _checked(path: Path) -> ctypes.PyDLL:

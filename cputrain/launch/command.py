@@ -57,6 +57,21 @@ from cputrain.predict.next_best import compare_plan
 from cputrain.variables import restart_variables
 
 PYTHON = re.compile(r"python[0-9.]*")
+MAY_USE_CCL = ("python", "cputrain")  # prefixes of programs
+BACKENDS = "ccl-torch*/*.so"
+TRAINER = ("cputrain", "train")
+COMPARED_PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
+
+# Modules that scripts import, as in Python's error -> what to do without them.
+MISSING_MODULES = {
+    **dict.fromkeys(
+        ("oneccl_bindings_for_pytorch", "torch_ccl"),
+        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") does not need it',
+    ),
+    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, which cputrain[ipex] supports",
+}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +188,6 @@ def new_folder(folder: Path, *, named: bool) -> Path:
     raise InputError(f"--output {folder} already exists: choose another folder")
 
 
-MAY_USE_CCL = ("python", "cputrain")  # prefixes of programs
-BACKENDS = "ccl-torch*/*.so"
-
-
 def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], report: Callable[[str], None]) -> None:
     """Measure oneCCL's transports if their times on this host are unknown and no setting decides; report the result or
     the reason for none."""
@@ -206,9 +217,6 @@ def _has_backend(env: Mapping[str, str]) -> bool:
     return False
 
 
-TRAINER = ("cputrain", "train")
-
-
 def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the arguments of `cputrain train` if a command is that, or `python -m cputrain train`; else None."""
     pairs = list(pairwise(PurePath(word).name for word in command))
@@ -226,27 +234,12 @@ def training_command(name: str, settings: tuple[str, ...], paths: tuple[str, ...
     return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
 
 
-COMPARED_PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
-
-# Modules that scripts import, as in Python's error -> what to do without them.
-MISSING_MODULES = {
-    **dict.fromkeys(
-        ("oneccl_bindings_for_pytorch", "torch_ccl"),
-        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") does not need it',
-    ),
-    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, which cputrain[ipex] supports",
-}
-
-
 def with_missing_module(error: JobFailedError) -> JobFailedError:
     """Return a job's error with advice about the module that the failed rank could not import, if it is known."""
     for module, advice in MISSING_MODULES.items():
         if any(line.endswith(f"No module named '{module}'") for line in error.tail):
             return error.advised(f"{module}: {advice}")
     return error
-
-
-logger = logging.getLogger(__name__)
 
 
 def with_restarts(start: Callable[[int, JobFailedError | None], int], restarts: int) -> int:

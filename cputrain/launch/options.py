@@ -53,6 +53,10 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.predict.next_best import compare_plan
 
 THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
+LATENCY, THROUGHPUT = "latency", "throughput"
+LATENCY_CORES = 4  # per copy, as in ipexrun and torch.backends.xeon.run_cpu
+NAME_S = 300.0  # until the first pod has a name: it must be scheduled, and its image may be pulled
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +201,6 @@ def assumptions(options: PlanningOptions, launcher: InstalledLauncher) -> str:
     if len(options.hosts) > 1 and options.fabric == "auto" and options.machine != THIS_MACHINE:
         guesses.append(f"fabric {network_of(options).name} (change with --fabric)")
     return f"assumed: {', '.join(guesses)}" if guesses else ""
-
-
-LATENCY, THROUGHPUT = "latency", "throughput"
-LATENCY_CORES = 4  # per copy, as in ipexrun and torch.backends.xeon.run_cpu
 
 
 def with_instances(options: PlanningOptions, requested: int | str, machine: Machine) -> PlanningOptions:
@@ -405,10 +405,6 @@ def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) ->
     if own is None or options.hostfile_format in ("plain", own.file_format):
         return None
     return f"the hostfile is in {FORMATS[options.hostfile_format]} and was converted for {launcher.launcher.title}"
-
-
-NAME_S = 300.0  # until the first pod has a name: it must be scheduled, and its image may be pulled
-logger = logging.getLogger(__name__)
 
 
 def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:

@@ -27,6 +27,11 @@ from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
+WORTH_TELLING_S = 0.1
+SPEC = "spec.json"
+OWN = "cputrain: "  # how messages of a rank about its failure begin
+SIGNALED = 128
+
 
 def bind_rank(
     request: Request, rank: Rank, env: Mapping[str, str], *, share: bool, check: bool, shown: bool = False
@@ -95,9 +100,6 @@ def _bind_and_restart(request: Request, rank: Rank, env: Mapping[str, str], *, s
     plan, index = plan_for_rank(request, rank, (), env, compare=compare_plan)
     command = (*isolated_command("cputrain"), *sys.argv[1:])
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)
-
-
-WORTH_TELLING_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,11 +194,6 @@ class StartOptions:
     overwrite: bool = False
     prepared: bool = False
     quiet: bool = False
-
-
-SPEC = "spec.json"
-OWN = "cputrain: "  # how messages of a rank about its failure begin
-SIGNALED = 128
 
 
 def run_on_ranks(

@@ -14,6 +14,8 @@ from cputrain.models.settings import RESNETS, TIMM, ModelSettings
 from cputrain.models.vision import build_of_library, import_torchvision
 
 DROPOUT = 0.5
+BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
+BRACKETS = str.maketrans("()", "[]", " ")
 
 
 def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
@@ -108,7 +110,6 @@ def freeze(model: nn.Module, last: str) -> None:
 
 
 OWN_NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
-BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
 def build_model(settings: ModelSettings, classes: int, side: int, features: int | None = None) -> nn.Module:
@@ -170,9 +171,6 @@ def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None
     model.train()
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
         raise InputError(f"model.name={name} does not return {outputs} logits per image: choose a classifier")
-
-
-BRACKETS = str.maketrans("()", "[]", " ")
 
 
 def inputs_note(network: nn.Module, name: str, crop: int, mean: Sequence[float], std: Sequence[float]) -> str | None:

@@ -51,6 +51,16 @@ PLAIN_VALUES: list[Any] = [
     *{type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?US"},
 ]
 
+SAVE_ONE = "save the one to load in a separate file"
+Shapes = dict[str, tuple[int, ...]]
+
+# torchvision's GoogLeNet and Inception v3 convert ImageNet's normalization to the one by 0.5 with which their weights
+# were trained (transform_input=True). The option is not in the state dict.
+HALF_NORMALIZED = ("googlenet-", "inception_v3_google-")
+HALF = (0.5, 0.5, 0.5)
+HASH = re.compile(r"-([0-9a-f]{8,})\.")  # first digits of the SHA-256 in a file's name
+CHUNK_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -193,9 +203,6 @@ def load_initial_weights(model: nn.Module, path: Path) -> str:
         raise InputError(f"model.weights={path} has the network several times, as {places}: {SAVE_ONE}")
     model.load_state_dict({**initial, **taken.tensors})
     return _describe(path, taken, tried)
-
-
-SAVE_ONE = "save the one to load in a separate file"
 
 
 def _place(weights: Weights) -> str:
@@ -355,9 +362,6 @@ def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:
     return ", ".join(parts)
 
 
-Shapes = dict[str, tuple[int, ...]]
-
-
 def shapes(state: Mapping[str, Tensor]) -> Shapes:
     """Return the shape of each weight."""
     return {name: tuple(value.shape) for name, value in state.items()}
@@ -372,20 +376,10 @@ def describe_difference(names: list[str], saved: Shapes, model: Shapes) -> str:
     )
 
 
-# torchvision's GoogLeNet and Inception v3 convert ImageNet's normalization to the one by 0.5 with which their weights
-# were trained (transform_input=True). The option is not in the state dict.
-HALF_NORMALIZED = ("googlenet-", "inception_v3_google-")
-HALF = (0.5, 0.5, 0.5)
-
-
 def normalization_of(file: Path) -> str | None:
     """Return the data.mean and data.std settings that a file of torchvision's weights needs, None for the defaults."""
     halves = f"[{','.join(map(str, HALF))}]"
     return f"data.mean={halves} data.std={halves}" if file.name.startswith(HALF_NORMALIZED) else None
-
-
-HASH = re.compile(r"-([0-9a-f]{8,})\.")  # first digits of the SHA-256 in a file's name
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

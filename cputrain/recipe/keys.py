@@ -25,6 +25,26 @@ from cputrain.settings import MOST
 Keys = tuple[str, ...]
 """The path of a key: ("batch", "local") is batch.local."""
 
+# pydantic's error types -> the expected value; {} is the limit.
+REQUIRED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list, as in [a, b]",
+    "dict_type": "keys with their values",
+    "greater_than_equal": "{} or more",
+    "greater_than": "more than {}",
+    "less_than_equal": "{} or less",
+    "less_than": "less than {}",
+}
+
+TRAIN_OPTIONS = ("dry-run", "no-verify", "overwrite", "quiet", "restarts", "resume")  # of cputrain train, no keys
+TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", NoneType: "null"}
+LIMITS = {"ge": "{:g} or more", "gt": "more than {:g}", "le": "{:g} or less", "lt": "less than {:g}"}
+
 
 @cache
 def other_names() -> dict[str, list[str]]:
@@ -149,23 +169,6 @@ def describe_key(keys: Keys) -> str:
     return "" if name is None else first_sentence(description_of(section, name)).partition("; ")[0]
 
 
-# pydantic's error types -> the expected value; {} is the limit.
-REQUIRED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list, as in [a, b]",
-    "dict_type": "keys with their values",
-    "greater_than_equal": "{} or more",
-    "greater_than": "more than {}",
-    "less_than_equal": "{} or less",
-    "less_than": "less than {}",
-}
-
-
 def explain_error(error: ValidationError, path: Path, tree: yaml.Node | None, settings: Mapping[Keys, str]) -> str:
     """Return a recipe's first error as one line. `settings` maps keys to the settings that override the file."""
     errors = error.errors()
@@ -247,9 +250,6 @@ def _not_a_section(keys: Keys, value: Any) -> str:
     return f"{dotted} is a section, not {as_yaml(value)}: set its keys {', '.join(inside)}"
 
 
-TRAIN_OPTIONS = ("dry-run", "no-verify", "overwrite", "quiet", "restarts", "resume")  # of cputrain train, no keys
-
-
 def _suggestion(keys: Keys, value: Any) -> str:
     """Return the keys or the option that an unknown key may mean, or all keys of its section."""
     if option := next((each for each in TRAIN_OPTIONS if plain(each) == plain(keys[-1])), None):
@@ -297,10 +297,6 @@ def _walk(tree: yaml.Node | None, keys: Keys) -> tuple[int, bool]:
             return line, False
         line, node = found[0].start_mark.line + 1, found[1]
     return line, True
-
-
-TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", NoneType: "null"}
-LIMITS = {"ge": "{:g} or more", "gt": "more than {:g}", "le": "{:g} or less", "lt": "less than {:g}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

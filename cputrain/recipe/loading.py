@@ -36,6 +36,18 @@ INT = re.compile(r"[-+]?[0-9]+")
 BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = {".nan": "nan", ".inf": "inf", "+.inf": "inf", "-.inf": "-inf"}
+MOST_LOOKED_AT = 10_000  # files of a folder to check for images
+
+# Keys that apply only to the value of another key in the same file, and are dropped if a setting replaces that value.
+# Dependent key -> the other key, and whether its new value makes the dependent key meaningless.
+DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
+    ("schedule", "reference_batch"): (("schedule", "peak_rate"), lambda rate: True),
+    ("schedule", "auto_rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
+    ("batch", "accumulation"): (("batch", "global"), lambda batch: batch is not None),
+}
+
+# The lines of a file's comment at which source, results and derivation begin.
+REST = re.compile(r"^(Source|Sources|Published|Expected|On [\d,]+ host)", re.MULTILINE)
 
 
 class _Loader(yaml.SafeLoader):
@@ -133,17 +145,6 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
     if FLOAT.fullmatch(text):
         return float(text)
     return float(SPECIAL[text.lower()]) if text.lower() in SPECIAL else text
-
-
-MOST_LOOKED_AT = 10_000  # files of a folder to check for images
-
-# Keys that apply only to the value of another key in the same file, and are dropped if a setting replaces that value.
-# Dependent key -> the other key, and whether its new value makes the dependent key meaningless.
-DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
-    ("schedule", "reference_batch"): (("schedule", "peak_rate"), lambda rate: True),
-    ("schedule", "auto_rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
-    ("batch", "accumulation"): (("batch", "global"), lambda batch: batch is not None),
-}
 
 
 def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
@@ -294,10 +295,6 @@ def tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: tuples(item) for key, item in value.items()}
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
-
-
-# The lines of a file's comment at which source, results and derivation begin.
-REST = re.compile(r"^(Source|Sources|Published|Expected|On [\d,]+ host)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

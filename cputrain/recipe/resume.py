@@ -33,23 +33,6 @@ from cputrain.runs.folder import (
     starts_over,
 )
 
-
-def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """Load a recipe like `load_recipe`, or the recipe of a run folder, which may have been moved, with that folder as
-    output, or the recipe in a checkpoint, even without its run."""
-    if spec and is_checkpoint(Path(spec)):
-        return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
-    folder = run_of(spec)
-    if folder is None:
-        named_as_file = Path(spec).suffix in (".yaml", ".yml", ".py")
-        if spec and not (spec in recipe_names() or named_as_file or os.path.exists(spec)):  # noqa: PTH110
-            raise InputError(f"{shortened(spec)!r} is neither a run folder nor a recipe: {nearest_recipes(spec)}")
-        return load_recipe(spec, settings)
-    recipe = load_recipe(str(folder / RECIPE), settings)
-    elsewhere = any(setting.startswith("output=") for setting in settings)
-    return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
-
-
 # Keys and sections that affect where, how fast and how long a training runs, but not what it computes. data.path and
 # batch may change only if the images and the global batch stay the same, which `reason_not_to_resume` checks.
 MAY_CHANGE = (
@@ -82,6 +65,22 @@ ENDLESS = ("constant", "steps")  # schedules whose learning rates do not depend 
 
 Differences = dict[str, tuple[Any, Any]]
 """Dotted key -> old and new value."""
+
+
+def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
+    """Load a recipe like `load_recipe`, or the recipe of a run folder, which may have been moved, with that folder as
+    output, or the recipe in a checkpoint, even without its run."""
+    if spec and is_checkpoint(Path(spec)):
+        return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
+    folder = run_of(spec)
+    if folder is None:
+        named_as_file = Path(spec).suffix in (".yaml", ".yml", ".py")
+        if spec and not (spec in recipe_names() or named_as_file or os.path.exists(spec)):  # noqa: PTH110
+            raise InputError(f"{shortened(spec)!r} is neither a run folder nor a recipe: {nearest_recipes(spec)}")
+        return load_recipe(spec, settings)
+    recipe = load_recipe(str(folder / RECIPE), settings)
+    elsewhere = any(setting.startswith("output=") for setting in settings)
+    return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
 
 
 def differences(old: Recipe, new: Recipe) -> Differences:

@@ -42,6 +42,26 @@ MISFIT = "misfit"
 NO_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
 NO_TEXT = re.compile(rf"{NO_NAME.pattern}|[\udc80-\udcff]")
 PATHS = ("path", "stage_dir", "weights", "output")
+OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
+LIBRARY_NETWORK = re.compile(rf"{TORCHVISION}[a-z]\w*|{TIMM}[a-z]\w*(\.\w+)?")
+
+# The optimizers that use each option; others would silently ignore it.
+OPTIMIZERS_WITH = {
+    "momentum": ("momentum", "lars", "rmsprop"),
+    "nesterov": ("momentum", "lars"),
+    "beta1": ("adam", "adamw", "lamb"),
+    "beta2": ("adam", "adamw", "lamb"),
+    "alpha": ("rmsprop",),
+    "rho": ("adadelta",),
+    "epsilon": ("lars", "lamb", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adagrad_da"),
+    "lars_variant": ("lars",),
+    "trust_coefficient": ("lars",),
+    "trust_clip": ("lars",),
+    "momentum_correction": ("lars",),
+    "adapt_bn_and_bias": ("lars", "lamb"),
+}
+LEAST_EPSILON = 1.2e-38
+"""The smallest normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
 class Section(BaseModel, frozen=True):
@@ -106,10 +126,6 @@ class DataSection(Section, DataSettings, frozen=True):
     augment: AugmentSection = AugmentSection()
 
 
-OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
-LIBRARY_NETWORK = re.compile(rf"{TORCHVISION}[a-z]\w*|{TIMM}[a-z]\w*(\.\w+)?")
-
-
 class ModelSection(Section, ModelSettings, frozen=True):
     """The network, its batch-norm and its initial weights."""
 
@@ -148,25 +164,6 @@ class ModelSection(Section, ModelSettings, frozen=True):
                 "model.bn_ghost_batch",
             )
         return self
-
-
-# The optimizers that use each option; others would silently ignore it.
-OPTIMIZERS_WITH = {
-    "momentum": ("momentum", "lars", "rmsprop"),
-    "nesterov": ("momentum", "lars"),
-    "beta1": ("adam", "adamw", "lamb"),
-    "beta2": ("adam", "adamw", "lamb"),
-    "alpha": ("rmsprop",),
-    "rho": ("adadelta",),
-    "epsilon": ("lars", "lamb", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adagrad_da"),
-    "lars_variant": ("lars",),
-    "trust_coefficient": ("lars",),
-    "trust_clip": ("lars",),
-    "momentum_correction": ("lars",),
-    "adapt_bn_and_bias": ("lars", "lamb"),
-}
-LEAST_EPSILON = 1.2e-38
-"""The smallest normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
 class OptimSection(Section, OptimSettings, frozen=True):

@@ -26,6 +26,40 @@ from cputrain.files import METRICS, write_whole
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Maybe = float | None
 Time = Annotated[float, Meta(ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
+FILE = "events.jsonl"
+MOST_BYTES = 64 << 20  # per line: the start event of 10,000 ranks is smaller
+DIVERGENCE_FACTOR = 10.0  # times the loss of the first step: a loss that stays above this has diverged
+PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
+DATABASE = re.compile(r"(sqlite|mysql|mssql|postgresql)\b")  # schemes of MLflow's stores that need SQLAlchemy
+DATABASE_PACKAGES = ("sqlalchemy", "alembic")  # of mlflow, but not of mlflow-skinny
+SCALARS = {
+    "step": {
+        "loss": "train/loss",
+        "rate": "train/learning_rate",
+        "images_per_s": "speed/images_per_s",
+        "data_wait_s": "speed/data_wait_s",
+        "comm_wait_s": "speed/comm_wait_s",
+    },
+    "epoch": {
+        "train_loss": "epoch/train_loss",
+        "train_top1": "epoch/train_top1",
+        "val_loss": "epoch/val_loss",
+        "val_top1": "epoch/val_top1",
+        "val_top5": "epoch/val_top5",
+    },
+}
+
+MLPERF_SETTINGS = (
+    "submission_benchmark",
+    "submission_platform",
+    "seed",
+    "global_batch_size",
+    "train_samples",
+    "opt_name",
+    "opt_weight_decay",
+    "opt_learning_rate_warmup_epochs",
+    "gradient_accumulation_steps",
+)
 
 
 class _Event(Fields):
@@ -146,11 +180,6 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     if name == "ranks" and not len(value["seconds"]) == len(value["data_wait_s"]) == len(value["comm_wait_s"]):
         return None  # not one value per rank
     return value  # type: ignore[no-any-return]
-
-
-FILE = "events.jsonl"
-MOST_BYTES = 64 << 20  # per line: the start event of 10,000 ranks is smaller
-DIVERGENCE_FACTOR = 10.0  # times the loss of the first step: a loss that stays above this has diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,13 +369,6 @@ def open_events(
             export(folder, formats, mlperf or {})
 
 
-PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
-
-
-DATABASE = re.compile(r"(sqlite|mysql|mssql|postgresql)\b")  # schemes of MLflow's stores that need SQLAlchemy
-DATABASE_PACKAGES = ("sqlalchemy", "alembic")  # of mlflow, but not of mlflow-skinny
-
-
 def check_log_formats(formats: Iterable[str], env: Mapping[str, str]) -> None:
     """Raise InputError if a log format needs a package that is not installed."""
     for name in [each for each in formats if each in PACKAGES]:
@@ -411,22 +433,6 @@ CSV_FIELDS = {
     name: ("time", *(field for field in TYPES[name].__annotations__ if field not in _Event.__annotations__))
     for name in ("step", "epoch")
 }
-SCALARS = {
-    "step": {
-        "loss": "train/loss",
-        "rate": "train/learning_rate",
-        "images_per_s": "speed/images_per_s",
-        "data_wait_s": "speed/data_wait_s",
-        "comm_wait_s": "speed/comm_wait_s",
-    },
-    "epoch": {
-        "train_loss": "epoch/train_loss",
-        "train_top1": "epoch/train_top1",
-        "val_loss": "epoch/val_loss",
-        "val_top1": "epoch/val_top1",
-        "val_top5": "epoch/val_top5",
-    },
-}
 
 
 def export(folder: Path, formats: Collection[str], mlperf: Mapping[str, object]) -> None:
@@ -450,19 +456,6 @@ def csv_lines(name: str, events: Iterable[dict[str, Any]]) -> Iterator[str]:
         if event["event"] == name:
             values = [event.get(field) for field in CSV_FIELDS[name]]
             yield ",".join("" if value is None else str(value) for value in values)
-
-
-MLPERF_SETTINGS = (
-    "submission_benchmark",
-    "submission_platform",
-    "seed",
-    "global_batch_size",
-    "train_samples",
-    "opt_name",
-    "opt_weight_decay",
-    "opt_learning_rate_warmup_epochs",
-    "gradient_accumulation_steps",
-)
 
 
 def mlperf_lines(settings: Mapping[str, object], events: Sequence[dict[str, Any]]) -> Iterator[str]:

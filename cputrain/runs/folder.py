@@ -25,6 +25,8 @@ MARK = ".cputrain-run"
 # Subfolders of a run that may be links to another place, and the files of a run in them; other files there are kept.
 LINKED = {"checkpoints": ("step-*", "best", ".*.partial"), "logs": ("rank-*.log",), "usage": ("*.jsonl",)}
 FOLDERS = (*LINKED, METRICS)
+LOCK = ".cputrain-lock"
+RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAGE, RECIPE)
 
 
 def mark(folder: Path) -> None:
@@ -84,9 +86,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-LOCK = ".cputrain-lock"
-
-
 @contextmanager
 def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[None]:
     """Lock a run folder against other trainings; create it if necessary. `job` is the name of this training's job.
@@ -139,9 +138,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAGE, RECIPE)
 
 
 def run_of(spec: str) -> Path | None:

@@ -35,6 +35,32 @@ LARS_MAX_LOSS, MOMENTUM_MIN_LOSS = (
     3.0,
 )  # points of top-1 below the baseline: LARS loses at most the first, momentum more than the second
 
+MARKS = {"momentum": ("o", "momentum, best rate"), "lars": ("s", "LARS, best rate")}
+LARGE_BATCH_PICTURE = "large-batch.svg"
+DOCUMENTS = ("you-et-al", "surfsara-intel", "gist", "multi-worker-lab", "lab3")
+FOLDER = shipped_folder("published")
+TIME, SPEED = "time", "images/s"
+IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
+
+# Shown for every recipe, even if the document does not print them.
+ALWAYS = ("global batch", "workers", "epochs", "steps per epoch", "warm-up steps", "total steps", "peak rate")
+QUANTITIES = (
+    *("global batch", "batch a worker", "workers", "images per epoch", "epochs", "steps per epoch", "warm-up steps"),
+    *("total steps", "start rate", "peak rate", "weight decay", "batch-norm decay", "trust coefficient"),
+    *("weight norm", "gradient norm", "ratio of norms", "training top-1 %", "top-1 %", "top-5 %", "test top-1 %"),
+    *("accuracy %", "efficiency %", "seconds an epoch", SPEED, IMPLIED[SPEED], TIME, IMPLIED[TIME]),
+)
+
+COMPARED = (  # columns for pairs of an experiment and one of its rows
+    Column("experiment", lambda pair: pair[0].experiment),
+    Column("quantity", lambda pair: pair[1].quantity),
+    Column("published", lambda pair: quantity_text(pair[1].quantity, pair[1].published)),
+    Column("recipe", lambda pair: quantity_text(pair[1].quantity, pair[1].recipe)),
+    Column("", lambda pair: "differs" if pair[1].differs else ""),
+)
+INDENTED = Column("", lambda pair: f"  {pair[1].quantity}")
+RULES = ("---", "---", "---:", "---:", "---")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResults:
@@ -136,9 +162,6 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
     return f"does not hold here ({claim}): {figures}"
 
 
-MARKS = {"momentum": ("o", "momentum, best rate"), "lars": ("s", "LARS, best rate")}
-
-
 def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
     """Plot as SVG each optimizer's top-1 over the global batch, mean and range of the seeds, and the baseline."""
 
@@ -161,9 +184,6 @@ def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
         axes.legend(fontsize="small", loc="lower left")
 
     return figure(draw, (7, 4.5), xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
-
-
-LARGE_BATCH_PICTURE = "large-batch.svg"
 
 
 def run_large_batch(
@@ -203,21 +223,6 @@ def run_large_batch(
 
     write_text(folder / LARGE_BATCH_PICTURE, large_batch_chart(name, full))
     return full
-
-
-DOCUMENTS = ("you-et-al", "surfsara-intel", "gist", "multi-worker-lab", "lab3")
-FOLDER = shipped_folder("published")
-TIME, SPEED = "time", "images/s"
-IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
-
-# Shown for every recipe, even if the document does not print them.
-ALWAYS = ("global batch", "workers", "epochs", "steps per epoch", "warm-up steps", "total steps", "peak rate")
-QUANTITIES = (
-    *("global batch", "batch a worker", "workers", "images per epoch", "epochs", "steps per epoch", "warm-up steps"),
-    *("total steps", "start rate", "peak rate", "weight decay", "batch-norm decay", "trust coefficient"),
-    *("weight norm", "gradient norm", "ratio of norms", "training top-1 %", "top-1 %", "top-5 %", "test top-1 %"),
-    *("accuracy %", "efficiency %", "seconds an epoch", SPEED, IMPLIED[SPEED], TIME, IMPLIED[TIME]),
-)
 
 
 class Experiment(Section, frozen=True):
@@ -377,17 +382,6 @@ def quantity_text(quantity: str, value: float | None) -> str:
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:g}"
-
-
-COMPARED = (  # columns for pairs of an experiment and one of its rows
-    Column("experiment", lambda pair: pair[0].experiment),
-    Column("quantity", lambda pair: pair[1].quantity),
-    Column("published", lambda pair: quantity_text(pair[1].quantity, pair[1].published)),
-    Column("recipe", lambda pair: quantity_text(pair[1].quantity, pair[1].recipe)),
-    Column("", lambda pair: "differs" if pair[1].differs else ""),
-)
-INDENTED = Column("", lambda pair: f"  {pair[1].quantity}")
-RULES = ("---", "---", "---:", "---:", "---")
 
 
 def tables_text(rows: Iterable[ExperimentComparison]) -> str:

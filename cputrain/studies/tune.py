@@ -49,6 +49,27 @@ MOST_RESERVED = 2
 Values = tuple[tuple[str, str], ...]
 """(axis, value) pairs."""
 
+# The noise is the relative standard deviation of a measurement, assumed to be equal for all candidates. Nothing is
+# dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more candidates, or five of 2.
+# The estimate starts from a typical noise with PRIOR_WEIGHT degrees of freedom, so that a few measurements that happen
+# to be equal do not suggest zero noise.
+LEAST_FREEDOM = 4
+PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
+NORMAL = 1.4826  # a normal distribution's standard deviation relative to its median absolute deviation
+# In standard errors of a difference: SURE makes a candidate significantly slower, even as one of a few dozen; LIKELY is
+# half of an interval that contains the true ratio nine times in ten, even after a few rounds.
+SURE, LIKELY = 3.0, 2.3
+MOST_ROUNDS = 64
+# Times the robust noise that a disturbed cost exceeds its candidate's median, relative to the others of its round.
+DISTURBED = 5.0
+
+Cost = Callable[[int], float | None]
+"""Measures a candidate by its index: seconds per image, None if it fails."""
+
+SHOWN = 20
+logger = logging.getLogger(__name__)
+WARM_UP = 2  # steps before timing: they allocate memory and generate oneDNN's code
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
@@ -181,24 +202,6 @@ def _what_runs(planned: PlannedTraining) -> tuple[object, ...]:
     recipe, plan = planned.recipe, planned.plan
     layout = tuple((worker.compute_pus, worker.comm_pus, worker.loader_pus) for worker in plan.workers)
     return layout, plan.runtime.allocator, recipe.engine, recipe.precision, recipe.batch.local
-
-
-# The noise is the relative standard deviation of a measurement, assumed to be equal for all candidates. Nothing is
-# dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more candidates, or five of 2.
-# The estimate starts from a typical noise with PRIOR_WEIGHT degrees of freedom, so that a few measurements that happen
-# to be equal do not suggest zero noise.
-LEAST_FREEDOM = 4
-PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
-NORMAL = 1.4826  # a normal distribution's standard deviation relative to its median absolute deviation
-# In standard errors of a difference: SURE makes a candidate significantly slower, even as one of a few dozen; LIKELY is
-# half of an interval that contains the true ratio nine times in ten, even after a few rounds.
-SURE, LIKELY = 3.0, 2.3
-MOST_ROUNDS = 64
-# Times the robust noise that a disturbed cost exceeds its candidate's median, relative to the others of its round.
-DISTURBED = 5.0
-
-Cost = Callable[[int], float | None]
-"""Measures a candidate by its index: seconds per image, None if it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,9 +382,6 @@ def run_race(
         if len(race.running) < 2:
             break
     return race
-
-
-SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,10 +571,6 @@ def engine_record(result: Result, command: str) -> Record | None:
     if first[0] != best:
         why = f"measured: {best} is {result.race.ratio(result.race.winner(), first[1])} times as fast as {first[0]}"
     return new_record(plan.machine, ENGINE, name, {"engine": best, "why": why}, command=command)
-
-
-logger = logging.getLogger(__name__)
-WARM_UP = 2  # steps before timing: they allocate memory and generate oneDNN's code
 
 
 def trial_cost(candidate: PlanCandidate, steps: int, env: Mapping[str, str]) -> float | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Cell = str | float | None
 K = TypeVar("K")
 NOISY = 0.3  # (highest - lowest) / median, above which other processes probably disturbed the repeats
+BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +150,6 @@ def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str
         "notes": [*report.notes, *noise_note(report.figures)],
     }
     return json.dumps(values, indent=1)
-
-
-BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
 
 
 def report_svg(report: Report) -> str:

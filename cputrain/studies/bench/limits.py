@@ -61,6 +61,31 @@ STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
 LEAST_BYTES, CACHES = 256 << 20, 4  # the threads' arrays together: at least this, and 4 times the level-3 caches
 PASSES = 4  # over the arrays, per measurement
 TEST_BYTES = 8 << 20
+OPTIMIZERS: tuple[OptimizerName, ...] = ("momentum", "lars", "adam")
+NETWORK, TEST_NETWORK = "resnet50", "lenet"
+BYTES = 4
+WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
+# These give a photo about as many bytes as ImageNet's: 110 kB, and 28 kB once prepared.
+FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
+COUNT, TEST_COUNT, MOST = 48, 4, 200
+SIDE = 224
+RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
+SHORT_SIDE, QUALITY = 256, 90  # of prepared images
+TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
+UNIT = "images per CPU-second"
+BATCHES = 8  # per measurement of normalization
+BACKENDS = ("gloo", "ccl")
+SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
+TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
+LARGE = 16 << 20  # bytes from which on latency is negligible; gradient buckets are about this large
+RANKS = 2
+TIMEOUT_S = 300.0
+FLOAT = 4
+US = 1e6
+COMMAND = "cputrain bench comm"
+
+Times = dict[int, dict[str, list[float]]]
+"""Bytes -> "all-reduce" and "copy" -> seconds of each round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +220,6 @@ def _size(text: str) -> int:
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
 
 
-OPTIMIZERS: tuple[OptimizerName, ...] = ("momentum", "lars", "adam")
-NETWORK, TEST_NETWORK = "resnet50", "lenet"
-BYTES = 4
-
-
 def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
     """Time steps of each optimizer, on one thread and on one thread per core."""
     name = TEST_NETWORK if quick else NETWORK
@@ -243,12 +263,6 @@ def _step(model: nn.Module, name: OptimizerName) -> Callable[[], float]:
     return lambda: seconds_of(optimizer.step)
 
 
-WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
-# These give a photo about as many bytes as ImageNet's: 110 kB, and 28 kB once prepared.
-FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
-COUNT, TEST_COUNT, MOST = 48, 4, 200
-
-
 def generated_photos(count: int) -> list[bytes]:
     """Generate JPEGs with the spectrum of photos, whose amplitudes fall with a power of the frequency (Field 1987), in
     similar colors."""
@@ -288,14 +302,6 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
     if not found:
         raise InputError(f"{folder} contains no JPEG; name a folder with JPEGs, at any depth")
     return found
-
-
-SIDE = 224
-RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
-SHORT_SIDE, QUALITY = 256, 90  # of prepared images
-TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
-UNIT = "images per CPU-second"
-BATCHES = 8  # per measurement of normalization
 
 
 def bench_decoding(
@@ -410,20 +416,6 @@ def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
             normalize(images)
 
     return interleaved({"": lambda: images_per_cpu_s(once, BATCHES * len(images))}, repeats)[""]
-
-
-BACKENDS = ("gloo", "ccl")
-SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
-TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
-LARGE = 16 << 20  # bytes from which on latency is negligible; gradient buckets are about this large
-RANKS = 2
-TIMEOUT_S = 300.0
-FLOAT = 4
-US = 1e6
-COMMAND = "cputrain bench comm"
-
-Times = dict[int, dict[str, list[float]]]
-"""Bytes -> "all-reduce" and "copy" -> seconds of each round."""
 
 
 def bench_all_reduce(

@@ -22,6 +22,17 @@ from cputrain.training.local import PlannedTraining, call_in_ranks, plan_steps
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Parts of a step, in order; "other" is the time between them."""
 
+GIGA = 1e9
+SHOWN_LAYERS = 12
+FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
+MATRIX = "matrix product"
+
+Ranks = Sequence[dict[str, Any]]
+"""Results of each rank: see recorder.measure."""
+
+TRACKS = ("step", "layers", "all-reduce")
+MICRO = 1e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
@@ -49,15 +60,6 @@ def measure_training(
     """
     asked = {"spec": asdict(spec)}
     return call_in_ranks(planned, "cputrain.studies.bench.recorder:measure", asked, env, what=what)
-
-
-GIGA = 1e9
-SHOWN_LAYERS = 12
-FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
-MATRIX = "matrix product"
-
-Ranks = Sequence[dict[str, Any]]
-"""Results of each rank: see recorder.measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +257,6 @@ def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
 
 def _gflops(flop: float, seconds: float) -> float | None:
     return flop / seconds / GIGA if flop and seconds > 0 else None
-
-
-TRACKS = ("step", "layers", "all-reduce")
-MICRO = 1e6
 
 
 def trace_json(ranks: Sequence[dict[str, Any]]) -> str:

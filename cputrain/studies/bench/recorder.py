@@ -38,6 +38,10 @@ CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's sec
 MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
 MOST_IMAGES = 16
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+Span = tuple[str, float, float]
+"""Name, start and end, in seconds of the host's monotonic clock."""
+
+LIMIT_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +80,6 @@ def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
         Kernel(name=BACKWARD, flop=2 * flop, run=backward),
         Kernel(name=MATRIX, flop=2.0 * side**3, run=lambda: left @ right),
     )
-
-
-Span = tuple[str, float, float]
-"""Name, start and end, in seconds of the host's monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -221,9 +221,6 @@ def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[fl
     places = output.shape[2] * output.shape[3] if isinstance(module, nn.Conv2d) else 1
     forward = 2.0 * module.weight.numel() * output.shape[0] * places
     return forward, forward * (module.weight.requires_grad + bool(inputs[0].requires_grad))
-
-
-LIMIT_ROUNDS = 5
 
 
 def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 POINT = ("nodes", "workers", "images_per_s", "efficiency", "step_s", "exposed_comm_s", "time_to_train_s")
 MINUTE, HOUR = 60, 3600
+SETUP = ("workers", "threads", "comm_cores", "loader_cores", "local_batch", "global_batch", "algorithm")
+MS = 1e3
+WORTHWHILE = 0.5  # fraction of a host's own speed that one more host should add
 
 
 def rough_duration(seconds: float) -> str:
@@ -78,9 +81,6 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
         Column("longer than best", lambda each: 100 * (each.time_to_train_s / best - 1), "{:+.1f} %".format),
     )
     return Rows(columns, candidates).text(numbers=False)
-
-
-SETUP = ("workers", "threads", "comm_cores", "loader_cores", "local_batch", "global_batch", "algorithm")
 
 
 def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
@@ -133,9 +133,6 @@ def assumptions_text(scenario: Scenario) -> str:
         span = f" ({item['low']:.4g} to {item['high']:.4g})" if "low" in item else ""
         lines.append(f"  {item['name']} {item['value']:.4g}{span}: {item['source']}")
     return "\n".join(lines)
-
-
-MS = 1e3
 
 
 def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
@@ -195,9 +192,6 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     )
     axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     return figure_svg(made)
-
-
-WORTHWHILE = 0.5  # fraction of a host's own speed that one more host should add
 
 
 def predicted(scenario: Scenario, hosts: int) -> list[str]:

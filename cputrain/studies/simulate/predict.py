@@ -60,6 +60,10 @@ from cputrain.studies.simulate.setup import (
 MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
 NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link
 RATE_RANGE = 0.03  # assumed error of a published rate: rounded times, evaluations included
+RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
+IMAGENET_TRAIN, IMAGENET_VAL, POINTS = 1_281_167, 50_000, 100
+SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
+BATCHES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,9 +292,6 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
     return found
 
 
-RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
-
-
 def parse_start_rate(
     text: str, machine: Machine, recipe: Recipe, link: Link, rates: Measured = NOTHING_MEASURED
 ) -> Reference:
@@ -322,10 +323,6 @@ def parse_start_rate(
     )
     setup = planned_setup(ran, machine, hosts, link, measured=rates)
     return reference_at(setup, machine, rate, "given with --from", rates)
-
-
-IMAGENET_TRAIN, IMAGENET_VAL, POINTS = 1_281_167, 50_000, 100
-SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -545,9 +542,6 @@ def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
             f"batch.global={batch} does not divide among {plural(count, 'host')} of {plural(workers, 'worker')}; the "
             f"nearest numbers of hosts are {join_or([str(n) for n in near])}"
         )
-
-
-BATCHES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

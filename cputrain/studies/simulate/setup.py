@@ -15,6 +15,8 @@ from cputrain.models.settings import TIMM
 from cputrain.predict.layers import NOT_MEASURED, Layer, keep_network, read_network
 from cputrain.predict.step_time import Work
 
+Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
+
 
 def trace_unknown(name: str, crop: int) -> None:
     """Trace a network if it is timm's and has no file of sizes, at this crop.
@@ -25,9 +27,6 @@ def trace_unknown(name: str, crop: int) -> None:
         from cputrain.models.tracing import table_of  # torch, which other networks do not need here
 
         keep_network(name, table_of(name, crop))
-
-
-Seconds = Annotated[float, Meta(gt=0, lt=1e6)]  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,16 @@ from cputrain.studies.sweep.trainings import (
 )
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
+SHARES = ("compute %", "communication wait %", "data wait %")
+SMOOTHED = ("loss", "images_per_s")  # measures that are recorded per step
+CHARTS = (
+    ("top1", "Validation top-1", "%", "epochs", "val_top1", False),
+    ("loss", "Training loss", "", "steps", "loss", False),
+    ("val-loss", "Validation loss", "", "epochs", "val_loss", False),
+    ("train-top1", "Training top-1", "%", "epochs", "train_top1", False),
+    ("throughput", "Throughput", "images/s", "steps", "images_per_s", True),
+    ("rate", "Learning rate", "", "steps", "rate", True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +111,6 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
         unit=unit_of(run.start),
         problems=tuple(problems),
     )
-
-
-SHARES = ("compute %", "communication wait %", "data wait %")
-SMOOTHED = ("loss", "images_per_s")  # measures that are recorded per step
-CHARTS = (
-    ("top1", "Validation top-1", "%", "epochs", "val_top1", False),
-    ("loss", "Training loss", "", "steps", "loss", False),
-    ("val-loss", "Validation loss", "", "epochs", "val_loss", False),
-    ("train-top1", "Training top-1", "%", "epochs", "train_top1", False),
-    ("throughput", "Throughput", "images/s", "steps", "images_per_s", True),
-    ("rate", "Learning rate", "", "steps", "rate", True),
-)
 
 
 def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Path, Path, Path]:

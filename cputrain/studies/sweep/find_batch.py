@@ -26,6 +26,21 @@ from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outc
 from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_named
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
+STEPS, EVERY_S = 3, 0.1
+TRAINS = "trains"
+logger = logging.getLogger(__name__)
+ENDED_BY = "ended by"
+COLUMNS = (
+    Column("local batch", "local_batch"),
+    Column("global batch", "global_batch"),
+    Column("memory", "memory"),
+    Column("estimate GiB", "estimate_bytes", lambda size: f"{size / GIB:.2f}"),
+    Column("peak RSS GiB", "peak_bytes", lambda size: f"{size / GIB:.2f}"),
+    Column("result", "status"),
+    Column(ENDED_BY, "ended_by"),
+)
+TRIAL_SETTINGS = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
+CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
 
 def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int | None:
@@ -41,10 +56,6 @@ def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int |
         larger = larger if most is None else min(larger, most)
         return larger if larger > good else None
     return None if bad - good <= max(1, good // CLOSE) else (good + bad) // 2
-
-
-STEPS, EVERY_S = 3, 0.1
-TRAINS = "trains"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,21 +150,6 @@ def _write_peak(path: Path) -> None:
     beside = path.with_suffix(".partial")
     beside.write_text(json.dumps(peak), encoding="utf-8")
     beside.replace(path)
-
-
-logger = logging.getLogger(__name__)
-ENDED_BY = "ended by"
-COLUMNS = (
-    Column("local batch", "local_batch"),
-    Column("global batch", "global_batch"),
-    Column("memory", "memory"),
-    Column("estimate GiB", "estimate_bytes", lambda size: f"{size / GIB:.2f}"),
-    Column("peak RSS GiB", "peak_bytes", lambda size: f"{size / GIB:.2f}"),
-    Column("result", "status"),
-    Column(ENDED_BY, "ended_by"),
-)
-TRIAL_SETTINGS = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
-CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,20 @@ ACHIEVED = (
     Column(FOLDER, lambda r: f"{r.run}/{EVENTS}" if r.run else None),
 )
 COLUMNS = (*REQUESTED, *ACHIEVED)
+NEAR, DROP = 0.5, 1.0  # points of validation top-1
+RULE = (
+    f"stable maximum: the first epoch within {NEAR:g} points of the best validation accuracy of all epochs, "
+    f"after which it never falls more than {DROP:g} point below that epoch's"
+)
+FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: images/s per worker, relative to the same"
+OVERSUBSCRIBE = "plan.oversubscribe"
+MOST_NAMED = 24  # lines in a legend; if there are more, it has one entry per optimizer
+DECADE = 10.0
+PALEST = 0.65  # fraction of white in the color of an optimizer's last line
+DASHES = ("-", "--", ":", "-.")
+
+Style = tuple[tuple[float, ...], str]  # color, dashes
+RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
 
 
 def table(groups: Sequence[SeedGroup]) -> str:
@@ -121,15 +135,6 @@ def spread(values: Sequence[float]) -> str:
         return ""
     several = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
     return f"{mean(values):.2f}{several}"
-
-
-NEAR, DROP = 0.5, 1.0  # points of validation top-1
-RULE = (
-    f"stable maximum: the first epoch within {NEAR:g} points of the best validation accuracy of all epochs, "
-    f"after which it never falls more than {DROP:g} point below that epoch's"
-)
-FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: images/s per worker, relative to the same"
-OVERSUBSCRIBE = "plan.oversubscribe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +254,6 @@ def comparison_rows(compared: Sequence[WorkerComparison]) -> Rows:
         Column("status", status),
     )
     return Rows(columns[1:] if len({row.training for row in compared}) == 1 else columns, compared)
-
-
-MOST_NAMED = 24  # lines in a legend; if there are more, it has one entry per optimizer
-DECADE = 10.0
-PALEST = 0.65  # fraction of white in the color of an optimizer's last line
-DASHES = ("-", "--", ":", "-.")
-
-Style = tuple[tuple[float, ...], str]  # color, dashes
 
 
 def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
@@ -414,9 +411,6 @@ def _accuracy_line(axes: "Axes", row: WorkerComparison, results: Sequence[RunRes
     if row.stable_epoch is not None:
         top1 = result.top1s[result.epochs.index(row.stable_epoch)]
         axes.plot(row.stable_epoch, top1, marker="o", markersize=9, fillstyle="none", color=line.get_color())
-
-
-RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
 
 
 def results_as_json(name: str, results: Sequence[RunResult]) -> dict[str, Any]:

@@ -34,6 +34,20 @@ from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
 from cputrain.training.local import PlannedTraining, train_here
 
 SEED, WORKERS = "seed", "plan.ppn"
+DONE, STOPPED, FAILED, DIVERGED = "done", "stopped", "failed", "diverged"
+OUT_OF_MEMORY, TIME_LIMIT, DOES_NOT_FIT, INVALID = "out of memory", "time limit", "does not fit", "invalid"
+
+NO_MEMORY = re.compile(
+    r"can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory|Out of memory|not enough memory"
+    r"|could not create a memory|failed to map segment|can't start new thread|Thread creation failed"
+)
+NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
+FILE = "sweep-run.json"
+Event = dict[str, Any]
+IMAGES = "images"  # the default kind of data in the start event
+MOST_POINTS = 100  # of a loss curve; each is a mean of consecutive steps
+AGAIN_S = 5.0  # repeat the signal, as one that is sent while the workers are being started reaches none of them
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,16 +134,6 @@ def parse_workers(text: str) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-DONE, STOPPED, FAILED, DIVERGED = "done", "stopped", "failed", "diverged"
-OUT_OF_MEMORY, TIME_LIMIT, DOES_NOT_FIT, INVALID = "out of memory", "time limit", "does not fit", "invalid"
-
-NO_MEMORY = re.compile(
-    r"can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory|Out of memory|not enough memory"
-    r"|could not create a memory|failed to map segment|can't start new thread|Thread creation failed"
-)
-NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
-
-
 def outcome_of(error: RunError) -> tuple[str, str]:
     """Return status and cause of a failed training."""
     cause = error.cause if isinstance(error, JobFailedError) else None
@@ -145,9 +149,6 @@ def outcome_of(error: RunError) -> tuple[str, str]:
     if own := own_line(tail):
         return DIVERGED if NON_FINITE.search(own) else FAILED, own
     return FAILED, in_one_line(error)
-
-
-FILE = "sweep-run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +174,6 @@ def read_record(folder: Path) -> TrialRecord:
         return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise InputError(f"{path} is damaged; remove it, which resets the training's limit and used time") from None
-
-
-Event = dict[str, Any]
-IMAGES = "images"  # the default kind of data in the start event
-MOST_POINTS = 100  # of a loss curve; each is a mean of consecutive steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,9 +362,6 @@ def has_diverged(result: RunResult) -> bool:
     return result.status == DIVERGED or cut
 
 
-AGAIN_S = 5.0  # repeat the signal, as one that is sent while the workers are being started reaches none of them
-
-
 def clock(seconds: float) -> str:
     """Format seconds: 436 -> "0:07:16"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -403,9 +396,6 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
