@@ -29,7 +29,7 @@ PLACEHOLDERS = {
     b"<!doctype html": "a web page, sent by the server instead of the file: download it again",
     b"<html": "a web page, sent by the server instead of the file: download it again",
 }
-MOST_START = 64  # bytes
+MAX_START_BYTES = 64  # bytes
 RECIPES = shipped_folder("recipes")
 
 
@@ -47,7 +47,7 @@ def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
 
 def placeholder_text(data: bytes) -> str | None:
     """Return what replaces the file that begins with these bytes, and what to do; None if it is a real file."""
-    start = data[:MOST_START].lstrip().lower()
+    start = data[:MAX_START_BYTES].lstrip().lower()
     return next((message for first, message in PLACEHOLDERS.items() if start.startswith(first)), None)
 
 
@@ -55,7 +55,7 @@ def check_downloaded(path: Path) -> None:
     """Raise InputError if a file was never downloaded, or cannot be read."""
     try:
         with path.open("rb") as file:
-            message = placeholder_text(file.read(MOST_START))
+            message = placeholder_text(file.read(MAX_START_BYTES))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if message:

@@ -35,9 +35,9 @@ SAFE_NORMS = (1e-12, 1e18)
 # Squares of float32 gradients are stored in float64 in two cases: if eps, which is added to their root, is too small to
 # hide rounding (the smallest square with full precision has the root 1e-19), and from a gradient of this norm on, as
 # float32 holds the sum of at most a million such squares.
-LEAST_ADDED, MOST_SQUARED = 1e-16, 1e16
-LEAST_INNER = 1e-8
-MOST_SCALE = 1e30
+MIN_ADDED, MAX_SQUARED = 1e-16, 1e16
+MIN_INNER = 1e-8
+MAX_SCALE = 1e30
 LarsVariant = Literal["caffe", "timm", "nus"]
 ParamGroups = list[dict[str, Any]]
 
@@ -139,7 +139,7 @@ def squares_of(states: Sequence[dict[str, Any]], grads: Sequence[Tensor], name: 
     """Return the state tensor `name` of each parameter for squared gradients, in a type that can represent them."""
     squares = state_of(states, grads, name, torch.zeros_like)
     for state, square, norm in zip(states, squares, norms(grads), strict=True):
-        if eps < LEAST_ADDED or MOST_SQUARED < norm < math.inf:
+        if eps < MIN_ADDED or MAX_SQUARED < norm < math.inf:
             state[name] = square.double()
     return [state[name] for state in states]
 
@@ -298,7 +298,7 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
     """
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
     inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
-    exact = inner == 1.0 or (LEAST_INNER <= inner <= 1 / LEAST_INNER and p.dtype != torch.float64)
+    exact = inner == 1.0 or (MIN_INNER <= inner <= 1 / MIN_INNER and p.dtype != torch.float64)
     exact = exact and _holds(outer)
     dense = p.stride() == g.stride() == v.stride()
     if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # the Nesterov form does not dampen d
@@ -339,7 +339,7 @@ def _update_in_steps(
 
 def _holds(scale: float) -> bool:
     """Whether float32 can represent a scale and the scaled values."""
-    return scale == 0 or 1 / MOST_SCALE <= scale <= MOST_SCALE
+    return scale == 0 or 1 / MAX_SCALE <= scale <= MAX_SCALE
 
 
 def _laid_out_as(p: Tensor, other: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-MOST = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
-Positive = Annotated[int, Ge(1), Le(MOST)]
-NotNegative = Annotated[int, Ge(0), Le(MOST)]
+MAX_COUNT = 10**10  # limit of every count: larger ones are typing errors, which would only fail later
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT)]
+NotNegative = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Rate = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Auto = Literal["auto"]

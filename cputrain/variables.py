@@ -20,7 +20,7 @@ IN_ADDRESS = re.compile(r"://[^/@\s]+@")  # user:password@
 HIDDEN = "(not shown)"
 
 # torchrun's names, as scripts know them.
-ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
+ATTEMPT, MAX_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
 SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its ID
 UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
 
@@ -36,7 +36,7 @@ def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
 def restart_variables(attempt: int, restarts: int, job: str) -> tuple[tuple[str, str], ...]:
     """Return the variables that tell ranks of a restartable job its attempt; `job` is unique and the same for all
     attempts."""
-    return ((ATTEMPT, str(attempt)), (MOST_ATTEMPTS, str(restarts)), (JOB, job)) if restarts else ()
+    return ((ATTEMPT, str(attempt)), (MAX_ATTEMPTS, str(restarts)), (JOB, job)) if restarts else ()
 
 
 def job_in(env: Mapping[str, str]) -> str:

@@ -28,8 +28,8 @@ from cputrain.data.settings import DataSettings
 from cputrain.files import recipe_names
 from cputrain.jobs.kubernetes import (
     KINDS,
-    MOST_CPUS,
-    MOST_PODS,
+    MAX_CPUS,
+    MAX_PODS,
     MPI,
     RECIPE_FILE,
     RECIPE_FOLDER,
@@ -488,7 +488,7 @@ ManifestDumper.add_representer(str, _text)
 @click.option(
     "--image", required=True, metavar="IMAGE", help="run this container image, which contains python and cputrain"
 )
-@number_option("--cpus", most=MOST_CPUS, required=True, help="request N whole CPUs for each pod")
+@number_option("--cpus", most=MAX_CPUS, required=True, help="request N whole CPUs for each pod")
 @click.option("--memory", required=True, metavar="SIZE", help="request this much memory for each pod, such as 64Gi")
 @click.option(
     "--volume",
@@ -579,8 +579,8 @@ def _check_kubernetes(options: PlanningOptions) -> None:
         )
     if options.bind == "launcher":
         raise InputError("--bind launcher does not apply to pods, in which each rank binds itself: remove it")
-    if len(options.hosts) > MOST_PODS:
-        raise InputError(f"--nodes {len(options.hosts)} is more than {MOST_PODS:,} pods: correct it")
+    if len(options.hosts) > MAX_PODS:
+        raise InputError(f"--nodes {len(options.hosts)} is more than {MAX_PODS:,} pods: correct it")
 
 
 def _check_launcher(options: PlanningOptions, kind: str) -> None:

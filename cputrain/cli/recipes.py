@@ -26,7 +26,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.schedule import lr_at
 
 HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
-WIDEST = 100
+MAX_WIDTH = 100
 
 
 @click.group("recipes", cls=catalog_group(recipe_names), invoke_without_command=True)
@@ -104,7 +104,7 @@ def keys_command(topic: str | None, output_format: str) -> None:
     elif topic is None:
         click.echo(index_text(found))
     else:
-        click.echo(manual_text(found, min(get_terminal_size().columns, WIDEST)))
+        click.echo(manual_text(found, min(get_terminal_size().columns, MAX_WIDTH)))
 
 
 def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionReference, ...]:

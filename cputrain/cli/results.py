@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cputrain.inference import Prediction
 
 BATCH = 32
-LONGEST_NAME = 60
+MAX_NAME_LENGTH = 60
 FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
 
 
@@ -197,7 +197,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
 def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[str]:
     """Print a line per image; return the error lines of images that cannot be read."""
     failed: list[str] = []
-    width = min(LONGEST_NAME, max(map(len, images)))
+    width = min(MAX_NAME_LENGTH, max(map(len, images)))
     for one in predictions:
         if one.error is not None:
             failed.append(_report(one))

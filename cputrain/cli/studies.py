@@ -47,8 +47,8 @@ from cputrain.studies.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.studies.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.studies.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
 from cputrain.studies.sweep.results import (
+    BASELINE_NOTE,
     CSV,
-    FEWEST,
     MARKDOWN,
     OVERSUBSCRIBE,
     PICTURE,
@@ -83,7 +83,7 @@ WHAT_IF = {
     "comm_cores": "plan.comm_cores",
 }
 FEW = 2
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 
 
 @click.command("sweep")
@@ -203,7 +203,7 @@ def _show_results(results: Sequence[RunResult], folder: Path) -> None:
     click.echo("\n" + table(group_by_seed(results)))
     compared = compare(results)
     if compared:
-        click.echo(f"\n{comparison_rows(compared).text()}\n{RULE}\n{FEWEST}")
+        click.echo(f"\n{comparison_rows(compared).text()}\n{RULE}\n{BASELINE_NOTE}")
     click.echo(f"\n{folder / MARKDOWN}, {folder / CSV}, {folder / RESULTS}, {folder / PICTURE}")
 
 
@@ -502,8 +502,8 @@ def numbers_of_hosts(text: str) -> tuple[int, ...]:
             numbers.append(int(last))
     if not all(1 <= number <= MAX_HOSTS for number in numbers):
         raise InputError(f"--nodes {text} is out of range: give numbers of hosts from 1 to {MAX_HOSTS:,}")
-    if len(numbers) > MOST_ROWS:
-        raise InputError(f"--nodes {text} has more than {MOST_ROWS:,} numbers: double them, as in 1,2,4,...,4096")
+    if len(numbers) > MAX_ROWS:
+        raise InputError(f"--nodes {text} has more than {MAX_ROWS:,} numbers: double them, as in 1,2,4,...,4096")
     return tuple(sorted(set(numbers)))
 
 
@@ -513,7 +513,7 @@ def _continued(numbers: list[int], last: int) -> list[int]:
     geometric = rest == 0 and all(b == a * factor for a, b in pairwise(numbers))
     step = numbers[-1] - numbers[-2]
     while (following := numbers[-1] * factor if geometric else numbers[-1] + step) < last:
-        if len(numbers) > MOST_ROWS:
+        if len(numbers) > MAX_ROWS:
             break
         numbers.append(following)
     return [*numbers, last]

@@ -19,11 +19,11 @@ from cputrain.variables import ATTEMPT, JOB
 
 KINDS = ("job", "jobset", "mpijob")
 NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # an RFC 1123 label, as Kubernetes requires
-LONGEST_NAME = 40  # of the 63 characters of a pod's host name, to which controllers append
+MAX_NAME_LENGTH = 40  # of the 63 characters of a pod's host name, to which controllers append
 MEMORY = re.compile("[1-9][0-9]{0,5}(Mi|Gi|Ti)")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,500}")
 MOUNT = re.compile(r"(/[A-Za-z0-9._-]+)+")
-MOST_PODS, MOST_CPUS, MOST_RECIPE = 10_000, 4096, 900_000  # the limit of a ConfigMap is 1 MiB
+MAX_PODS, MAX_CPUS, MAX_RECIPE_BYTES = 10_000, 4096, 900_000  # the limit of a ConfigMap is 1 MiB
 RECIPE_FOLDER, RECIPE_FILE = "/etc/cputrain", "recipe.yaml"
 WORKERS = "workers"  # the JobSet's only replicated job
 MPI_HOSTS = "/etc/mpi/hostfile"  # written by the MPI operator
@@ -65,16 +65,16 @@ class PodJob:
 
 def label_of(text: str) -> str:
     """Convert a name to a Kubernetes label: "resnet50_8K" -> "resnet50-8k"."""
-    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_NAME].strip("-") or "cputrain"
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:MAX_NAME_LENGTH].strip("-") or "cputrain"
 
 
 def check_pod_job(job: PodJob) -> None:
     """Raise InputError for values that Kubernetes would reject."""
     for what, name in (("name", job.name), ("namespace", job.namespace)):
-        if name is not None and not (NAME.fullmatch(name) and len(name) <= LONGEST_NAME):
+        if name is not None and not (NAME.fullmatch(name) and len(name) <= MAX_NAME_LENGTH):
             raise InputError(
-                f"--{what} {name[:60]!r} is not a valid name: use a-z, 0-9 and inner -, {LONGEST_NAME} characters at "
-                f"most, as in {label_of(name)}"
+                f"--{what} {name[:60]!r} is not a valid name: use a-z, 0-9 and inner -, at most {MAX_NAME_LENGTH} "
+                f"characters, as in {label_of(name)}"
             )
     if not MEMORY.fullmatch(job.memory):
         raise InputError(f"--memory {job.memory[:30]!r} is not a size: write it like 64Gi or 500Mi")
@@ -85,8 +85,8 @@ def check_pod_job(job: PodJob) -> None:
             raise InputError(f"--volume {claim[:63]}:{path[:60]} is invalid: give CLAIM:PATH, as in runs:/runs")
     if job.recipe is not None and not job.volumes:
         raise InputError("a training needs a volume for its checkpoints: give --volume CLAIM:PATH, as in runs:/runs")
-    if job.recipe is not None and len(job.recipe) > MOST_RECIPE:
-        raise InputError(f"the recipe exceeds {MOST_RECIPE:,} characters, the limit for a ConfigMap: shorten it")
+    if job.recipe is not None and len(job.recipe) > MAX_RECIPE_BYTES:
+        raise InputError(f"the recipe exceeds {MAX_RECIPE_BYTES:,} characters, the limit for a ConfigMap: shorten it")
 
 
 def manifests(job: PodJob) -> list[Manifest]:

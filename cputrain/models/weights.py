@@ -31,7 +31,7 @@ AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg|averaged?)(?:[^a-z]|$)", re.IG
 NO_WEIGHTS = re.compile(
     "optim|grad|exp_avg|momentum", re.IGNORECASE
 )  # keys of moments and gradients, which have the names and shapes of weights
-MOST_KEYS = 3  # deepest nesting of the weights, as in checkpoint.model.state_dict
+MAX_NESTING = 3  # deepest nesting of the weights, as in checkpoint.model.state_dict
 # Auxiliary classifiers of torchvision's GoogLeNet and Inception v3, which are only used in training.
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # Names that wrappers insert before a network, or a part of it such as VGG's features in pytorch/examples:
@@ -133,7 +133,7 @@ def _places(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tup
     if tensors := {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}:
         yield ".".join(way), tensors
     for name, value in state.items():
-        if isinstance(name, str) and isinstance(value, dict) and len(way) < MOST_KEYS and not NO_WEIGHTS.search(name):
+        if isinstance(name, str) and isinstance(value, dict) and len(way) < MAX_NESTING and not NO_WEIGHTS.search(name):
             yield from _places(value, (*way, name))
 
 

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from cputrain.affinity.filesystem import read_yaml
 from cputrain.affinity.wording import first_sentence, join_or
 from cputrain.recipe.schema import MISFIT, Recipe, Section
-from cputrain.settings import MOST
+from cputrain.settings import MAX_COUNT
 
 Keys = tuple[str, ...]
 """The path of a key: ("batch", "local") is batch.local."""
@@ -368,11 +368,11 @@ def describe_type(annotation: Any) -> str:
 
 
 def _limits(metadata: Any) -> str:
-    """Return the limits in a type's metadata as text; pydantic keeps them in a FieldInfo or one by one. MOST, which
-    only catches typing errors, is left out."""
+    """Return the limits in a type's metadata as text; pydantic keeps them in a FieldInfo or one by one. MAX_COUNT,
+    which only catches typing errors, is left out."""
     kept = metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
     limits = ((text, getattr(each, name, None)) for each in kept for name, text in LIMITS.items())
-    return " and ".join(text.format(limit) for text, limit in limits if limit is not None and limit < MOST)
+    return " and ".join(text.format(limit) for text, limit in limits if limit is not None and limit < MAX_COUNT)
 
 
 def _as_yaml(value: Any) -> str:

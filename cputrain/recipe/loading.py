@@ -26,9 +26,9 @@ from cputrain.files import RECIPES, recipe_names
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe
 
-MOST_BYTES = 100_000  # of a recipe file; the largest shipped one has 4,000
-MOST_DEPTH = 16
-MOST_DIGITS = 18
+MAX_BYTES = 100_000  # of a recipe file; the largest shipped one has 4,000
+MAX_DEPTH = 16
+MAX_DIGITS = 18
 # YAML 1.2.2, 10.3.2: the core schema.
 NULL = re.compile(r"null|Null|NULL|~|")
 BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -36,7 +36,7 @@ INT = re.compile(r"[-+]?[0-9]+")
 BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 SPECIAL = {".nan": "nan", ".inf": "inf", "+.inf": "inf", "-.inf": "-inf"}
-MOST_LOOKED_AT = 10_000  # files of a folder to check for images
+MAX_FILES_CHECKED = 10_000  # files of a folder to check for images
 
 # Keys that apply only to the value of another key in the same file, and are dropped if a setting replaces that value.
 # Dependent key -> the other key, and whether its new value makes the dependent key meaningless.
@@ -61,8 +61,8 @@ class _Loader(yaml.SafeLoader):
             raise _yaml_error(f"*{event.anchor} is an alias; write out its value", event)
         if event.tag is not None:
             raise _yaml_error(f"{event.tag} is a tag; remove it", event)
-        if self.depth >= MOST_DEPTH:
-            raise _yaml_error(f"more than {MOST_DEPTH} levels of nesting", event)
+        if self.depth >= MAX_DEPTH:
+            raise _yaml_error(f"more than {MAX_DEPTH} levels of nesting", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -139,8 +139,8 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
     if BOOL.fullmatch(text):
         return text.lower() == "true"
     if INT.fullmatch(text) or BASED.fullmatch(text):
-        if len(text.lstrip("+-0")) > MOST_DIGITS:
-            raise _yaml_error(f"{text[:30]}... has more than {MOST_DIGITS} digits", node)
+        if len(text.lstrip("+-0")) > MAX_DIGITS:
+            raise _yaml_error(f"{text[:30]}... has more than {MAX_DIGITS} digits", node)
         return int(text, 0) if BASED.fullmatch(text) else int(text)
     if FLOAT.fullmatch(text):
         return float(text)
@@ -155,9 +155,9 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
     path = find_recipe(spec)
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise InputError(f"recipe {path} has more than {MOST_BYTES:,} bytes: give a recipe file")
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InputError(f"recipe {path} has more than {MAX_BYTES:,} bytes: give a recipe file")
         tree = compose(data.decode("utf-8-sig"))
         values = {} if tree is None else value_of(tree)
     except OSError as error:
@@ -232,7 +232,7 @@ def _folder_of(path: Path) -> str:
         return f"a checkpoint: give the recipe of its run, {of_run}"
     if is_checkpoint(path):
         return "a checkpoint, not a recipe: cputrain eval, predict and export take it"
-    files = islice(chain(path.glob("*/*"), path.glob("train/*/*")), MOST_LOOKED_AT)
+    files = islice(chain(path.glob("*/*"), path.glob("train/*/*")), MAX_FILES_CHECKED)
     if any((guess_type(file.name)[0] or "").startswith("image/") for file in files):
         return f"a folder, not a recipe: cputrain train imagefolder data.path={path} trains on the images in it"
     return "a folder, not a recipe: cputrain recipes lists those included"

@@ -34,7 +34,7 @@ from cputrain.models.settings import RESNETS, TIMM, TORCHVISION, ModelSettings
 from cputrain.optim_settings import OptimSettings
 from cputrain.predict.layers import NETWORKS
 from cputrain.schedule import Decay
-from cputrain.settings import MOST, Auto, Fraction, NotNegative, Positive, Rate
+from cputrain.settings import MAX_COUNT, Auto, Fraction, NotNegative, Positive, Rate
 
 MISFIT = "misfit"
 # Terminals interpret control characters, and no file name has NUL. The surrogates from U+DC80 to U+DCFF stand for bytes
@@ -60,7 +60,7 @@ OPTIMIZERS_WITH = {
     "momentum_correction": ("lars",),
     "adapt_bn_and_bias": ("lars", "lamb"),
 }
-LEAST_EPSILON = 1.2e-38
+MIN_EPSILON = 1.2e-38
 """The smallest normal number of float32: a smaller epsilon is 0 in torch's optimizers, where 0 / 0 is NaN."""
 
 
@@ -186,10 +186,10 @@ class OptimSection(Section, OptimSettings, frozen=True):
                 "optim.momentum",
             )
         divides = self.name in OPTIMIZERS_WITH["epsilon"] and self.name not in ("lars", "lamb", "adagrad_da")
-        if divides and self.epsilon != "auto" and self.epsilon < LEAST_EPSILON:
+        if divides and self.epsilon != "auto" and self.epsilon < MIN_EPSILON:
             raise misfit(
                 f"optim.epsilon={self.epsilon:g} turns weights without a gradient into NaN in {self.name}: set it to "
-                f"{LEAST_EPSILON} or more, or to auto",
+                f"{MIN_EPSILON} or more, or to auto",
                 "optim.epsilon",
                 "optim.name",
             )
@@ -266,7 +266,7 @@ def _plan_key(option: Option) -> tuple[Any, Any]:
     """Return the type and the field of a planning option."""
     values: Any = Literal.__getitem__(option.choices) if option.choices else bool
     if option.kind == NUMBER:
-        values = Annotated[int, Field(ge=option.least, le=MOST)] | Auto
+        values = Annotated[int, Field(ge=option.least, le=MAX_COUNT)] | Auto
     elif option.kind == CPUS:
         values = Annotated[str, AfterValidator(_cpus)]
     return values, Field(default=option.default, description=option.manual)

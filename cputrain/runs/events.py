@@ -27,7 +27,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Maybe = float | None
 Time = Annotated[float, Meta(ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
 FILE = "events.jsonl"
-MOST_BYTES = 64 << 20  # per line: the start event of 10,000 ranks is smaller
+MAX_BYTES = 64 << 20  # per line: the start event of 10,000 ranks is smaller
 DIVERGENCE_FACTOR = 10.0  # times the loss of the first step: a loss that stays above this has diverged
 PACKAGES = ("mlflow", "tensorboard", "wandb")  # formats that need the package, and have the extra, of their name
 DATABASE = re.compile(r"(sqlite|mysql|mssql|postgresql)\b")  # schemes of MLflow's stores that need SQLAlchemy
@@ -349,7 +349,7 @@ def lines_of_events(folder: Path) -> Iterator[dict[str, Any] | None]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        while line := file.readline(MOST_BYTES):
+        while line := file.readline(MAX_BYTES):
             if line.endswith(b"\n"):
                 yield read_event(line)
 

@@ -36,8 +36,8 @@ POLL_S = 1.0
 END_S = 20.0  # at the end of a training, until its trackers are killed
 FAILED_S = 3.0  # the same when the training has failed, whose job is waiting
 NICENESS = 10  # the decoder threads, on the same PUs, go first
-MOST_EVENTS = 200  # per round: 5 metrics each, and MLflow takes 1,000 a request
-MOST_PARAMS, MOST_TEXT = 100, 6000  # MLflow's limits: parameters a request, characters a value
+MAX_EVENTS = 200  # per round: 5 metrics each, and MLflow takes 1,000 a request
+MAX_PARAMS, MAX_VALUE_LENGTH = 100, 6000  # MLflow's limits: parameters a request, characters a value
 PASSWORD = re.compile("//[^/@]*@")  # of a user, in the address of a database
 NO_PROJECT = str.maketrans(dict.fromkeys("/\\#?%:", "-"))  # characters that W&B refuses
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}  # unless the user sets them
@@ -151,14 +151,14 @@ class MLflow:
         from mlflow.entities import Param, RunTag
 
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in params.items()}
-        texts = {key: text[:MOST_TEXT] for key, text in texts.items()}
+        texts = {key: text[:MAX_VALUE_LENGTH] for key, text in texts.items()}
         known = self._client.get_run(self.run_id).data.params
         new = [Param(key, text) for key, text in texts.items() if key not in known]
-        for start in range(0, len(new), MOST_PARAMS):
-            self._client.log_batch(self.run_id, params=new[start : start + MOST_PARAMS])
+        for start in range(0, len(new), MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=new[start : start + MAX_PARAMS])
         changed = [RunTag(f"resumed.{key}", text) for key, text in texts.items() if known.get(key, text) != text]
-        for start in range(0, len(changed), MOST_PARAMS):
-            self._client.log_batch(self.run_id, tags=changed[start : start + MOST_PARAMS])
+        for start in range(0, len(changed), MAX_PARAMS):
+            self._client.log_batch(self.run_id, tags=changed[start : start + MAX_PARAMS])
         self._upload(files)
 
     def _upload(self, files: Sequence[Path]) -> None:
@@ -269,12 +269,12 @@ def params_of(folder: Path, start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    """Read events after the first `start` bytes, at most MOST_EVENTS; return them without damaged lines, and the number
+    """Read events after the first `start` bytes, at most MAX_EVENTS; return them without damaged lines, and the number
     of bytes up to here."""
     events = []
     with path.open("rb") as file:
         file.seek(start)
-        for _ in range(MOST_EVENTS):
+        for _ in range(MAX_EVENTS):
             line = file.readline()
             if not line.endswith(b"\n"):
                 break

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9  # weight of earlier losses in the moving average
 DIVERGED = 4.0  # times the lowest smoothed loss, at which the test ends (fastai)
-LEAST_FALL = 0.02  # of the first smoothed loss; a smaller fall is noise
+MIN_FALL = 0.02  # of the first smoothed loss; a smaller fall is noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def suggest(test: RangeTest) -> Suggestion:
     """Suggest the learning rate at which the smoothed loss falls fastest before its minimum."""
     smoothed = [loss for loss in test.smoothed if math.isfinite(loss)]
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__) if smoothed else 0
-    if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * abs(smoothed[0]):
+    if lowest < 2 or smoothed[0] - smoothed[lowest] < MIN_FALL * abs(smoothed[0]):
         why = "the loss does not fall: start with a lower rate (--from), or run more steps (--steps)"
         if not test.diverged and lowest >= 2:
             why = "the loss hardly falls up to the highest rate: raise --to, or run more steps (--steps)"

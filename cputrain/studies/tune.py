@@ -44,22 +44,22 @@ KEYS = {
     "precision": "precision",
 }
 AXES = tuple(KEYS)
-MOST_RESERVED = 2
+MAX_RESERVED_CORES = 2
 
 Values = tuple[tuple[str, str], ...]
 """(axis, value) pairs."""
 
 # The noise is the relative standard deviation of a measurement, assumed to be equal for all candidates. Nothing is
-# dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more candidates, or five of 2.
+# dropped until it is estimated with MIN_FREEDOM degrees of freedom: two rounds of 5 or more candidates, or five of 2.
 # The estimate starts from a typical noise with PRIOR_WEIGHT degrees of freedom, so that a few measurements that happen
 # to be equal do not suggest zero noise.
-LEAST_FREEDOM = 4
+MIN_FREEDOM = 4
 PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
 NORMAL = 1.4826  # a normal distribution's standard deviation relative to its median absolute deviation
-# In standard errors of a difference: SURE makes a candidate significantly slower, even as one of a few dozen; LIKELY is
-# half of an interval that contains the true ratio nine times in ten, even after a few rounds.
-SURE, LIKELY = 3.0, 2.3
-MOST_ROUNDS = 64
+# In standard errors of a difference: ELIMINATE_SIGMAS makes a candidate significantly slower, even as one of a few
+# dozen; INTERVAL_SIGMAS is half of an interval that contains the true ratio nine times in ten, even after a few rounds.
+ELIMINATE_SIGMAS, INTERVAL_SIGMAS = 3.0, 2.3
+MAX_ROUNDS = 64
 # Times the robust noise that a disturbed cost exceeds its candidate's median, relative to the others of its round.
 DISTURBED = 5.0
 
@@ -132,7 +132,7 @@ def choices_of(
     comm, loader = (str(len(_cores(current, role))) for role in ("comm_pus", "loader_pus"))
     workers = worker_counts(current.plan.machine, current.ppn) if section.ppn == "auto" else [current.ppn]
     most = cores // min(workers)
-    reserved = [str(count) for count in range(MOST_RESERVED + 1)] if most >= CORES_TO_SPARE_ONE else ["0"]
+    reserved = [str(count) for count in range(MAX_RESERVED_CORES + 1)] if most >= CORES_TO_SPARE_ONE else ["0"]
     batches = [recipe.batch.local, 2 * recipe.batch.local, recipe.batch.local // 2]
     precisions = ["float32", "bf16"] if recipe.precision == "float32" and has_bf16 else [recipe.precision]
     return Choices(
@@ -255,7 +255,7 @@ class Race:
     @property
     def knows_noise(self) -> bool:
         """Whether there are enough measurements to estimate the noise."""
-        return self._contrasts()[1] >= LEAST_FREEDOM
+        return self._contrasts()[1] >= MIN_FREEDOM
 
     def _contrasts(self) -> tuple[float, int]:
         """Return the sum of squares and the degrees of freedom of how far each candidate is, in each round, from its
@@ -283,7 +283,7 @@ class Race:
 
     def ratio(self, candidate: int, other: int) -> Ratio:
         """Return a candidate's speedup over another."""
-        gain, half = self.gain(candidate, other), LIKELY * self._error(candidate, other)
+        gain, half = self.gain(candidate, other), INTERVAL_SIGMAS * self._error(candidate, other)
         return Ratio(value=math.exp(gain), low=math.exp(gain - half), high=math.exp(gain + half))
 
     def _error(self, candidate: int, other: int) -> float:
@@ -340,7 +340,8 @@ class Race:
             self.running = [
                 each
                 for each in self.running
-                if each == leader or self.gain(each, leader) + SURE * self._error(each, leader) > self.resolution
+                if each == leader
+                or self.gain(each, leader) + ELIMINATE_SIGMAS * self._error(each, leader) > self.resolution
             ]
 
     def winner(self) -> int:
@@ -358,13 +359,13 @@ def run_race(
     stop: Callable[[], bool] = lambda: False,
     watch: Callable[[Race], None] = lambda race: None,
 ) -> Race:
-    """Measure candidates 0 to count - 1 until one is left, MOST_ROUNDS are done, or `stop` returns True.
+    """Measure candidates 0 to count - 1 until one is left, MAX_ROUNDS are done, or `stop` returns True.
 
     `stop` is called before each measurement; an interrupted round does not count, and while disturbed costs are not
     repeated nothing is dropped. `watch` is called with the race after each round.
     """
     race, rng = Race(count=count, resolution=resolution), random.Random(seed)
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         order = rng.sample(race.running, len(race.running))
         measured: dict[int, float | None] = {}
         for candidate in order:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 MEMORY = Path("/dev/shm")
-MOST_BYTES = 1 << 28  # what tests that are run at a time may unpack
+MAX_BYTES = 1 << 28  # what tests that are run at a time may unpack
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def scratch_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     tmp_path_factory.getbasetemp()  # the folder of tmp_path is made at its first use and stays where it is
     if os.access(MEMORY, os.W_OK | os.X_OK):
         free = os.statvfs(MEMORY)
-        if free.f_bavail * free.f_frsize > MOST_BYTES:
+        if free.f_bavail * free.f_frsize > MAX_BYTES:
             monkeypatch.setattr(tempfile, "tempdir", str(MEMORY))
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.rank import Pods, pods_of
-from cputrain.jobs.kubernetes import LONGEST_NAME, NAME, PodJob, label_of, manifests
+from cputrain.jobs.kubernetes import MAX_NAME_LENGTH, NAME, PodJob, label_of, manifests
 from cputrain.runs.events import read_events
 from tests.support.commands import here, refused
 from tests.support.fake_hosts import fake_hosts
@@ -174,7 +174,7 @@ def test_a_python_file_runs_under_the_python_of_the_job() -> None:
 
 def test_any_name_becomes_one_that_kubernetes_takes() -> None:
     for text in ("resnet50_8K", "-x-", "", "a" * 99, "../é/x.py", "9.9"):
-        assert NAME.fullmatch(label_of(text)) and len(label_of(text)) <= LONGEST_NAME, text
+        assert NAME.fullmatch(label_of(text)) and len(label_of(text)) <= MAX_NAME_LENGTH, text
 
 
 def test_a_pod_knows_its_place_only_among_pods_of_one_job() -> None:

@@ -32,8 +32,8 @@ from pkgutil import walk_packages
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-MOST_BYTES = 1 << 20  # of a request: words and environment variables
-MOST_FILES = 64
+MAX_BYTES = 1 << 20  # of a request: words and environment variables
+MAX_FILES = 64
 FIRST_APART = 512  # above the numbers of files that launchers give to programs
 INSTALLED = tuple(sys.path[1:])  # without the working directory
 
@@ -48,7 +48,7 @@ def serve(client: socket.socket, listener: socket.socket) -> dict[str, Any] | No
                 children[listener.accept()[0]] = set()
                 continue
             try:
-                message, files, _, _ = socket.recv_fds(one, MOST_BYTES, MOST_FILES)
+                message, files, _, _ = socket.recv_fds(one, MAX_BYTES, MAX_FILES)
             except ConnectionResetError:  # its process ended before it read an answer
                 message, files = b"", []
             if not message:

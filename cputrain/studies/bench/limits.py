@@ -58,7 +58,7 @@ from cputrain.studies.bench.figures import Figure, Report, Table, figure_of, int
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
-LEAST_BYTES, CACHES = 256 << 20, 4  # the threads' arrays together: at least this, and 4 times the level-3 caches
+MIN_BYTES, CACHES = 256 << 20, 4  # the threads' arrays together: at least this, and 4 times the level-3 caches
 PASSES = 4  # over the arrays, per measurement
 TEST_BYTES = 8 << 20
 OPTIMIZERS: tuple[OptimizerName, ...] = ("momentum", "lars", "adam")
@@ -67,7 +67,7 @@ BYTES = 4
 WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
 # These give a photo about as many bytes as ImageNet's: 110 kB, and 28 kB once prepared.
 FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
-COUNT, TEST_COUNT, MOST = 48, 4, 200
+COUNT, TEST_COUNT, MAX_PHOTOS = 48, 4, 200
 SIDE = 224
 RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
 SHORT_SIDE, QUALITY = 256, 90  # of prepared images
@@ -99,7 +99,7 @@ class Place:
 
 def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report, tuple[Record, ...]]:
     """Measure the bandwidth of each NUMA node by number of threads and from other nodes, and of the whole host."""
-    array = TEST_BYTES if quick else max(LEAST_BYTES, CACHES * level3_bytes(machine))
+    array = TEST_BYTES if quick else max(MIN_BYTES, CACHES * level3_bytes(machine))
     figures: list[Figure] = []
     for group in places(machine):
         most = group[-1]
@@ -238,7 +238,7 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
 
 def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
     runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
-    array = TEST_BYTES if quick else LEAST_BYTES
+    array = TEST_BYTES if quick else MIN_BYTES
     a, b, c = (torch.full((array // BYTES,), value) for value in (1.0, 2.0, 3.0))
     runs["triad"] = lambda: seconds_of(lambda: torch.add(b, c, alpha=3.0, out=a))
     found = interleaved(runs, repeats)
@@ -293,7 +293,7 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
     paths = (Path(place) / name for place, _, names in sorted(os.walk(folder)) for name in sorted(names))
     found: list[bytes] = []
     for path in paths:
-        if len(found) == MOST:
+        if len(found) == MAX_PHOTOS:
             break
         data = path.read_bytes()
         small = np.empty((1, 8, 8, 3), np.uint8)

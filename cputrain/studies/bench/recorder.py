@@ -36,7 +36,7 @@ from cputrain.training.step import StepResult, StepSettings, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
-MOST_IMAGES = 16
+MAX_IMAGES = 16
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 Span = tuple[str, float, float]
 """Name, start and end, in seconds of the host's monotonic clock."""
@@ -60,7 +60,7 @@ class Kernel:
 
 def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
     """Return convolution forward, convolution backward and matrix product in a precision."""
-    dtype, images = TYPES[precision], min(images, MOST_IMAGES)
+    dtype, images = TYPES[precision], min(images, MAX_IMAGES)
     shape = (images, CHANNELS, SIDE, SIDE)
     x, gradient = (torch.rand(shape).to(dtype=dtype, memory_format=torch.channels_last) for _ in range(2))
     weights = torch.rand(CHANNELS, CHANNELS, KERNEL, KERNEL).to(dtype=dtype, memory_format=torch.channels_last)

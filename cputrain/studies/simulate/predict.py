@@ -57,7 +57,7 @@ from cputrain.studies.simulate.setup import (
     unreadable,
 )
 
-MOST_TIMES = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
+MAX_SIZE_RATIO = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
 NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link
 RATE_RANGE = 0.03  # assumed error of a published rate: rounded times, evaluations included
 RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
@@ -231,9 +231,9 @@ def reference_of(
 
 
 def comparable(layers: tuple[Layer, ...], others: tuple[Layer, ...]) -> bool:
-    """Return whether the networks' operations per image differ by a factor of less than MOST_TIMES."""
+    """Return whether the networks' operations per image differ by a factor of less than MAX_SIZE_RATIO."""
     flop, other = (sum(sum(layer.flop) for layer in each) for each in (layers, others))
-    return max(flop, other) < MOST_TIMES * min(flop, other)
+    return max(flop, other) < MAX_SIZE_RATIO * min(flop, other)
 
 
 def reference_at(

@@ -26,7 +26,7 @@ from cputrain.report.run import default_settings, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import describe_value
-from cputrain.studies.sweep.results import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
+from cputrain.studies.sweep.results import ACHIEVED, BASELINE_NOTE, ENDED_BY, FOLDER, RULE, compare, comparison_rows
 from cputrain.studies.sweep.trainings import (
     STOPPED,
     RunResult,
@@ -120,7 +120,7 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
     table = result_table(runs, names)
     workers = comparison_rows(compare([run.result for run in runs]))
     html = _html(runs, names, out, title=title, table=table, workers=workers)
-    study = f"\n## Workers\n\n{workers.markdown()}\n{RULE}; {FEWEST}\n" if workers.rows else ""
+    study = f"\n## Workers\n\n{workers.markdown()}\n{RULE}; {BASELINE_NOTE}\n" if workers.rows else ""
     paths = out, out.with_suffix(".md"), out.with_suffix(".csv")
     for path, text in zip(paths, (html, f"# {title}\n\n{table.markdown()}{study}", table.csv()), strict=True):
         write_text(path, text)
@@ -203,7 +203,7 @@ def _html(
             " ".join((name, run.name, *map("=".join, run.result.settings)))
             for run, name in zip(runs, names, strict=True)
         ],
-        notes=f"{RULE}; {FEWEST}",
+        notes=f"{RULE}; {BASELINE_NOTE}",
         runs=table.cells,
         workers=workers.cells,
     )

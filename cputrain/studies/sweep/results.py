@@ -78,9 +78,11 @@ RULE = (
     f"stable maximum: the first epoch within {NEAR:g} points of the best validation accuracy of all epochs, "
     f"after which it never falls more than {DROP:g} point below that epoch's"
 )
-FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: images/s per worker, relative to the same"
+BASELINE_NOTE = (
+    "speed-up: images/s relative to the fewest workers; efficiency: images/s per worker, relative to the same"
+)
 OVERSUBSCRIBE = "plan.oversubscribe"
-MOST_NAMED = 24  # lines in a legend; if there are more, it has one entry per optimizer
+MAX_LEGEND_LINES = 24  # lines in a legend; if there are more, it has one entry per optimizer
 DECADE = 10.0
 PALEST = 0.65  # fraction of white in the color of an optimizer's last line
 DASHES = ("-", "--", ":", "-.")
@@ -363,12 +365,12 @@ def _line(
 
 
 def _legend(axes: "Axes", groups: Sequence[SeedGroup]) -> "tuple[list[Artist], list[str]]":
-    """Return one entry per group, ordered by optimizer; with more than MOST_NAMED groups one per optimizer."""
+    """Return one entry per group, ordered by optimizer; with more than MAX_LEGEND_LINES groups one per optimizer."""
     handles, labels = axes.get_legend_handles_labels()
     entries = [(optimizer_of(group), h, label) for group, h, label in zip(groups, handles, labels, strict=True)]
     optimizers = list(dict.fromkeys(optimizer for optimizer, _, _ in entries))
     entries.sort(key=lambda entry: optimizers.index(entry[0]))
-    if len(entries) > MOST_NAMED:
+    if len(entries) > MAX_LEGEND_LINES:
         first = {optimizer: handle for optimizer, handle, _ in reversed(entries)}
         return [first[name] for name in optimizers], [f"{name}, all settings" for name in optimizers]
     return [handle for _, handle, _ in entries], [label for _, _, label in entries]
@@ -429,7 +431,7 @@ def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None
     if compared:
         plain = Rows(tuple(Column(each.name, each.name, str) for each in fields(WorkerComparison)), compared)
         data = {"recipe": name, "rule": RULE, "trainings": plain.json()}
-        shown, notes = comparison_rows(compared).markdown(), f"{RULE}; {FEWEST}"
+        shown, notes = comparison_rows(compared).markdown(), f"{RULE}; {BASELINE_NOTE}"
         write_text(folder / "workers.json", json.dumps(data, indent=1))
         write_text(folder / "workers.csv", plain.csv())
         write_text(folder / "workers.md", f"# {name}: workers compared\n\n{shown}\n{notes}\n\n![curves](workers.svg)\n")

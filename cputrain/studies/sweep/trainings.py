@@ -45,7 +45,7 @@ NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
 FILE = "sweep-run.json"
 Event = dict[str, Any]
 IMAGES = "images"  # the default kind of data in the start event
-MOST_POINTS = 100  # of a loss curve; each is a mean of consecutive steps
+MAX_POINTS = 100  # of a loss curve; each is a mean of consecutive steps
 AGAIN_S = 5.0  # repeat the signal, as one that is sent while the workers are being started reaches none of them
 logger = logging.getLogger(__name__)
 
@@ -344,9 +344,9 @@ def diverged_from(losses: Sequence[float | None]) -> int | None:
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
-    """Reduce to at most MOST_POINTS points (step, loss), each the mean of a chunk, ending where the loss diverges."""
+    """Reduce to at most MAX_POINTS points (step, loss), each the mean of a chunk, ending where the loss diverges."""
     known = losses[: diverged_from([loss for _, loss in losses])]
-    size = max(1, -(-len(known) // MOST_POINTS))
+    size = max(1, -(-len(known) // MAX_POINTS))
     points = []
     for first in range(0, len(known), size):
         chunk = known[first : first + size]

@@ -9,7 +9,7 @@ from pathlib import Path
 from cputrain.affinity.wording import MIB
 from cputrain.mpi.supervise.processes import descendants
 from tests.faults.causes.moments import (
-    MOST,
+    MAX_LOST_STEPS,
     Moment,
     Victims,
     after,
@@ -37,7 +37,7 @@ def killed(
     moment: Moment,
     says: str,
     *settings: str,
-    loses: int = MOST,
+    loses: int = MAX_LOST_STEPS,
     real: bool = False,
     nightly: bool = False,
 ) -> Fault:
@@ -131,7 +131,7 @@ FAULTS = (
         name="the process that has started the ranks",
         cause=signaled(signal.SIGKILL, launcher, after(33)),
         status=KILLED,
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=20,
     ),
     Fault(
@@ -139,7 +139,7 @@ FAULTS = (
         name="all processes at once",
         cause=signaled(signal.SIGKILL, everything, after(33)),
         status=KILLED,
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=20,
         nightly=True,
     ),
@@ -156,7 +156,7 @@ FAULTS = (
         cause=restarted,
         status=0,
         says=("rank 1 on", "was ended by SIGKILL", "restart 1 of 2"),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
     ),
     Fault(
         kind=KILL,
@@ -164,7 +164,7 @@ FAULTS = (
         cause=out_of_memory,
         status=1,
         says=("rank 1 on", "was ended by SIGKILL, out of memory:", "GiB of its control group", "set batch.local="),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=20,
     ),
     Fault(
@@ -173,7 +173,7 @@ FAULTS = (
         cause=lambda place: out_of_memory(place, LAUNCH, word="imagefolder"),
         status=1,
         says=("rank 1 on", "was ended by SIGKILL, out of memory:", "GiB of its control group", "set batch.local="),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=20,
         nightly=True,
     ),

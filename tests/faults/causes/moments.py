@@ -9,7 +9,7 @@ from tests.faults.place import SAVED_EVERY, Place, Running, alive
 
 Moment = Callable[[Place, Running], None]
 Victims = Callable[[Running], Iterable[int]]
-MOST = 2 * SAVED_EVERY  # steps: one checkpoint may be in the making
+MAX_LOST_STEPS = 2 * SAVED_EVERY  # steps: one checkpoint may be in the making
 
 
 def starting(place: Place, run: Running) -> None:

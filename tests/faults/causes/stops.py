@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from tests.faults.causes.moments import MOST, after, everything, launcher, rank, signaled, starting
+from tests.faults.causes.moments import MAX_LOST_STEPS, after, everything, launcher, rank, signaled, starting
 from tests.faults.fault import GOES_ON, Fault, Seen
 from tests.faults.place import SAVED_EVERY, Place, cputrain
 
@@ -172,7 +172,7 @@ FAULTS = (
         cause=signaled_twice,
         status=143,
         says=("repeat the signal to stop at once",),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=20,
     ),
     Fault(
@@ -188,7 +188,7 @@ FAULTS = (
         cause=signaled(signal.SIGSTOP, rank(1), after(33)),
         status=1,
         says=("rank 1 on", "has been stopped"),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=15,
         nightly=True,
     ),
@@ -198,7 +198,7 @@ FAULTS = (
         cause=signaled(signal.SIGSTOP, rank(0), after(33)),
         status=1,
         says=("rank 0 on", "has been stopped"),
-        loses=MOST,
+        loses=MAX_LOST_STEPS,
         within_s=15,
         nightly=True,
     ),
