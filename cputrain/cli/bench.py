@@ -88,12 +88,12 @@ def model(
     env = os.environ
     if SETTING.match(recipe):  # KEY=VALUE without a recipe before it
         recipe, settings = DEFAULT_RECIPE, (recipe, *settings)
-    found = measure_model(recipe, settings, spec, env)
-    _show(model_report(found), output_format)
+    measured = measure_model(recipe, settings, spec, env)
+    _show(model_report(measured), output_format)
     if trace is not None:
-        trace.write_text(trace_json(found.ranks), encoding="utf-8")
+        trace.write_text(trace_json(measured.ranks), encoding="utf-8")
         click.echo(f"trace {trace}: open it in ui.perfetto.dev", err=True)
-    records = model_records(found)
+    records = model_records(measured)
     if not records:
         click.echo("not saved: simulate uses only rates of networks that it knows, with generated images", err=True)
     _save(records, env, quick=quick)
@@ -281,24 +281,24 @@ def tune_command(
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
     how = tune.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
     with _bar("plans") as progress:
-        found = tune.race_here(plans, how, env, progress)
-    changed = tune.changes(found.winner, choices, varied, env)
-    others = None
+        result = tune.race_here(plans, how, env, progress)
+    changed = tune.changes(result.winner, choices, varied, env)
+    result_of_changes = None
     if len(changed.tried) > 1:
         with _bar("batch and precision") as progress:
-            others = tune.race_here(changed, how, env, progress)
+            result_of_changes = tune.race_here(changed, how, env, progress)
     if output_format == "json":
-        click.echo(tune.result_json(found, others))
+        click.echo(tune.result_json(result, result_of_changes))
     else:
-        click.echo(tune.result_text(found))
-        click.echo(f"\n{found.why}\n{tune.outcome_text(found)}")
-        for line in tune.suggestions(others):
+        click.echo(tune.result_text(result))
+        click.echo(f"\n{result.why}\n{tune.outcome_text(result)}")
+        for line in tune.suggestions(result_of_changes):
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
-    if found.sure and (engine := tune.engine_record(found, described)) is not None:
+    if result.sure and (engine := tune.engine_record(result, described)) is not None:
         click.echo(f"{engine.values['why']}: saved for engine=auto in {save_measurement(engine, env)}", err=True)
-    why = _why_not_saved(planned, varied) or ("" if found.sure else "there is no clear winner")
-    record = None if why else tune.tuned_record(found, described)
+    why = _why_not_saved(planned, varied) or ("" if result.sure else "there is no clear winner")
+    record = None if why else tune.tuned_record(result, described)
     if record is None:
         why = why or f"the size of {planned.recipe.model.name} is unknown"
         click.echo(f"not saved for plan and train: {why}", err=True)
@@ -310,7 +310,10 @@ def _list(planned: PlannedTraining, plans: Candidates, output_format: str) -> No
     """Print the plans that a tuning run would try."""
     recipe = planned.recipe
     if output_format == "json":
-        tried = [{"name": each.name, "settings": {KEYS[a]: value for a, value in each.values}} for each in plans.tried]
+        tried = [
+            {"name": candidate.name, "settings": {KEYS[a]: value for a, value in candidate.values}}
+            for candidate in plans.tried
+        ]
         refused = [{"values": dict(values), "why": why} for values, why in plans.refused]
         print_json({"recipe": recipe.name, "data": recipe.data.path, "plans": tried, "refused": refused})
         return

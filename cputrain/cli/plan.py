@@ -123,20 +123,20 @@ def plan_command(
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
     env = os.environ
     options = with_host_groups(options, host_groups)
-    found = None
+    allocation = None
     if options.machine == THIS_MACHINE and options.on_this_host:
-        found = scheduler_allocation(env)
-        options = with_allocated_hosts(options, found)
+        allocation = scheduler_allocation(env)
+        options = with_allocated_hosts(options, allocation)
     cluster = plan_hosts(options, base, env)
-    for note in allocation_notes(options, found, cluster):
+    for note in allocation_notes(options, allocation, cluster):
         click.echo(f"note: {note}", err=True)
     command: tuple[str, ...] = ("CMD...",)
     if recipe:
         from cputrain.launch.command import training_command  # its supervision code is not needed for a plan alone
         from cputrain.recipe.loading import input_settings  # imports pydantic: only with a recipe
 
-        here = training if options.machine == THIS_MACHINE else None
-        command = training_command(recipe, settings, None if here is None else input_settings(here))
+        local = training if options.machine == THIS_MACHINE else None
+        command = training_command(recipe, settings, None if local is None else input_settings(local))
     job = planned_job(options, cluster, command)
     derived = None
     if training is not None and len(cluster.groups) == 1:  # the recipe's sizes assume equal hosts
@@ -282,8 +282,8 @@ def _cells(plan: Plan) -> tuple[str, ...]:
 
 
 def _span(counts: Iterable[int]) -> str:
-    found = sorted(counts)
-    return str(found[0]) if found[0] == found[-1] else f"{found[0]}-{found[-1]}"
+    values = sorted(counts)
+    return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
 
 
 @click.group("machine", cls=FullSummaryGroup)
@@ -375,16 +375,16 @@ def _plain(text: str) -> str:
 
 def _show_listed(machines: Sequence[Machine], output_format: str) -> None:
     if output_format == "json":
-        print_json({"machines": [_as_json(each) for each in machines]})
+        print_json({"machines": [_as_json(machine) for machine in machines]})
         return
     rows = [
         (
-            each.name,
-            each.model,
-            *map(str, (len(each.packages), len(each.numa_nodes), len(each.cores), len(each.pus))),
-            " ".join(each.isa),
+            machine.name,
+            machine.model,
+            *map(str, (len(machine.packages), len(machine.numa_nodes), len(machine.cores), len(machine.pus))),
+            " ".join(machine.isa),
         )
-        for each in machines
+        for machine in machines
     ]
     click.echo(align_columns([HEAD, *rows]))
     click.echo("\nplan for one: cputrain plan --machine NAME; save this host: cputrain machine save")

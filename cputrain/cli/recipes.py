@@ -76,9 +76,9 @@ def show(recipe: str, output_format: str) -> None:
 
 def _show(recipes: Sequence[ShippedRecipe], output_format: str) -> None:
     if output_format == "json":
-        print_json({"recipes": [asdict(each) for each in recipes]})
+        print_json({"recipes": [asdict(recipe) for recipe in recipes]})
         return
-    rows = [(each.name, each.network, each.optimizer, str(each.epochs), each.summary) for each in recipes]
+    rows = [(recipe.name, recipe.network, recipe.optimizer, str(recipe.epochs), recipe.summary) for recipe in recipes]
     click.echo(align_columns([HEAD, *rows]))
     click.echo("\ncputrain recipes show NAME prints a recipe; cputrain train NAME trains it")
 
@@ -93,24 +93,26 @@ def keys_command(topic: str | None, output_format: str) -> None:
     TEXT is searched for in names and texts, including the names of other trainers (lr, wd, batch_size).
     """
     sections = reference()
-    found = sections if topic is None else matching(sections, topic)
-    if not found:
+    chosen = sections if topic is None else matching(sections, topic)
+    if not chosen:
         names = [name for section in sections for name in (section.name, *(key.key for key in section.keys)) if name]
         near = get_close_matches(topic or "", names, n=3, cutoff=0.5)
         hint = f"the nearest are {', '.join(near)}" if near else "cputrain keys prints all of them"
         raise InputError(f"no recipe key, section or text of a key is {topic!r}: {hint}")
     if output_format == "json":
-        print_json({"sections": [asdict(section) for section in found]})
+        print_json({"sections": [asdict(section) for section in chosen]})
     elif topic is None:
-        click.echo(index_text(found))
+        click.echo(index_text(chosen))
     else:
-        click.echo(manual_text(found, min(get_terminal_size().columns, MAX_WIDTH)))
+        click.echo(manual_text(chosen, min(get_terminal_size().columns, MAX_WIDTH)))
 
 
 def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionReference, ...]:
     """Return the section of this name with its subsections, or the key of this name, or all keys that mention it."""
     name = topic.strip().removesuffix(".")
-    inside = [each for each in sections if each.name == name or each.name.startswith((f"{name}.", f"{name}["))]
+    inside = [
+        section for section in sections if section.name == name or section.name.startswith((f"{name}.", f"{name}["))
+    ]
     if inside:
         return tuple(inside)
     return (

@@ -47,7 +47,7 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
     differing settings, and scaling if the numbers of workers differ. The tables are also written as .md and .csv next
     to it. Of several paths, as in runs/*, those without a run are skipped.
     """
-    if len(runs) == 1 and not (found := _runs_in(runs[0])):
+    if len(runs) == 1 and not (runs_inside := _runs_in(runs[0])):
         from cputrain.report.page import write_report  # numpy, only needed here
 
         click.echo(write_report(runs[0], output))
@@ -55,7 +55,7 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
     from cputrain.studies.sweep.comparison import write_comparison  # slow to import, only needed for several runs
 
     sweep = runs[0] if len(runs) == 1 else None
-    folders = found if sweep else _folders_of(runs)
+    folders = runs_inside if sweep else _folders_of(runs)
     default = sweep / REPORT if sweep else Path("comparison.html")
     title = sweep.resolve().name if sweep else "Comparison"
     for path in write_comparison(folders, output or default, title):
@@ -69,13 +69,13 @@ def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
     """
     from cputrain.report.run import contains_run
 
-    found = {path: _runs_in(path) for path in runs}
-    others = [path for path in runs if path.exists() and not found[path] and not contains_run(path)]
-    if len(others) < len(found):
-        if others:
-            click.echo(f"skipped, as they contain no run: {first_named([str(path) for path in others])}", err=True)
-        found = {path: folders for path, folders in found.items() if path not in others}
-    return tuple(dict.fromkeys(each for path, folders in found.items() for each in folders or (path,)))
+    runs_of = {path: _runs_in(path) for path in runs}
+    empty = [path for path in runs if path.exists() and not runs_of[path] and not contains_run(path)]
+    if len(empty) < len(runs_of):
+        if empty:
+            click.echo(f"skipped, as they contain no run: {first_named([str(path) for path in empty])}", err=True)
+        runs_of = {path: folders for path, folders in runs_of.items() if path not in empty}
+    return tuple(dict.fromkeys(folder for path, folders in runs_of.items() for folder in folders or (path,)))
 
 
 def _runs_in(folder: Path) -> tuple[Path, ...]:
@@ -147,19 +147,19 @@ def predict_command(
     from cputrain.data.formats.dataset import summarize_corrupt  # numpy, only needed here
     from cputrain.data.formats.folder import image_files
 
-    found = find_checkpoint(checkpoint, last=last)
+    source = find_checkpoint(checkpoint, last=last)
     images = image_files(paths)
     env = os.environ
-    worker = bound_here(found, env)
+    worker = bound_here(source, env)
     import torch  # after this process is bound
 
     from cputrain.inference import load_classifier, predict
 
     torch.set_num_threads(worker.intra_op)
-    classifier = load_classifier(found, env)
+    classifier = load_classifier(source, env)
     threads, cpus = len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
     predictions = predict(classifier, images, top=top, batch=batch, threads=threads, cpus=cpus)
-    head = {"checkpoint": str(found), "step": classifier.step}
+    head = {"checkpoint": str(source), "step": classifier.step}
     failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
     if len(failed) == len(images):
         raise InputError(
@@ -198,12 +198,12 @@ def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[
     """Print a line per image; return the error lines of images that cannot be read."""
     failed: list[str] = []
     width = min(MAX_NAME_LENGTH, max(map(len, images)))
-    for one in predictions:
-        if one.error is not None:
-            failed.append(_report(one))
+    for prediction in predictions:
+        if prediction.error is not None:
+            failed.append(_report(prediction))
             continue
-        classes = "".join(f"  {_shown(name)} {100 * probability:.2f} %" for name, probability in one.top)
-        click.echo(f"{_shown(one.image).ljust(width)}{classes}")
+        classes = "".join(f"  {_shown(name)} {100 * probability:.2f} %" for name, probability in prediction.top)
+        click.echo(f"{_shown(prediction.image).ljust(width)}{classes}")
     return failed
 
 
@@ -211,19 +211,20 @@ def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) ->
     """Print one JSON object with an image per line; return the error lines of images that cannot be read."""
     click.echo(json.dumps(head)[:-1] + ', "predictions": [')
     failed: list[str] = []
-    for number, one in enumerate(predictions):
-        if one.error is not None:
-            failed.append(_report(one))
-            entry: dict[str, object] = {"image": one.image, "error": one.error}
+    for number, prediction in enumerate(predictions):
+        if prediction.error is not None:
+            failed.append(_report(prediction))
+            entry: dict[str, object] = {"image": prediction.image, "error": prediction.error}
         else:
-            entry = {"image": one.image, "top": [{"class": name, "probability": value} for name, value in one.top]}
+            top = [{"class": name, "probability": value} for name, value in prediction.top]
+            entry = {"image": prediction.image, "top": top}
         click.echo(f"{',' if number else ' '}{json.dumps(entry)}")
     click.echo("]}")
     return failed
 
 
-def _report(one: "Prediction") -> str:
-    line = f"{_shown(one.image)}: {one.error}"
+def _report(prediction: "Prediction") -> str:
+    line = f"{_shown(prediction.image)}: {prediction.error}"
     click.echo(f"cputrain: {line}", err=True)
     return line
 
@@ -260,7 +261,7 @@ def export_command(
     torchscript  .torchscript, .ts  for torch.jit.load, any batch size; cputrain.json inside has the rest
     onnx         .onnx              any batch size; the rest is in its metadata; needs pip install 'cputrain[onnx]'
     """
-    found = find_checkpoint(checkpoint, last=last)
+    source = find_checkpoint(checkpoint, last=last)
     if file is None:
         if format_name is None:
             raise click.UsageError(f"no format: give FILE, or --to {', '.join(FORMATS)}")
@@ -268,8 +269,8 @@ def export_command(
     from cputrain.data.formats.folder import image_files
     from cputrain.inference import choose_format, export  # torch, only needed here
 
-    done = export(found, file, choose_format(file, format_name), os.environ, image_files(images))
+    done = export(source, file, choose_format(file, format_name), os.environ, image_files(images))
     click.echo(
-        f"{file}: {done.tensors} tensors of {found}; logits of {plural(done.images, 'image')} differ from an "
+        f"{file}: {done.tensors} tensors of {source}; logits of {plural(done.images, 'image')} differ from an "
         f"evaluation's by at most {done.difference:.1g} of the largest one"
     )

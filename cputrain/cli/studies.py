@@ -42,7 +42,7 @@ from cputrain.studies.reproduce import (
     tables_text,
 )
 from cputrain.studies.simulate.predict import Row, Scenario, check_global_batch, parse_start_rate, reference_of, rows_of
-from cputrain.studies.simulate.setup import find, trace_unknown, unreadable
+from cputrain.studies.simulate.setup import find_measured_rate, outdated_measurements, trace_unknown
 from cputrain.studies.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.studies.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.studies.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
@@ -54,10 +54,10 @@ from cputrain.studies.sweep.results import (
     PICTURE,
     RESULTS,
     RULE,
-    compare,
+    compare_workers,
     comparison_rows,
     results_as_json,
-    table,
+    results_text,
     write_results,
 )
 from cputrain.studies.sweep.trainings import (
@@ -191,17 +191,17 @@ def sweep_command(
 
 def _with_output(settings: tuple[str, ...], output: Path | None) -> tuple[tuple[str, ...], Path | None]:
     """Return the settings without output=DIR, and the folder of all trainings from output=DIR or --output."""
-    given = [word.partition("=")[2] for word in settings if word.partition("=")[0] == "output"]
-    if given and output is not None:
-        raise InputError(f"output={given[-1]} and --output {output} name two folders: give one")
-    others = tuple(word for word in settings if word.partition("=")[0] != "output")
-    return others, Path(given[-1]) if given and given[-1] else output
+    outputs = [word.partition("=")[2] for word in settings if word.partition("=")[0] == "output"]
+    if outputs and output is not None:
+        raise InputError(f"output={outputs[-1]} and --output {output} name two folders: give one")
+    rest_of_settings = tuple(word for word in settings if word.partition("=")[0] != "output")
+    return rest_of_settings, Path(outputs[-1]) if outputs and outputs[-1] else output
 
 
 def _show_results(results: Sequence[RunResult], folder: Path) -> None:
     """Print the tables of a finished sweep and the files written."""
-    click.echo("\n" + table(group_by_seed(results)))
-    compared = compare(results)
+    click.echo("\n" + results_text(group_by_seed(results)))
+    compared = compare_workers(results)
     if compared:
         click.echo(f"\n{comparison_rows(compared).text()}\n{RULE}\n{BASELINE_NOTE}")
     click.echo(f"\n{folder / MARKDOWN}, {folder / CSV}, {folder / RESULTS}, {folder / PICTURE}")
@@ -210,14 +210,14 @@ def _show_results(results: Sequence[RunResult], folder: Path) -> None:
 def _planned_as_json(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> dict[str, Any]:
     """Return a dry run's trainings for JSON; sizes are null for a training that cannot start here."""
     trainings = []
-    for variant, one in planned:
-        sizes = None if isinstance(one, InvalidTraining) else one.sizes
+    for variant, training in planned:
+        sizes = None if isinstance(training, InvalidTraining) else training.sizes
         trainings.append(
             {
                 "settings": dict(variant.settings),
                 "global_batch": sizes and sizes.global_batch,
                 "steps": sizes and sizes.total_steps,
-                "refused": f"{one.status}: {one.why}" if isinstance(one, InvalidTraining) else None,
+                "refused": f"{training.status}: {training.why}" if isinstance(training, InvalidTraining) else None,
             }
         )
     return {"trainings": trainings}
@@ -245,14 +245,14 @@ def _plan(training: Recipe, env: Mapping[str, str]) -> PlannedTraining | Invalid
 
 def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> None:
     """Print the list of trainings. Raises InputError if none of them can start."""
-    for number, (variant, one) in enumerate(planned, 1):
+    for number, (variant, training) in enumerate(planned, 1):
         text = (
-            f"({one.status}: {one.why})"
-            if isinstance(one, InvalidTraining)
-            else f"(global batch {one.sizes.global_batch:,}, {plural(one.sizes.total_steps, 'step')})"
+            f"({training.status}: {training.why})"
+            if isinstance(training, InvalidTraining)
+            else f"(global batch {training.sizes.global_batch:,}, {plural(training.sizes.total_steps, 'step')})"
         )
         click.echo(f"{number:>3}/{len(planned)}  {' '.join(variant.arguments)}  {text}")
-    invalid = [one for _, one in planned if isinstance(one, InvalidTraining)]
+    invalid = [training for _, training in planned if isinstance(training, InvalidTraining)]
     if len(invalid) == len(planned):
         raise InputError(f"none of {len(planned)} trainings can start here: {invalid[0].why}")
 
@@ -260,14 +260,14 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
 def _find_batch(search: BatchSearch, output_format: str) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError if none trains."""
     with only_results_on_stdout(output_format):
-        found = find_batch(search)
-        click.echo("\n" + found.table.without(ENDED_BY).text() + "\n")
-    best, larger = found.best, found.next_larger
+        result = find_batch(search)
+        click.echo("\n" + result.table.without(ENDED_BY).text() + "\n")
+    best, larger = result.best, result.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"
     if best is None:
         raise RunError(f"no local batch trains, not even {cause}")
     if output_format == "json":
-        trials = [asdict(trial) for trial in found.trials]
+        trials = [asdict(trial) for trial in result.trials]
         print_json({"folder": str(search.folder), "largest": best.local_batch, "trials": trials})
         return 0
     click.echo(
@@ -300,9 +300,9 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
     rate of each optimizer and batch. A repeated call continues. Set the folder of the images with data.path=DIR.
     """
     folder = output or Path(f"runs/large-batch-{scale}")
-    found = run_large_batch(scale, settings, seeds, folder, os.environ, click.echo)
-    click.echo("\n" + large_batch_table(found).text())
-    click.echo(f"\n{large_batch_verdict(found)}\n{folder / LARGE_BATCH_PICTURE}")
+    results = run_large_batch(scale, settings, seeds, folder, os.environ, click.echo)
+    click.echo("\n" + large_batch_table(results).text())
+    click.echo(f"\n{large_batch_verdict(results)}\n{folder / LARGE_BATCH_PICTURE}")
     return 0
 
 
@@ -315,11 +315,11 @@ def tables(documents: tuple[str, ...], output_format: str) -> None:
     DOCUMENT is you-et-al, surfsara-intel, gist, multi-worker-lab or lab3; by default all of them are printed. Batches,
     steps and learning rates are derived from the recipes; accuracies and times are copied from the documents.
     """
-    found = list(published_tables(documents or DOCUMENTS))
+    compared = list(published_tables(documents or DOCUMENTS))
     if output_format == "json":
-        click.echo(json.dumps([asdict(row) for row in found], indent=1))
+        click.echo(json.dumps([asdict(row) for row in compared], indent=1))
     else:
-        click.echo({"text": tables_text, "markdown": tables_markdown}[output_format](found))
+        click.echo({"text": tables_text, "markdown": tables_markdown}[output_format](compared))
 
 
 @click.command("simulate")
@@ -413,23 +413,27 @@ def simulate_command(
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
     trace_unknown(training.model.name, training.data.crop)
-    found = find_machine(machine)
+    host_machine = find_machine(machine)
     env = os.environ
-    records, rates = read_records(found, env), read_measured(found, request_of(training), env)
-    for note in (*records.notes, *unreadable(records)):
+    records, rates = read_records(host_machine, env), read_measured(host_machine, request_of(training), env)
+    for note in (*records.notes, *outdated_measurements(records)):
         click.echo(note, err=True)
     link = link_of(fabric, gbit=bandwidth, latency_us=latency_us)
     if rate is not None and start is not None:
         raise InputError("--rate and --from both set the processor's speed: give one of them")
     scenario = Scenario(
         recipe=training,
-        machine=found,
+        machine=host_machine,
         link=link,
         reference=reference_of(
-            found, training, rate, find(records, training.precision, training.model.name, training.data.crop), rates
+            host_machine,
+            training,
+            rate,
+            find_measured_rate(records, training.precision, training.model.name, training.data.crop),
+            rates,
         )
         if start is None
-        else parse_start_rate(start, found, training, link, rates),
+        else parse_start_rate(start, host_machine, training, link, rates),
         algorithm=algorithm,
         measured=rates,
     )
@@ -453,8 +457,8 @@ def _check_best(watts: float | None, output_format: str, *, explained: bool) -> 
         "--explain": explained,
         f"--format {output_format}": output_format in ("svg", "timeline"),
     }
-    if found := next((name for name, given in unfit.items() if given), None):
-        raise InputError(f"--best prints plans as text or JSON: remove {found}")
+    if option := next((name for name, is_set in unfit.items() if is_set), None):
+        raise InputError(f"--best prints plans as text or JSON: remove {option}")
 
 
 def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *, explained: bool) -> None:
@@ -473,9 +477,9 @@ def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *,
             f"based on {reference.images_per_s:,.4g} images/s on {plural(reference.setup.hosts, 'host')} "
             f"({reference.source})"
         )
-        others = [run.name for run in runs_on(scenario.machine.model, scenario.recipe.precision)]
-        if reference.source in [run.source for run in published_runs()] and len(others) > 1:
-            click.echo(f"other runs to start --from: {', '.join(others)}")
+        names_of_runs = [run.name for run in runs_on(scenario.machine.model, scenario.recipe.precision)]
+        if reference.source in [run.source for run in published_runs()] and len(names_of_runs) > 1:
+            click.echo(f"other runs to start --from: {', '.join(names_of_runs)}")
         click.echo(rows_text(rows))
         if explained:
             click.echo("\nassumptions\n" + assumptions_text(scenario))
@@ -521,27 +525,27 @@ def _continued(numbers: list[int], last: int) -> list[int]:
 
 def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tuple[str, ...]:
     """Return the what-if options as recipe settings. Raises InputError if a setting already sets the same key."""
-    given = {setting.partition("=")[0] for setting in settings}
-    found = []
+    keys = {setting.partition("=")[0] for setting in settings}
+    overrides = []
     for name, key in WHAT_IF.items():
         if what_if[name] is None:
             continue
-        if key in given:
+        if key in keys:
             raise InputError(f"--{name.replace('_', '-')} and {key}=VALUE set the same key: give one of them")
-        found.append(f"{key}={what_if[name]}")
-    return tuple(found)
+        overrides.append(f"{key}={what_if[name]}")
+    return tuple(overrides)
 
 
 def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
     from cputrain.studies.simulate.output import candidates_json, candidates_text
     from cputrain.studies.simulate.predict import best_plan
 
-    found = best_plan(scenario, hosts, batch_limit)
+    candidates = best_plan(scenario, hosts, batch_limit)
     if output_format == "json":
-        click.echo(candidates_json(scenario, found))
+        click.echo(candidates_json(scenario, candidates))
         return
     click.echo(f"{scenario.recipe.name} on {plural(hosts, 'host')} of {scenario.machine.name}, {scenario.link.name}")
-    click.echo(candidates_text(found))
+    click.echo(candidates_text(candidates))
 
 
 def _show_timeline(scenario: Scenario, hosts: int) -> None:

@@ -69,7 +69,7 @@ def no_such_command(name: str, known: Iterable[str]) -> str:
     word = name.lower().replace("_", "-")
     meant = tables()["commands"].get(word) or (("import", "launch") if _is_launcher(word) else ())
     near = meant or get_close_matches(word, list(known), n=2, cutoff=0.6)
-    hint = f": did you mean {join_or([f'cputrain {each}' for each in near])}?" if near else "."
+    hint = f": did you mean {join_or([f'cputrain {command}' for command in near])}?" if near else "."
     return f"No such command {name[:60]!r}{hint} See cputrain --help"
 
 
@@ -77,7 +77,7 @@ def no_such_command_of(group: str, name: str, known: Iterable[str]) -> str:
     """Return the error line for an unknown command of a group such as "cputrain bench"."""
     known = list(known)
     near = get_close_matches(name, known, n=2, cutoff=0.6)
-    hint = f"did you mean {join_or([f'{group} {each}' for each in near])}?" if near else f"give {join_or(known)}."
+    hint = f"did you mean {join_or([f'{group} {command}' for command in near])}?" if near else f"give {join_or(known)}."
     return f"No such command {name[:60]!r}: {hint} See {group} --help"
 
 
@@ -91,8 +91,8 @@ def missing_argument(error: click.MissingParameter) -> str:
 
 def _values_of(param: click.Parameter) -> str:
     """Return a hint to the values of a parameter, "" if there is none."""
-    known = tables()["arguments"]
-    described: str = known.get(param.metavar or "") or known.get(param.name or "", "")
+    arguments = tables()["arguments"]
+    described: str = arguments.get(param.metavar or "") or arguments.get(param.name or "", "")
     if not described and isinstance(param.type, click.Choice):
         return f"give {join_or(list(param.type.choices))}"
     return described
@@ -103,17 +103,17 @@ def no_such_option(error: click.NoSuchOption) -> str:
     resemble it, a recipe key, or what `launch` has instead of another launcher's option."""
     context = error.ctx or click.Context(click.Command("cputrain"), info_name="cputrain")
     typed, name = error.option_name, error.option_name.lstrip("-").replace("_", "-")
-    shown = [each for each in context.command.params if not getattr(each, "hidden", False)]
-    known = {word: each for each in shown for word in each.opts if word.startswith("--")}
-    near = [each for each in known if len(name) > 1 and each.startswith(f"--{name}")]
-    near = near or [each for each in tables()["options"].get(name, ()) if each in known]
-    formats = (each.type for each in shown if "--format" in each.opts)
-    near = near or [f"--format {name}" for each in formats if isinstance(each, click.Choice) and name in each.choices]
+    shown = [param for param in context.command.params if not getattr(param, "hidden", False)]
+    param_of = {word: param for param in shown for word in param.opts if word.startswith("--")}
+    near = [word for word in param_of if len(name) > 1 and word.startswith(f"--{name}")]
+    near = near or [word for word in tables()["options"].get(name, ()) if word in param_of]
+    formats = (param.type for param in shown if "--format" in param.opts)
+    near = near or [f"--format {name}" for kind in formats if isinstance(kind, click.Choice) and name in kind.choices]
     keys = [] if near else _keys(name)
-    near = near or [each for each in map(_option_of, keys) if each in known]
-    hint = "" if near or "--ppn" not in known else _of_other_launchers(name)
-    near = near or get_close_matches(f"--{name}", [*known, "--help"], n=1, cutoff=0.75)
-    if not near and any(each.name == "settings" for each in shown):
+    near = near or [word for word in map(_option_of, keys) if word in param_of]
+    hint = "" if near or "--ppn" not in param_of else _of_other_launchers(name)
+    near = near or get_close_matches(f"--{name}", [*param_of, "--help"], n=1, cutoff=0.75)
+    if not near and any(param.name == "settings" for param in shown):
         near = [f"{key}=VALUE" for key in keys[:3]]
     if not hint and near:
         hint = f"did you mean {join_or(near)}?"
@@ -127,7 +127,7 @@ def no_such_option(error: click.NoSuchOption) -> str:
 def refuse_options_as_keys(context: click.Context, _param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words after a command. Raises InputError if one is an option of the command without its dashes
     (nodes=2), which no recipe key is called."""
-    options = {word: each for each in context.command.params for word in each.opts if word.startswith("--")}
+    options = {word: param for param in context.command.params for word in param.opts if word.startswith("--")}
     for word in () if context.params.get("prepare") else words:
         name, equals, value = word.partition("=")
         option = options.get(f"--{name.replace('_', '-')}")
@@ -142,7 +142,7 @@ def refuse_options_as_keys(context: click.Context, _param: click.Parameter, word
 def _commands_with(option: str, group: click.Command) -> list[str]:
     """Return the commands of a group that have an option; [] for the top level, which would import every module."""
     commands = group.commands if isinstance(group, click.Group) else {}
-    return [name for name, each in commands.items() if any(option in param.opts for param in each.params)]
+    return [name for name, command in commands.items() if any(option in param.opts for param in command.params)]
 
 
 def _keys(name: str) -> list[str]:
@@ -170,7 +170,7 @@ def _of_other_launchers(name: str) -> str:
 
     for program in PROGRAMS.values():
         for option in program.options:
-            if name in {each.lstrip("-") for each in option.names}:
+            if name in {spelling.lstrip("-") for spelling in option.names}:
                 instead = option.launch_option or option.why
                 more = f"; {LEFT_TO_LAUNCHER}" if instead.startswith(REASONS["binding"]) else ""
                 return f"{program.title} has it; here: {instead}{more}."
@@ -250,8 +250,8 @@ def complete_setting(context: click.Context, param: click.Parameter, begun: str)
     key, equals, value = begun.partition("=")
     keys = all_keys()
     if not equals:
-        sections = {each.rpartition(".")[0] for each in keys}
-        return [CompletionItem(f"{each}=") for each in keys if each.startswith(begun) and each not in sections]
+        sections = {key.rpartition(".")[0] for key in keys}
+        return [CompletionItem(f"{key}=") for key in keys if key.startswith(begun) and key not in sections]
     words = _choices(annotation_of(tuple(key.split(".")))) if key in keys else ()
     return [CompletionItem(f"{key}={word}") for word in words if word.startswith(value)]
 
@@ -263,8 +263,8 @@ def complete_recipe_or_setting(context: click.Context, param: click.Parameter, b
 
 
 def _named(names: Iterable[str], begun: str) -> Items:
-    found = [CompletionItem(name) for name in names if name.startswith(begun)]
-    return found or [CompletionItem(begun, type="file")]
+    items = [CompletionItem(name) for name in names if name.startswith(begun)]
+    return items or [CompletionItem(begun, type="file")]
 
 
 def _choices(annotation: Any) -> Iterator[str]:

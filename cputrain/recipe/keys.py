@@ -114,9 +114,9 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
 
 def description_of(section: type[Section], name: str) -> str:
     """Return the docstring below a section's field, or the description of a planning option; "" if there is none."""
-    owners = (each for each in section.__mro__ if each.__module__.startswith("cputrain."))
-    found = (_docstrings(owner.__module__).get((owner.__name__, name)) for owner in owners)
-    return section.model_fields[name].description or next(filter(None, found), "")
+    owners = (base for base in section.__mro__ if base.__module__.startswith("cputrain."))
+    texts = (_docstrings(owner.__module__).get((owner.__name__, name)) for owner in owners)
+    return section.model_fields[name].description or next(filter(None, texts), "")
 
 
 def known_path(location: Iterable[int | str]) -> Keys:
@@ -134,14 +134,14 @@ def known_path(location: Iterable[int | str]) -> Keys:
 
 def all_keys(section: type[Section] = Recipe, above: Keys = ()) -> list[str]:
     """Return every key of a recipe, dotted, except the keys of phases, which repeat others."""
-    found: list[str] = []
+    dotted: list[str] = []
     for name, field in section.model_fields.items():
         path = (*above, field.alias or name)
         inner = field.annotation
-        found.append(".".join(path))
+        dotted.append(".".join(path))
         if isinstance(inner, type) and issubclass(inner, Section):
-            found += all_keys(inner, path)
-    return found
+            dotted += all_keys(inner, path)
+    return dotted
 
 
 def similar_keys(keys: Keys, value: Any) -> list[str]:
@@ -149,16 +149,16 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
     this name in other trainers, or keys of similar spelling, first in the same section."""
     *above, last = keys
     every = all_keys()
-    found = [key for key in every if plain(key.rpartition(".")[2]) == plain(last)]
-    if not found and not isinstance(value, dict):
-        found = keys_elsewhere(last)
-    if not found:
+    similar = [key for key in every if plain(key.rpartition(".")[2]) == plain(last)]
+    if not similar and not isinstance(value, dict):
+        similar = keys_elsewhere(last)
+    if not similar:
         siblings = fields_of(tuple(above))
-        found = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.65)]
-    if not found:
+        similar = [".".join((*above, near)) for near in get_close_matches(last, siblings, n=1, cutoff=0.65)]
+    if not similar:
         by_last = {key.rpartition(".")[2]: key for key in every}
-        found = [by_last[near] for near in get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    return found[:3]
+        similar = [by_last[near] for near in get_close_matches(last, by_last, n=1, cutoff=0.75)]
+    return similar[:3]
 
 
 def describe_key(keys: Keys) -> str:
@@ -178,21 +178,21 @@ def explain_error(error: ValidationError, path: Path, tree: yaml.Node | None, se
         set_by_user = (keys for keys in involved if keys in settings or has_line(tree, keys))
         return f"{_place(next(set_by_user, involved[0]), path, tree, settings)}: {first['msg']}"
     keys = known_path(first["loc"])
-    dotted, place = ".".join(keys), _place(keys, path, tree, settings)
+    dotted, location = ".".join(keys), _place(keys, path, tree, settings)
     if first["type"] == "extra_forbidden":
-        return f"{place}: unknown key {shortened(dotted)!r}: {_suggestion(keys, first['input'])}"
+        return f"{location}: unknown key {shortened(dotted)!r}: {_suggestion(keys, first['input'])}"
     if first["type"] in ("model_type", "model_attributes_type"):
-        return f"{place}: {_not_a_section(keys, first['input'])}"
+        return f"{location}: {_not_a_section(keys, first['input'])}"
     if first["type"] == "missing" and len(first["loc"]) == len(keys):
-        return f"{place}: {dotted} is missing: give it a value{_meaning(keys)}"
-    same = [each for each in errors if known_path(each["loc"]) == keys]
-    return f"{place}: {_wrong_value(keys, same)}"
+        return f"{location}: {dotted} is missing: give it a value{_meaning(keys)}"
+    same = [error for error in errors if known_path(error["loc"]) == keys]
+    return f"{location}: {_wrong_value(keys, same)}"
 
 
 def _place(keys: Keys, path: Path, tree: yaml.Node | None, settings: Mapping[Keys, str]) -> str:
     """Return the setting that sets this key or a part of it, or else the file and line."""
-    lengths = {other: min(len(other), len(keys)) for other in settings if keys}
-    setting = next((settings[other] for other, length in lengths.items() if other[:length] == keys[:length]), None)
+    lengths = {part: min(len(part), len(keys)) for part in settings if keys}
+    setting = next((settings[part] for part, length in lengths.items() if part[:length] == keys[:length]), None)
     return f"setting {shortened(setting)!r}" if setting else f"{path}:{line_of(tree, keys)}"
 
 
@@ -204,18 +204,18 @@ def shortened(text: str) -> str:
 def _wrong_value(keys: Keys, errors: Sequence[ErrorDetails]) -> str:
     """Return which values a key takes, one phrase per type, and the value found."""
     first, dotted = errors[0], ".".join(keys)
-    found = as_yaml(first["input"])
+    value = as_yaml(first["input"])
     if first["type"] == "value_error":
-        return f"{dotted}={found}: {first['msg'].removeprefix('Value error, ')}"
+        return f"{dotted}={value}: {first['msg'].removeprefix('Value error, ')}"
     if first["type"] in ("missing", "too_long", "too_short"):
         count = len(get_args(annotation_of(keys)))
-        return f"{dotted} must be a list of {count} values, not {found}{_meaning(keys)}"
-    allowed = [_required(each) for each in errors]
+        return f"{dotted} must be a list of {count} values, not {value}{_meaning(keys)}"
+    allowed = [_required(error) for error in errors]
     if NoneType in get_args(annotation_of(keys)):
         allowed.append("null")
     inside = [part for part in first["loc"][len(keys) :] if isinstance(part, int) or _is_dotted_key(part)]
-    places = [f"item {part + 1} of " if isinstance(part, int) else f"{part} of " for part in reversed(inside)]
-    return f"{''.join(places)}{dotted} must be {', or '.join(dict.fromkeys(allowed))}, not {found}{_meaning(keys)}"
+    items = [f"item {part + 1} of " if isinstance(part, int) else f"{part} of " for part in reversed(inside)]
+    return f"{''.join(items)}{dotted} must be {', or '.join(dict.fromkeys(allowed))}, not {value}{_meaning(keys)}"
 
 
 def _meaning(keys: Keys) -> str:
@@ -252,7 +252,7 @@ def _not_a_section(keys: Keys, value: Any) -> str:
 
 def _suggestion(keys: Keys, value: Any) -> str:
     """Return the keys or the option that an unknown key may mean, or all keys of its section."""
-    if option := next((each for each in TRAIN_OPTIONS if plain(each) == plain(keys[-1])), None):
+    if option := next((name for name in TRAIN_OPTIONS if plain(name) == plain(keys[-1])), None):
         return f"did you mean the option --{option} of cputrain train?"
     similar = similar_keys(keys, value)
     if similar:
@@ -292,10 +292,10 @@ def _walk(tree: yaml.Node | None, keys: Keys) -> tuple[int, bool]:
             continue
         if not isinstance(node, yaml.MappingNode):
             return line, False
-        found = next(((k, v) for k, v in node.value if k.value == key), None)
-        if found is None:
+        entry = next(((k, v) for k, v in node.value if k.value == key), None)
+        if entry is None:
             return line, False
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = entry[0].start_mark.line + 1, entry[1]
     return line, True
 
 
@@ -364,14 +364,14 @@ def describe_type(annotation: Any) -> str:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         item = describe_type(arguments[0])
         return f"list of {count}{item.replace('number', 'numbers', 1) if item.startswith('number') else 'values'}"
-    return join_or([describe_type(each) for each in arguments])
+    return join_or([describe_type(argument) for argument in arguments])
 
 
 def _limits(metadata: Any) -> str:
     """Return the limits in a type's metadata as text; pydantic keeps them in a FieldInfo or one by one. MAX_COUNT,
     which only catches typing errors, is left out."""
-    kept = metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
-    limits = ((text, getattr(each, name, None)) for each in kept for name, text in LIMITS.items())
+    items = metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
+    limits = ((text, getattr(item, name, None)) for item in items for name, text in LIMITS.items())
     return " and ".join(text.format(limit) for text, limit in limits if limit is not None and limit < MAX_COUNT)
 
 

@@ -73,8 +73,8 @@ def remove_run(folder: Path, names: tuple[str, ...]) -> None:
     check_removable(folder, names)
     for path in (folder / name for name in names):
         if path.is_symlink() and path.is_dir():
-            for found in [each for pattern in LINKED[path.name] for each in path.glob(pattern)]:
-                _remove(found)
+            for linked in [match for pattern in LINKED[path.name] for match in path.glob(pattern)]:
+                _remove(linked)
         else:
             _remove(path)
 
@@ -119,8 +119,8 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> bool:
     except BlockingIOError:
         holder = _read_object(folder / LOCK)
         if not restarted or holder.get("job", job) != job:
-            known = {"pid", "host"} <= holder.keys()
-            who = f"process {holder['pid']} on {holder['host']}" if known else "another process"
+            identified = {"pid", "host"} <= holder.keys()
+            who = f"process {holder['pid']} on {holder['host']}" if identified else "another process"
             raise InputError(
                 f"output {folder} is in use: {who} is training there; wait for it to finish, set output to another "
                 f"folder, or remove {folder / LOCK} if that host has crashed"
@@ -134,10 +134,10 @@ def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> bool:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; {} if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def run_of(spec: str) -> Path | None:
@@ -157,7 +157,7 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
     if named and last:
         raise InputError("--checkpoint and --last cannot be used together: remove one")
     if named:
-        return tuple(path for each in named for path in _checkpoints_in(each))
+        return tuple(path for folder in named for path in _checkpoints_in(folder))
     if run is None:
         raise InputError("eval of a recipe needs --checkpoint PATH: add it, or give a run folder instead")
     saved = list_checkpoints(run / CHECKPOINTS)
@@ -173,17 +173,17 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
 def _checkpoints_in(path: Path) -> list[Path]:
     if is_checkpoint(path):
         return [path]
-    found = [each for each in list_checkpoints(path) if is_checkpoint(each)]
+    checkpoints = [checkpoint for checkpoint in list_checkpoints(path) if is_checkpoint(checkpoint)]
     best = path / BEST
-    if is_checkpoint(best) and best.resolve() not in [each.resolve() for each in found]:
-        found.append(best)
-    if not found:
+    if is_checkpoint(best) and best.resolve() not in [checkpoint.resolve() for checkpoint in checkpoints]:
+        checkpoints.append(best)
+    if not checkpoints:
         problem = "is not a checkpoint and contains none" if path.exists() else "does not exist"
         weights = "; to start a training from a file of weights, set model.weights=FILE" if path.is_file() else ""
         raise InputError(
             f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/{weights}"
         )
-    return found
+    return checkpoints
 
 
 def job_of(folder: Path) -> str:
@@ -208,10 +208,10 @@ def has_run(folder: Path) -> bool:
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to dotted keys."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return dotted
 
 
 def describe_value(value: Any) -> str:

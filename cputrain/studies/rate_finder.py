@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_reduce_sum, end_group
 from cputrain.files import write_text
-from cputrain.studies.svg import figure
+from cputrain.studies.svg import plot_svg
 from cputrain.training.batches import endless_batches
 from cputrain.training.building import build_state
 from cputrain.training.session import Session
@@ -97,7 +97,7 @@ def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
         later = [loss for _, loss in smoothed[: max(2, len(smoothed) // 2)]]
         axes.set_ylim(top=max(1.3 * smoothed[0][1], 1.05 * max(later)))
 
-    return figure(draw, (7, 4.5), xlabel="learning rate", ylabel="training loss", title=title)
+    return plot_svg(draw, (7, 4.5), xlabel="learning rate", ylabel="training loss", title=title)
 
 
 def range_test(session: Session, *, steps: int, low: float, high: float) -> RangeTest:
@@ -123,8 +123,8 @@ def range_test(session: Session, *, steps: int, low: float, high: float) -> Rang
             key=(step, rank.rank),
         )
         result = train_step(state, batches, settings, session.task)
-        share = session.local_batches[rank.rank] / sum(session.local_batches)
-        (loss,) = all_reduce_sum(result.loss * share)
+        fraction = session.local_batches[rank.rank] / sum(session.local_batches)
+        (loss,) = all_reduce_sum(result.loss * fraction)
         rates.append(settings.lr)
         losses.append(loss if result.finite else math.nan)
         if RangeTest(rates=tuple(rates), losses=tuple(losses)).diverged:
@@ -139,19 +139,19 @@ def find_rate(session: Session, steps: int, *, low: float, high: float, picture:
     test = range_test(session, steps=steps, low=low, high=high)
     if not session.is_main_rank:
         return
-    found = suggest(test)
+    suggestion = suggest(test)
     if picture is not None:
         title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
-        write_text(picture, range_test_svg(title, test, found))
+        write_text(picture, range_test_svg(title, test, suggestion))
     if as_json:
-        losses, smoothed = ([x if math.isfinite(x) else None for x in each] for each in (test.losses, test.smoothed))
+        losses, smoothed = ([x if math.isfinite(x) else None for x in curve] for curve in (test.losses, test.smoothed))
         points = zip(test.rates, losses, smoothed, strict=True)
-        values = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch, "rate": found.rate}
+        values = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch, "rate": suggestion.rate}
         rows = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
-        print(json.dumps({**values, "why": found.why, "steps": rows}, indent=1), flush=True)
+        print(json.dumps({**values, "why": suggestion.why, "steps": rows}, indent=1), flush=True)
         return
-    suggested = "no learning rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
-    print(f"{suggested}: {found.why}", flush=True)
+    suggested = "no learning rate" if suggestion.rate is None else f"schedule.peak_rate={suggestion.rate:.3g}"
+    print(f"{suggested}: {suggestion.why}", flush=True)
     print(f"{plural(len(test.rates), 'step')} with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
     if picture is not None:
         print(picture, flush=True)

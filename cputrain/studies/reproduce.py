@@ -21,9 +21,9 @@ from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Recipe, Section
 from cputrain.rows import Column, Rows
 from cputrain.settings import Positive
-from cputrain.studies.svg import figure
-from cputrain.studies.sweep.results import spread, write_results
-from cputrain.studies.sweep.trainings import SEED, RunResult, Variant, clock, train_all, variants
+from cputrain.studies.svg import plot_svg
+from cputrain.studies.sweep.results import spread_text, write_results
+from cputrain.studies.sweep.trainings import SEED, RunResult, Variant, duration_text, train_all, variants
 from cputrain.training.local import PlannedTraining, plan_named
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ def check_study(trainings: Iterable[tuple[int, str]]) -> None:
     larger = sorted(optimizers)[1:]
     incomplete = [batch for batch in larger if optimizers[batch] != {"lars", "momentum"}]
     if not larger or incomplete or len(optimizers[min(optimizers)]) > 1:
-        found = "; ".join(f"{batch:,}: {', '.join(sorted(optimizers[batch]))}" for batch in sorted(optimizers))
+        batches = "; ".join(f"{batch:,}: {', '.join(sorted(optimizers[batch]))}" for batch in sorted(optimizers))
         raise InputError(
             "the study needs one optimizer at the smallest batch, and momentum and lars at each larger one; "
-            f"sweep.runs has {found}: correct it"
+            f"sweep.runs has {batches}: correct it"
         )
 
 
@@ -112,7 +112,7 @@ def by_batch(tried: Iterable[tuple[int, RunResult]]) -> tuple[BatchResults, ...]
     by_place: dict[tuple[int, str], list[RunResult]] = {}
     for batch, result in tried:
         by_place.setdefault((batch, dict(result.settings)["optim.name"]), []).append(result)
-    order = sorted(by_place, key=lambda place: place[0])
+    order = sorted(by_place, key=lambda setup: setup[0])
     return tuple(BatchResults(batch=b, optimizer=o, tried=tuple(by_place[b, o])) for b, o in order)
 
 
@@ -121,9 +121,9 @@ def with_seed(settings: tuple[tuple[str, str], ...], seed: int) -> Variant:
     return Variant(settings=(*((key, value) for key, value in settings if key != SEED), (SEED, str(seed))))
 
 
-def large_batch_table(found: Sequence[BatchResults]) -> Rows:
+def large_batch_table(results: Sequence[BatchResults]) -> Rows:
     """Tabulate each optimizer and batch: multiple of the smallest batch, learning rate, top-1, points, other rates."""
-    base = found[0]
+    base = results[0]
 
     def points(entry: BatchResults) -> float | None:
         return mean(entry.top1s) - mean(base.top1s) if entry.top1s and entry is not base else None
@@ -137,18 +137,18 @@ def large_batch_table(found: Sequence[BatchResults]) -> Rows:
         Column("x", lambda entry: entry.batch // base.batch),
         Column("optimizer", "optimizer"),
         Column("rate", "rate"),
-        Column("top-1 %", lambda entry: spread(entry.top1s) or "diverged"),
+        Column("top-1 %", lambda entry: spread_text(entry.top1s) or "diverged"),
         Column("points", points, "+.2f"),
         Column("other rates, first seed", others),
     )
-    return Rows(columns, found)
+    return Rows(columns, results)
 
 
-def large_batch_verdict(found: Sequence[BatchResults]) -> str:
+def large_batch_verdict(results: Sequence[BatchResults]) -> str:
     """Return a sentence with the largest batch, if any, at which LARS keeps the accuracy and momentum does not."""
-    base = mean(found[0].top1s)
-    below = {(entry.batch, entry.optimizer): base - mean(entry.top1s) if entry.top1s else base for entry in found}
-    batches = sorted({entry.batch for entry in found[1:]})
+    base = mean(results[0].top1s)
+    below = {(entry.batch, entry.optimizer): base - mean(entry.top1s) if entry.top1s else base for entry in results}
+    batches = sorted({entry.batch for entry in results[1:]})
     for batch in reversed(batches):
         lars, momentum = below[batch, "lars"], below[batch, "momentum"]
         if lars <= LARS_MAX_LOSS and momentum > MOMENTUM_MIN_LOSS:
@@ -162,28 +162,30 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
     return f"does not hold here ({claim}): {figures}"
 
 
-def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
+def large_batch_chart(title: str, results: Sequence[BatchResults]) -> str:
     """Plot as SVG each optimizer's top-1 over the global batch, mean and range of the seeds, and the baseline."""
 
     def draw(axes: "Axes") -> None:
-        base = mean(found[0].top1s)
+        base = mean(results[0].top1s)
         for below, style in ((0.0, "-"), (LARS_MAX_LOSS, "--"), (MOMENTUM_MIN_LOSS, ":")):
             label = (
                 f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
             )
             axes.axhline(base - below, color="gray", linewidth=0.8, linestyle=style, label=label)
         for optimizer, (mark, name) in MARKS.items():
-            finished = [entry for entry in found if entry.top1s and (entry.optimizer == optimizer or entry is found[0])]
+            finished = [
+                entry for entry in results if entry.top1s and (entry.optimizer == optimizer or entry is results[0])
+            ]
             means = [mean(entry.top1s) for entry in finished]
             low = [m - min(entry.top1s) for m, entry in zip(means, finished, strict=True)]
             high = [max(entry.top1s) - m for m, entry in zip(means, finished, strict=True)]
             axes.errorbar([entry.batch for entry in finished], means, (low, high), marker=mark, capsize=3, label=name)
         axes.set_xscale("log", base=2)
-        batches = sorted({entry.batch for entry in found})
+        batches = sorted({entry.batch for entry in results})
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
         axes.legend(fontsize="small", loc="lower left")
 
-    return figure(draw, (7, 4.5), xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
+    return plot_svg(draw, (7, 4.5), xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
 
 
 def run_large_batch(
@@ -208,14 +210,16 @@ def run_large_batch(
 
     sweep = load_recipe(name, settings).sweep
     first = [planned(with_seed(variant.settings, 1)) for variant in variants(sweep, (), ())]
-    check_study((one.sizes.global_batch, one.recipe.optim.name) for _, one in first)
+    check_study((training.sizes.global_batch, training.recipe.optim.name) for _, training in first)
     report(f"{len(first)} trainings with the first seed, then the best rates with {plural(seeds - 1, 'more seed')}")
     tried = train_all(first, env)
-    found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
-    if not found[0].best.top1:
-        raise RunError(f"the baseline with global batch {found[0].batch} did not finish; see its logs in {folder}")
+    results = by_batch(
+        (training.sizes.global_batch, result) for (_, training), result in zip(first, tried, strict=True)
+    )
+    if not results[0].best.top1:
+        raise RunError(f"the baseline with global batch {results[0].batch} did not finish; see its logs in {folder}")
     full = []
-    for entry in found:
+    for entry in results:
         finished = entry.best.top1 is not None
         others = [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)] if finished else []
         full.append(replace(entry, others=tuple(train_all([planned(variant) for variant in others], env))))
@@ -333,17 +337,17 @@ def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str
 
     One is computed from the other with the recipe's images and epochs.
     """
-    found = dict(experiment.published)
+    values = dict(experiment.published)
     if experiment.time:
         hours, minutes, seconds = experiment.time.split(":")
-        found[TIME] = 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+        values[TIME] = 3600 * int(hours) + 60 * int(minutes) + float(seconds)
     if derived:
         images = derived["epochs"] * derived["images per epoch"]
-        if TIME in found and SPEED not in found:
-            found[IMPLIED[SPEED]] = round(images / found[TIME])
-        elif SPEED in found and TIME not in found:
-            found[IMPLIED[TIME]] = round(images / found[SPEED])
-    return found
+        if TIME in values and SPEED not in values:
+            values[IMPLIED[SPEED]] = round(images / values[TIME])
+        elif SPEED in values and TIME not in values:
+            values[IMPLIED[TIME]] = round(images / values[SPEED])
+    return values
 
 
 def _ppn(recipe: Recipe) -> int:
@@ -356,7 +360,7 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
     """Return a recipe's sizes on `hosts` hosts, by quantity."""
     data, ppn = recipe.data, _ppn(recipe)
     sizes = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
-    found: dict[str, float] = {
+    values: dict[str, float] = {
         "global batch": sizes.global_batch,
         "batch a worker": sizes.global_batch / (ppn * hosts),
         "workers": ppn * hosts,
@@ -370,7 +374,7 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
         "weight decay": recipe.optim.weight_decay,
         "batch-norm decay": recipe.model.bn_decay,
     }
-    return found | ({"trust coefficient": recipe.optim.trust_coefficient} if recipe.optim.name == "lars" else {})
+    return values | ({"trust coefficient": recipe.optim.trust_coefficient} if recipe.optim.name == "lars" else {})
 
 
 def quantity_text(quantity: str, value: float | None) -> str:
@@ -378,7 +382,7 @@ def quantity_text(quantity: str, value: float | None) -> str:
     if value is None:
         return "-"
     if quantity in (TIME, IMPLIED[TIME]):
-        return clock(value)
+        return duration_text(value)
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:g}"
@@ -389,10 +393,10 @@ def tables_text(rows: Iterable[ExperimentComparison]) -> str:
     texts = []
     for title, experiments in _titled(rows):
         blocks = [title]
-        for one in experiments:
-            table = Rows((INDENTED, *COMPARED[2:]), [(one, row) for row in one.rows])
-            note = f"\n  note: {one.note}" if one.note else ""
-            blocks.append(f"{one.experiment}\n  {_recipe(one)}\n{table.text()}{note}")
+        for compared in experiments:
+            table = Rows((INDENTED, *COMPARED[2:]), [(compared, row) for row in compared.rows])
+            note = f"\n  note: {compared.note}" if compared.note else ""
+            blocks.append(f"{compared.experiment}\n  {_recipe(compared)}\n{table.text()}{note}")
         texts.append("\n\n".join(blocks) + "\n")
     return "\n".join(texts)
 
@@ -401,8 +405,11 @@ def tables_markdown(rows: Iterable[ExperimentComparison]) -> str:
     """Format the tables of the documents as Markdown."""
     texts = []
     for title, experiments in _titled(rows):
-        table = Rows(COMPARED, [(one, row) for one in experiments for row in one.rows])
-        notes = (f"- {one.experiment}: {_recipe(one)}" + (f"; {one.note}" if one.note else "") for one in experiments)
+        table = Rows(COMPARED, [(compared, row) for compared in experiments for row in compared.rows])
+        notes = (
+            f"- {compared.experiment}: {_recipe(compared)}" + (f"; {compared.note}" if compared.note else "")
+            for compared in experiments
+        )
         texts.append("\n".join((f"### {title}", "", table.markdown(RULES), *notes)) + "\n")
     return "\n".join(texts)
 
@@ -413,10 +420,10 @@ def _titled(rows: Iterable[ExperimentComparison]) -> Iterator[tuple[str, list[Ex
         yield title, list(experiments)
 
 
-def _recipe(one: ExperimentComparison) -> str:
+def _recipe(compared: ExperimentComparison) -> str:
     """Describe the recipe with its settings and workers."""
     return (
-        f"recipe {one.command} on {plural(one.hosts, 'host')} x {plural(one.ppn, 'worker')}"
-        if one.command
+        f"recipe {compared.command} on {plural(compared.hosts, 'host')} x {plural(compared.ppn, 'worker')}"
+        if compared.command
         else "no recipe"
     )

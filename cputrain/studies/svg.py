@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def figure(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels: Any) -> str:
+def plot_svg(draw: "Callable[[Axes], object]", size: tuple[float, float], **labels: Any) -> str:
     """Return a figure that `draw` draws as SVG; `labels` are axis settings."""
-    made, axes = subplots(figsize=size)
+    drawing, axes = subplots(figsize=size)
     draw(axes)
     axes.set(**labels)
     axes.grid(alpha=0.3)
     if axes.get_legend() is None:
         axes.legend(fontsize="small")
-    return figure_svg(made)
+    return figure_svg(drawing)
 
 
 def subplots(*grid: int, figsize: tuple[float, float], **how: Any) -> Any:
     """Create a matplotlib figure and its axes; importing matplotlib takes a second."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=figsize, layout="constrained")
-    return made, made.subplots(*grid, **how)
+    figure = Figure(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(*grid, **how)
 
 
 def figure_svg(figure: "Figure") -> str:

@@ -107,8 +107,8 @@ class Choices:
     def all(self, axes: Sequence[str]) -> list[Values]:
         """Return every sensible combination of values of these axes, the current plan's first."""
         offered = [[(axis, value) for value in self.values[axis]] for axis in axes if self.values.get(axis)]
-        first, *others = product(*offered)
-        return [first, *(each for each in others if self._matters(dict(each)))]
+        first, *rest_of = product(*offered)
+        return [first, *(values for values in rest_of if self._matters(dict(values)))]
 
     def _matters(self, values: Mapping[str, str]) -> bool:
         """Whether workers can spare the reserved cores, and communicate at all."""
@@ -131,8 +131,8 @@ def choices_of(
     decodes = not recipe.data.generated
     comm, loader = (str(len(_cores(current, role))) for role in ("comm_pus", "loader_pus"))
     workers = worker_counts(current.plan.machine, current.ppn) if section.ppn == "auto" else [current.ppn]
-    most = cores // min(workers)
-    reserved = [str(count) for count in range(MAX_RESERVED_CORES + 1)] if most >= CORES_TO_SPARE_ONE else ["0"]
+    max_cores = cores // min(workers)
+    reserved = [str(count) for count in range(MAX_RESERVED_CORES + 1)] if max_cores >= CORES_TO_SPARE_ONE else ["0"]
     batches = [recipe.batch.local, 2 * recipe.batch.local, recipe.batch.local // 2]
     precisions = ["float32", "bf16"] if recipe.precision == "float32" and has_bf16 else [recipe.precision]
     return Choices(
@@ -179,22 +179,22 @@ class Candidates:
 def plan_candidates(current: PlannedTraining, values: Sequence[Values], env: Mapping[str, str]) -> Candidates:
     """Return candidates with these values for the training `current`, without duplicate plans."""
     every: dict[str, set[str]] = {}
-    for axis, value in (pair for each in values for pair in each):
+    for axis, value in (pair for settings in values for pair in settings):
         every.setdefault(axis, set()).add(value)
     named = tuple(axis for axis, different in every.items() if len(different) > 1)
-    found: list[PlanCandidate] = []
+    candidates: list[PlanCandidate] = []
     refused: list[tuple[Values, str]] = []
     seen: set[object] = set()
-    for each in values:
+    for settings in values:
         try:
-            planned = replanned(current, [f"{KEYS[axis]}={value}" for axis, value in each], env)
+            planned = replanned(current, [f"{KEYS[axis]}={value}" for axis, value in settings], env)
         except InputError as error:
-            refused.append((each, describe_error(error, as_recipe_key)))
+            refused.append((settings, describe_error(error, as_recipe_key)))
             continue
         if (same := _what_runs(planned)) not in seen:
             seen.add(same)
-            found.append(PlanCandidate(values=each, named=named, planned=planned))
-    return Candidates(tried=found, refused=refused)
+            candidates.append(PlanCandidate(values=settings, named=named, planned=planned))
+    return Candidates(tried=candidates, refused=refused)
 
 
 def _what_runs(planned: PlannedTraining) -> tuple[object, ...]:
@@ -262,7 +262,7 @@ class Race:
         earlier mean, beyond the mean change of all. These contrasts of different rounds are independent (Helmert)."""
         squares, freedom = 0.0, 0
         for done in range(1, max(map(len, self.costs))):
-            changes = [each[done] - fmean(each[:done]) for each in self.costs if len(each) > done]
+            changes = [costs[done] - fmean(costs[:done]) for costs in self.costs if len(costs) > done]
             common = fmean(changes)
             squares += sum((change - common) ** 2 for change in changes) / (1 + 1 / done)
             freedom += len(changes) - 1
@@ -276,19 +276,19 @@ class Race:
         """Return the geometric mean of a candidate's images/s."""
         return math.exp(-self.mean(candidate))
 
-    def gain(self, candidate: int, other: int) -> float:
+    def gain(self, candidate: int, base: int) -> float:
         """Return the logarithm of a candidate's speedup over another, from the rounds of both."""
-        pairs = zip(self.costs[other], self.costs[candidate], strict=False)
+        pairs = zip(self.costs[base], self.costs[candidate], strict=False)
         return fmean(slow - fast for slow, fast in pairs)
 
-    def ratio(self, candidate: int, other: int) -> Ratio:
+    def ratio(self, candidate: int, base: int) -> Ratio:
         """Return a candidate's speedup over another."""
-        gain, half = self.gain(candidate, other), INTERVAL_SIGMAS * self._error(candidate, other)
+        gain, half = self.gain(candidate, base), INTERVAL_SIGMAS * self._error(candidate, base)
         return Ratio(value=math.exp(gain), low=math.exp(gain - half), high=math.exp(gain + half))
 
-    def _error(self, candidate: int, other: int) -> float:
+    def _error(self, candidate: int, base: int) -> float:
         """Return the standard error of a gain."""
-        return self.noise * math.sqrt(2 / min(len(self.costs[candidate]), len(self.costs[other])))
+        return self.noise * math.sqrt(2 / min(len(self.costs[candidate]), len(self.costs[base])))
 
     def add_round(self, measured: dict[int, float | None]) -> None:
         """Add a cost for each running candidate."""
@@ -306,14 +306,16 @@ class Race:
         common = self._common()
         if len(common) < 2:
             return []
-        own = {i: [cost - of_all for cost, of_all in zip(self.costs[i], common, strict=True)] for i in self.running}
-        changes = [abs(after - before) for each in own.values() for before, after in pairwise(each)]
+        residuals = {
+            i: [cost - of_all for cost, of_all in zip(self.costs[i], common, strict=True)] for i in self.running
+        }
+        changes = [abs(after - before) for values in residuals.values() for before, after in pairwise(values)]
         limit = DISTURBED * max(NORMAL * median(changes) / math.sqrt(2), PRIOR_NOISE)
         return [
             (candidate, number)
-            for candidate, each in own.items()
-            for number, cost in enumerate(each)
-            if cost - median_low(each) > limit and (candidate, number) not in self.repeated
+            for candidate, values in residuals.items()
+            for number, cost in enumerate(values)
+            if cost - median_low(values) > limit and (candidate, number) not in self.repeated
         ]
 
     def _common(self) -> list[float]:
@@ -338,16 +340,16 @@ class Race:
         if self.running and self.knows_noise:
             leader = min(self.running, key=self.mean)
             self.running = [
-                each
-                for each in self.running
-                if each == leader
-                or self.gain(each, leader) + ELIMINATE_SIGMAS * self._error(each, leader) > self.resolution
+                candidate
+                for candidate in self.running
+                if candidate == leader
+                or self.gain(candidate, leader) + ELIMINATE_SIGMAS * self._error(candidate, leader) > self.resolution
             ]
 
     def winner(self) -> int:
         """Return the first candidate that is as fast as the best one within the resolution."""
         best = min(self.running, key=self.mean)
-        return next(each for each in self.tried if self.gain(best, each) <= self.resolution)
+        return next(candidate for candidate in self.tried if self.gain(best, candidate) <= self.resolution)
 
 
 def run_race(
@@ -413,12 +415,12 @@ class Result:
         number of workers, or else the best other plan; None if there is none. Another engine is not another plan."""
         race, winner = self.race, self.race.winner()
         winning = plan_values(self.winner)
-        others = [i for i in race.tried if plan_values(self.candidates[i]) != winning]
-        if 0 in others:
+        rivals = [i for i in race.tried if plan_values(self.candidates[i]) != winning]
+        if 0 in rivals:
             return 0
         workers = self.winner.planned.ppn
-        others = [i for i in others if self.candidates[i].planned.ppn != workers] or others
-        return min(others, key=lambda i: -race.ratio(i, winner).value, default=None)
+        rivals = [i for i in rivals if self.candidates[i].planned.ppn != workers] or rivals
+        return min(rivals, key=lambda i: -race.ratio(i, winner).value, default=None)
 
     @property
     def why(self) -> str:
@@ -426,8 +428,8 @@ class Result:
         rival = self.rival
         if rival is None:
             return "measured: no other plan ran"
-        name, other = distinct_names(self.winner.name, self.candidates[rival].name)
-        return f"measured: {name} is {self.race.ratio(self.race.winner(), rival)} times as fast as {other}"
+        name, runner_up = distinct_names(self.winner.name, self.candidates[rival].name)
+        return f"measured: {name} is {self.race.ratio(self.race.winner(), rival)} times as fast as {runner_up}"
 
 
 def plan_values(candidate: PlanCandidate) -> Values:
@@ -435,24 +437,26 @@ def plan_values(candidate: PlanCandidate) -> Values:
     return tuple((axis, value) for axis, value in candidate.values if axis != "engine")
 
 
-def distinct_names(name: str, other: str) -> tuple[str, str]:
+def distinct_names(name: str, base: str) -> tuple[str, str]:
     """Return two candidates' names without the parts they share, except workers x threads."""
-    parts, others = name.split(", "), other.split(", ")
-    kept = [part for i, part in enumerate(parts) if i == 0 or part not in others]
-    kept_others = [part for i, part in enumerate(others) if i == 0 or part not in parts]
-    return ", ".join(kept), ", ".join(kept_others)
+    parts, base_parts = name.split(", "), base.split(", ")
+    distinct = [part for i, part in enumerate(parts) if i == 0 or part not in base_parts]
+    distinct_base = [part for i, part in enumerate(base_parts) if i == 0 or part not in parts]
+    return ", ".join(distinct), ", ".join(distinct_base)
 
 
 def result_text(result: Result) -> str:
     """Format the candidates, fastest first, relative to the current plan."""
-    race, current, known = result.race, 0, 0 in result.race.tried
-    tried = sorted(race.tried, key=(lambda i: -race.gain(i, current)) if known else race.mean)
+    race, current, has_current = result.race, 0, 0 in result.race.tried
+    tried = sorted(race.tried, key=(lambda i: -race.gain(i, current)) if has_current else race.mean)
     notes = {current: ["the current plan"]}
     notes.setdefault(race.winner(), []).append("fastest")
     columns = (
         Column("plan", lambda i: result.candidates[i].name),
         Column("images/s", race.images_per_s, ",.4g"),
-        Column("times the current plan", lambda i: race.ratio(i, current) if known and i != current else None, str),
+        Column(
+            "times the current plan", lambda i: race.ratio(i, current) if has_current and i != current else None, str
+        ),
         Column("trials", lambda i: len(race.costs[i])),
         Column("", lambda i: ", ".join(notes.get(i, ()))),
     )
@@ -494,35 +498,35 @@ def tuned_record(result: Result, command: str) -> Record | None:
     return new_record(plan.machine, TUNED, name, values, command=command)
 
 
-def suggestions(others: Result | None) -> list[str]:
+def suggestions(changes: Result | None) -> list[str]:
     """Return settings that are faster but change what is trained."""
-    if others is None or (best := others.race.winner()) == 0:
+    if changes is None or (best := changes.race.winner()) == 0:
         return []
-    current, winner = others.candidates[0], others.winner
+    current, winner = changes.candidates[0], changes.winner
     changed = [setting for setting in winner.settings if setting not in current.settings]
-    batch, before = (each.planned.sizes.global_batch for each in (winner, current))
+    batch, before = (candidate.planned.sizes.global_batch for candidate in (winner, current))
     more = "" if batch == before else f", with a global batch of {batch:,} instead of {before:,}"
     return [
-        f"{' '.join(changed)} has {others.race.ratio(best, 0)} times the images/s{more}; this changes the training: "
+        f"{' '.join(changed)} has {changes.race.ratio(best, 0)} times the images/s{more}; this changes the training: "
         "it is used only if you set it"
     ]
 
 
-def result_json(found: Result, others: Result | None) -> str:
+def result_json(result: Result, changes: Result | None) -> str:
     """Format as JSON: {"plans": [...], "changes": [...], "why", "decided", "settings", "suggestions"}.
 
     Ratios are to the first plan.
     """
     return json.dumps(
         {
-            "plans": _rows(found),
-            "changes": _rows(others) if others else [],
-            "why": found.why,
-            "decided": found.decided,
-            "settings": list(found.winner.settings),
-            "trials": found.race.trials + (others.race.trials if others else 0),
-            "noise": found.race.noise,
-            "suggestions": suggestions(others),
+            "plans": _rows(result),
+            "changes": _rows(changes) if changes else [],
+            "why": result.why,
+            "decided": result.decided,
+            "settings": list(result.winner.settings),
+            "trials": result.race.trials + (changes.race.trials if changes else 0),
+            "noise": result.race.noise,
+            "suggestions": suggestions(changes),
         },
         indent=1,
     )
@@ -548,13 +552,13 @@ def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) ->
     """Return the engines to try, native first if available; torch.compile only if no other axis is varied, as it
     compiles for a minute in each trial."""
     can_compile = compiler(env) is not None
-    known = {
+    usable_by_name = {
         "native": can_compile and precision != "float64",
         "eager": True,
         "compile": can_compile and tuple(axes) == ("engine",),
         "ipex": has_ipex() and precision != "float64",
     }
-    return tuple(name for name, usable in known.items() if usable)
+    return tuple(name for name, usable in usable_by_name.items() if usable)
 
 
 def engine_record(result: Result, command: str) -> Record | None:
@@ -630,25 +634,25 @@ def race_here(
 
     Raises RunError if no round was completed, or no candidate runs.
     """
-    done, left, longest_s = 0, len(candidates.tried), 0.0
+    done, remaining, longest_s = 0, len(candidates.tried), 0.0
 
     def cost(index: int) -> float | None:
-        nonlocal done, left, longest_s
+        nonlocal done, remaining, longest_s
         started = time.monotonic()
-        found = trial_cost(candidates.tried[index], settings.steps, env)
+        seconds = trial_cost(candidates.tried[index], settings.steps, env)
         longest_s = max(longest_s, time.monotonic() - started)
-        done, left = done + 1, max(left - 1, 0)
-        progress(done, left)
-        return found
+        done, remaining = done + 1, max(remaining - 1, 0)
+        progress(done, remaining)
+        return seconds
 
     def is_over() -> bool:
         """Whether another trial, if as long as the longest so far, would end too late."""
         return settings.deadline is not None and time.monotonic() + longest_s > settings.deadline
 
     def watch(race: Race) -> None:
-        nonlocal left
-        left = len(race.running) if len(race.running) > 1 else 0  # at least one more round
-        progress(done, left)
+        nonlocal remaining
+        remaining = len(race.running) if len(race.running) > 1 else 0  # at least one more round
+        progress(done, remaining)
 
     race = run_race(
         len(candidates.tried), cost, seed=settings.seed, resolution=settings.resolution, stop=is_over, watch=watch

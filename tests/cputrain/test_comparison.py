@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.studies.sweep.comparison import compare_runs, differing_keys, names_of
+from cputrain.studies.sweep.comparison import compare_runs, differing_keys, run_names
 from tests.support.run_folders import RECIPE, write_run
 
 
@@ -60,8 +60,8 @@ def test_a_glob_may_hold_sweeps_and_what_is_no_run(
 def test_only_settings_that_differ_are_compared(sweep: Path) -> None:
     runs = compare_runs([sweep / f"run{i}" for i in range(3)], 1000)
     assert {key for run in runs for key, _ in run.result.settings} == {"schedule.peak_rate"}
-    assert names_of(runs) == ("run0", "run1", "run2"), "the same rate twice does not tell two runs apart"
-    assert names_of(runs[1:]) == ("peak_rate 0.1", "peak_rate 0.4")
+    assert run_names(runs) == ("run0", "run1", "run2"), "the same rate twice does not tell two runs apart"
+    assert run_names(runs[1:]) == ("peak_rate 0.1", "peak_rate 0.4")
     assert differing_keys([{"a": 1, "name": "x"}, {"a": 1, "b": 2, "name": "y"}]) == ("b",)
 
 

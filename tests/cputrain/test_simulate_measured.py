@@ -20,9 +20,9 @@ from cputrain.studies.simulate.setup import (
     LayerSeconds,
     MeasuredTraining,
     Measurement,
-    find,
+    find_measured_rate,
+    outdated_measurements,
     training_record,
-    unreadable,
 )
 
 MACHINE = "pack:2 core:16 pu:2"
@@ -54,15 +54,15 @@ def measured() -> Measurement:
 
 def test_a_measurement_is_found_for_its_machine_and_precision(measured: Measurement, tmp_path: Path) -> None:
     env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
-    assert find(read_records(machine, env), *WANTED) is None
+    assert find_measured_rate(read_records(machine, env), *WANTED) is None
     other = replace(measured, network="resnet18")
     kept = [save_measurement(training_record(machine, each, command=COMMAND), env) for each in (measured, other)]
     assert kept[0] != kept[1]
-    found = find(read_records(machine, env), *WANTED)
+    found = find_measured_rate(read_records(machine, env), *WANTED)
     assert found is not None and found.rate == measured  # its own network before others
     assert found.source.startswith("resnet50 at 224, measured on 20") and "torch " in found.source
-    assert find(read_records(find_machine("pack:2 core:8 pu:2"), env), *WANTED) is None
-    assert find(read_records(machine, env), "bf16", *WANTED[1:]) is None
+    assert find_measured_rate(read_records(find_machine("pack:2 core:8 pu:2"), env), *WANTED) is None
+    assert find_measured_rate(read_records(machine, env), "bf16", *WANTED[1:]) is None
 
 
 def test_a_measurement_with_other_fields_is_not_used(measured: Measurement, tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_measurement_with_other_fields_is_not_used(measured: Measurement, tmp_
     for changes in wrong:
         save_measurement(replace(record, values={**values, **changes} if changes else {}), env)
         records = read_records(machine, env)
-        assert find(records, *WANTED) is None
-        (line,) = unreadable(records)
+        assert find_measured_rate(records, *WANTED) is None
+        (line,) = outdated_measurements(records)
         assert line.startswith(f"the measurement of `{COMMAND}` on 20") and line.endswith("; run it again")
 
 
@@ -157,7 +157,7 @@ def test_a_step_in_time_follows_from_the_measured_times_of_layers(measured: Meas
     """Images/s stay those measured; the gradients are ready when the layers' times say so, on several hosts too."""
     env, machine, table = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE), layers_of(RECIPE)
     save_measurement(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
-    found = find(read_records(machine, env), *WANTED)
+    found = find_measured_rate(read_records(machine, env), *WANTED)
     assert found is not None and found.rate.layers == passes(table)
     cores = ("plan.comm_cores=1", "plan.loader_cores=1")  # nearly the threads of the measurement
     recipe = load_recipe("resnet50-skx-256node", ("data.path=synthetic", *cores))

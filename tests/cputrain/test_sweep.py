@@ -18,13 +18,20 @@ from cputrain.recipe.schema import SweepSection
 from cputrain.runs.events import elapsed
 from cputrain.studies.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_seed
 from cputrain.studies.sweep.find_batch import next_batch
-from cputrain.studies.sweep.results import by_group, compare, comparison_rows, csv_text, stable_maximum, table
+from cputrain.studies.sweep.results import (
+    by_group,
+    compare_workers,
+    comparison_rows,
+    csv_text,
+    results_text,
+    stable_maximum,
+)
 from cputrain.studies.sweep.trainings import (
     RunResult,
     TrainingSetup,
     Variant,
-    clock,
     diverged_from,
+    duration_text,
     group_by_seed,
     loss_curve,
     outcome_of,
@@ -97,7 +104,7 @@ def test_the_table_shows_settings_results_and_the_cause_of_each_end() -> None:
     lost = result(None, rate="9", status="diverged", ended_by="rank 0: loss nan at step 4", steps=4)
     big = result(None, rate="8", status="does not fit", ended_by="needs 66.0 GiB | has 11.0 GiB", run="")
     groups = group_by_seed([best, other, lost, big])
-    lines = table(groups).splitlines()
+    lines = results_text(groups).splitlines()
     assert lines[0] == (
         "all with workers 2, local batch 32, global batch 64, epochs 5, weight decay 0.0001, optimizer lars"
     )
@@ -121,13 +128,13 @@ def test_the_table_shows_settings_results_and_the_cause_of_each_end() -> None:
 def test_trainings_that_differ_by_their_seed_are_one_line() -> None:
     groups = group_by_seed([result(90.0), result(92.0, seed=2), result(50.0, rate="0.2"), result(None, seed=3)])
     assert [group.label for group in groups] == ["lars peak_rate 0.1", "lars peak_rate 0.2"]
-    lines = table(groups).splitlines()
+    lines = results_text(groups).splitlines()
     assert "91.00 (90.00-92.00)" in lines[2] and lines[2].endswith("2 done, failed")
     assert lines[3].split() == ["0.2", "50.00", "done"]
 
 
 def test_generated_data_is_named_in_the_table() -> None:
-    assert table(group_by_seed([result(90.0, data="synthetic data")])).splitlines()[1].split()[-3:-1] == [
+    assert results_text(group_by_seed([result(90.0, data="synthetic data")])).splitlines()[1].split()[-3:-1] == [
         "synthetic",
         "data",
     ]
@@ -171,7 +178,7 @@ def test_other_texts_are_rejected_as_time_limits(text: str) -> None:
 
 @given(seconds=st.integers(1, 10**6 - 1))
 def test_a_clock_is_read_back(seconds: int) -> None:
-    assert parse_clock(clock(seconds)) == seconds
+    assert parse_clock(duration_text(seconds)) == seconds
 
 
 def test_worker_counts_are_parsed_as_a_list() -> None:
@@ -217,7 +224,7 @@ def test_worker_counts_are_compared_with_the_smallest_of_the_same_training() -> 
         plural(4, 50, (70.0, 91.0, 80.0), 300.0),
         plural(2, 500, (60.0, 70.0, 80.0), 400.0),
     ]
-    rows = compare(results)
+    rows = compare_workers(results)
     assert [(row.workers, row.stable_epoch, row.stable_s) for row in rows] == [
         (1, 2, 11.0),
         (2, 3, 17.0),
@@ -226,7 +233,7 @@ def test_worker_counts_are_compared_with_the_smallest_of_the_same_training() -> 
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.8, 0.9), (3.0, 0.75)]
     shown = comparison_rows(rows).cells
     assert shown[0][0] == "workers" and shown[2][:4] == ("2", "100", "0:00:50", "15")
-    assert compare(results[2:]) == (), "a count alone is compared with nothing"
+    assert compare_workers(results[2:]) == (), "a count alone is compared with nothing"
 
 
 def test_pauses_between_starts_do_not_count_as_training_time() -> None:

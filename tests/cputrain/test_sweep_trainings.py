@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli.output import parse_clock
-from cputrain.studies.sweep.trainings import clock
+from cputrain.studies.sweep.trainings import duration_text
 from tests.support.commands import cputrain, here, refused
 from tests.support.control_group import inside, memory_group
 from tests.support.forked import in_fork
@@ -100,7 +100,10 @@ def test_the_same_training_on_several_worker_counts_is_compared(place: Path) -> 
     ends = ("csv", "md", "json", "svg")
     assert names == {f"{name}.{end}" for name in ("sweep", "workers") for end in ends}
     rows = list(csv.DictReader((place / "compared/sweep.csv").open()))
-    assert [row["walltime used"] for row in rows] == [clock(one["turnaround_s"]), clock(two["turnaround_s"])]
+    assert [row["walltime used"] for row in rows] == [
+        duration_text(one["turnaround_s"]),
+        duration_text(two["turnaround_s"]),
+    ]
 
 
 @pytest.mark.long

@@ -79,11 +79,11 @@ def interleaved(runs: Mapping[K, Callable[[], float]], rounds: int) -> dict[K, l
     name. One warm-up round is discarded."""
     for run in runs.values():
         run()
-    found: dict[K, list[float]] = {name: [] for name in runs}
+    times: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(run())
-    return found
+            times[name].append(run())
+    return times
 
 
 def report_text(report: Report) -> str:
@@ -107,11 +107,11 @@ def figures_text(figures: Sequence[Figure]) -> str:
     """Format one line per figure: median, range, limit and percentage of the limit."""
     columns = (
         Column("", "name"),
-        Column("median", "value", number),
-        Column("range", lambda each: f"{number(each.low)}-{number(each.high)}"),
+        Column("median", "value", number_text),
+        Column("range", lambda figure: f"{number_text(figure.low)}-{number_text(figure.high)}"),
         Column("", "unit"),
-        *((Column("", "note"),) if any(each.note for each in figures) else ()),
-        Column("limit", "limit", number),
+        *((Column("", "note"),) if any(figure.note for figure in figures) else ()),
+        Column("limit", "limit", number_text),
         Column("of limit", lambda f: None if f.limit is None else 100 * f.value / f.limit, "{:.0f} %".format),
         Column("limited by", "limited_by"),
     )
@@ -119,10 +119,10 @@ def figures_text(figures: Sequence[Figure]) -> str:
 
 
 def _table_text(table: Table) -> str:
-    kept = table.rows if table.shown is None else table.rows[: table.shown]
-    rest = len(table.rows) - len(kept)
-    more = f"\n({rest} more: --format json)" if rest else ""
-    return f"{table.title}\n{Rows(_columns(table.head, _cell), kept).text()}{more}"
+    shown = table.rows if table.shown is None else table.rows[: table.shown]
+    hidden = len(table.rows) - len(shown)
+    more = f"\n({hidden} more: --format json)" if hidden else ""
+    return f"{table.title}\n{Rows(_columns(table.head, _cell), shown).text()}{more}"
 
 
 def _columns(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tuple[Column, ...]:
@@ -131,10 +131,10 @@ def _columns(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tup
 
 
 def _cell(value: str | float) -> str:
-    return number(value) if isinstance(value, float) else str(value or "")
+    return number_text(value) if isinstance(value, float) else str(value or "")
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """Format with three significant digits: "0.0123", "1.23", "123", "12,300"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
@@ -161,23 +161,23 @@ def report_svg(report: Report) -> str:
     counts = [*map(len, panels), *(len(table.rows[: table.shown]) for table in tables)]
     heights = [BAR_INCHES * count + MARGIN_INCHES for count in counts]
     figure, axes = subplots(len(counts), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False)
-    for place, panel in zip(axes[:, 0], panels, strict=False):
-        _draw(place, panel)
-    for place, table in zip(axes[len(panels) :, 0], tables, strict=True):
-        _draw_table(place, table)
+    for panel_axes, panel in zip(axes[:, 0], panels, strict=False):
+        _draw(panel_axes, panel)
+    for panel_axes, table in zip(axes[len(panels) :, 0], tables, strict=True):
+        _draw_table(panel_axes, table)
     figure.suptitle(report.title, fontsize="medium")
     return figure_svg(figure)
 
 
 def _draw(axes: "Axes", figures: Sequence[Figure]) -> None:
-    places = range(len(figures))
-    values = [each.value for each in figures]
-    errors = [[each.value - each.low for each in figures], [each.high - each.value for each in figures]]
-    axes.barh(places, values, xerr=errors, color="C0", height=0.7, label="median and range", error_kw={"linewidth": 1})
-    limits = [(each.limit, at - 0.4, at + 0.4) for at, each in enumerate(figures) if each.limit is not None]
+    rows = range(len(figures))
+    values = [figure.value for figure in figures]
+    errors = [[figure.value - figure.low for figure in figures], [figure.high - figure.value for figure in figures]]
+    axes.barh(rows, values, xerr=errors, color="C0", height=0.7, label="median and range", error_kw={"linewidth": 1})
+    limits = [(figure.limit, at - 0.4, at + 0.4) for at, figure in enumerate(figures) if figure.limit is not None]
     if limits:
         axes.vlines(*zip(*limits, strict=True), color="C3", linewidth=2, label="limit")
-    _label_bars(axes, [each.name for each in figures], xlabel=figures[0].unit)
+    _label_bars(axes, [figure.name for figure in figures], xlabel=figures[0].unit)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -54,7 +54,7 @@ from cputrain.optim_settings import COPIES, TAKE_NORMS, OptimizerName, OptimSett
 from cputrain.predict.collectives import fit_alpha_beta
 from cputrain.predict.next_best import compare_plan
 from cputrain.predict.step_time import passes_over_weights
-from cputrain.studies.bench.figures import Figure, Report, Table, figure_of, interleaved, number, seconds_of
+from cputrain.studies.bench.figures import Figure, Report, Table, figure_of, interleaved, number_text, seconds_of
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
@@ -102,17 +102,17 @@ def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report
     array = TEST_BYTES if quick else max(MIN_BYTES, CACHES * level3_bytes(machine))
     figures: list[Figure] = []
     for group in places(machine):
-        most = group[-1]
-        found = {
-            (place, kernel): bandwidth(place, kernel, array // len(place.pus), repeats)
-            for place in group
+        all_threads = group[-1]
+        rates = {
+            (cores, kernel): bandwidth(cores, kernel, array // len(cores.pus), repeats)
+            for cores in group
             for kernel in STREAMS
         }
-        for (place, kernel), values in found.items():
-            limit = None if place is most else median(found[most, kernel]) / GB
-            named = "" if place is most else most.name
+        for (cores, kernel), values in rates.items():
+            limit = None if cores is all_threads else median(rates[all_threads, kernel]) / GB
+            limited_by = "" if cores is all_threads else all_threads.name
             in_gb = [value / GB for value in values]
-            figures.append(figure_of(f"{place.name}, {kernel}", in_gb, "GB/s", limit=limit, limited_by=named))
+            figures.append(figure_of(f"{cores.name}, {kernel}", in_gb, "GB/s", limit=limit, limited_by=limited_by))
     whole = bandwidth(host_place(machine), "triad", array // len(machine.allowed_cores), repeats)
     host = figure_of("host, triad", [value / GB for value in whole], "GB/s")
     record = rate_record(machine, MEMORY, spread_of(whole), command="cputrain bench memory")
@@ -130,13 +130,15 @@ def places(machine: Machine) -> list[list[Place]]:
             continue
         bound = node.id if len(nodes) > 1 else None
         name = f"node {node.id}"
-        own = [_place(f"{name}, {plural(count, 'thread')}", near[:count], bound) for count in thread_counts(len(near))]
-        others = [
-            _place(f"{name} from cores of node {other.id}", cores_next_to(machine, other), bound)
-            for other in machine.numa_nodes
-            if other.pus and other.id not in node.near and cores_next_to(machine, other)
+        near_places = [
+            _place(f"{name}, {plural(count, 'thread')}", near[:count], bound) for count in thread_counts(len(near))
         ]
-        groups.append([*others, *own])
+        far_places = [
+            _place(f"{name} from cores of node {far_node.id}", cores_next_to(machine, far_node), bound)
+            for far_node in machine.numa_nodes
+            if far_node.pus and far_node.id not in node.near and cores_next_to(machine, far_node)
+        ]
+        groups.append([*far_places, *near_places])
     return groups or [[_place("host", machine.allowed_cores, None)]]
 
 
@@ -150,30 +152,30 @@ def host_place(machine: Machine) -> Place:
     several = sum(bool(node.memory_bytes) for node in machine.numa_nodes) > 1
     cores = machine.allowed_cores
     nodes = {node.id for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
-    own = tuple(core.numa_node if several and core.numa_node in nodes else None for core in cores)
-    return Place(name="host", pus=tuple(core.pus[0] for core in cores), nodes=own)
+    nodes_of_cores = tuple(core.numa_node if several and core.numa_node in nodes else None for core in cores)
+    return Place(name="host", pus=tuple(core.pus[0] for core in cores), nodes=nodes_of_cores)
 
 
 def _place(name: str, cores: Sequence[Core], node: int | None) -> Place:
     return Place(name=name, pus=tuple(core.pus[0] for core in cores), nodes=(node,) * len(cores))
 
 
-def thread_counts(most: int) -> list[int]:
+def thread_counts(maximum: int) -> list[int]:
     """Return 1, 2, 4, ... and `most`."""
-    return sorted({1 << k for k in range(most.bit_length()) if 1 << k < most} | {most})
+    return sorted({1 << k for k in range(maximum.bit_length()) if 1 << k < maximum} | {maximum})
 
 
-def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list[float]:
+def bandwidth(cores: Place, kernel: str, array_bytes: int, repeats: int) -> list[float]:
     """Return the bytes/s of all threads together for each repeat; `array_bytes` is the size of one thread's array.
 
     Raises RunError if the kernel refuses to bind memory to a node.
     """
-    barrier, threads = threading.Barrier(len(place.pus)), torch.get_num_threads()
+    barrier, threads = threading.Barrier(len(cores.pus)), torch.get_num_threads()
     jobs = []
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(len(place.pus)) as pool:  # one thread per PU: all of them meet at the barrier
-            for pu, node in zip(place.pus, place.nodes, strict=True):
+        with ThreadPoolExecutor(len(cores.pus)) as pool:  # one thread per PU: all of them meet at the barrier
+            for pu, node in zip(cores.pus, cores.nodes, strict=True):
                 jobs.append(pool.submit(_timed_passes, pu, node, kernel, array_bytes, repeats, barrier))
                 jobs[-1].add_done_callback(lambda job: barrier.abort() if job.exception() else None)
     finally:
@@ -181,10 +183,12 @@ def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list
     for job in jobs:
         error = job.exception()
         if error is not None and not isinstance(error, threading.BrokenBarrierError):  # raised in the waiting threads
-            raise RunError(f"bench memory: {place.name}: {error}") from error
-    moved = PASSES * STREAMS[kernel] * array_bytes * len(place.pus)
+            raise RunError(f"bench memory: {cores.name}: {error}") from error
+    moved = PASSES * STREAMS[kernel] * array_bytes * len(cores.pus)
     spans = zip(*(job.result() for job in jobs), strict=True)
-    return [moved / (max(end for _, end in each) - min(start for start, _ in each)) for each in spans]
+    return [
+        moved / (max(end for _, end in round_spans) - min(start for start, _ in round_spans)) for round_spans in spans
+    ]
 
 
 def _timed_passes(
@@ -216,8 +220,8 @@ def level3_bytes(machine: Machine) -> int:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]] if match else 0
 
 
 def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
@@ -241,17 +245,17 @@ def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, 
     array = TEST_BYTES if quick else MIN_BYTES
     a, b, c = (torch.full((array // BYTES,), value) for value in (1.0, 2.0, 3.0))
     runs["triad"] = lambda: seconds_of(lambda: torch.add(b, c, alpha=3.0, out=a))
-    found = interleaved(runs, repeats)
-    limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
+    times = interleaved(runs, repeats)
+    limit = STREAMS["triad"] * array / spread_of(times["triad"])[0] / GB
     passes = {name: passes_over_weights(COPIES[name], norms=name in TAKE_NORMS) for name in OPTIMIZERS}
     return [
         figure_of(
             f"{name}, {plural(threads, 'thread')}",
-            [passes[name] * size / seconds / GB for seconds in found[name]],
+            [passes[name] * size / seconds / GB for seconds in times[name]],
             "GB/s",
             limit=limit,
             limited_by=f"triad, {plural(threads, 'thread')}",
-            note=f"{number(1e3 * spread_of(found[name])[0])} ms",
+            note=f"{number_text(1e3 * spread_of(times[name])[0])} ms",
         )
         for name in OPTIMIZERS
     ]
@@ -290,18 +294,18 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
     """Return the first JPEGs in a folder, at any depth. Raises InputError if there are none."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; name a folder with JPEGs")
-    paths = (Path(place) / name for place, _, names in sorted(os.walk(folder)) for name in sorted(names))
-    found: list[bytes] = []
+    paths = (Path(parent) / name for parent, _, names in sorted(os.walk(folder)) for name in sorted(names))
+    photos: list[bytes] = []
     for path in paths:
-        if len(found) == MAX_PHOTOS:
+        if len(photos) == MAX_PHOTOS:
             break
         data = path.read_bytes()
         small = np.empty((1, 8, 8, 3), np.uint8)
         if data.startswith(b"\xff\xd8") and (decoder is None or decoder.decode([data], center_crop(8, 8), small)[0]):
-            found.append(data)
-    if not found:
+            photos.append(data)
+    if not photos:
         raise InputError(f"{folder} contains no JPEG; name a folder with JPEGs, at any depth")
-    return found
+    return photos
 
 
 def bench_decoding(
@@ -362,12 +366,12 @@ def images_per_cpu_s(work: Callable[[], object], images: int) -> float:
 
 def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
     """Return a measurement that decodes all files in batches, as the loader's threads do."""
-    places = np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
+    pixels = np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
 
     def once() -> None:
         for first in range(0, len(files), IMAGES_PER_CALL):
             some = files[first : first + IMAGES_PER_CALL]
-            problems = decode(some, RANDOM.crops(range(first, first + len(some)), seed=1), places[: len(some)])
+            problems = decode(some, RANDOM.crops(range(first, first + len(some)), seed=1), pixels[: len(some)])
             if any(problems):
                 raise InputError(f"a JPEG cannot be decoded: {next(filter(None, problems))}")
 
@@ -377,12 +381,12 @@ def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
 def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
     """Return a measurement of entropy decoding: a crop of only the last pixel makes libjpeg-turbo read the whole stream
     and transform almost nothing."""
-    place = np.empty((1, 1, 1, 3), dtype=np.uint8)
+    pixel = np.empty((1, 1, 1, 3), dtype=np.uint8)
     plain = [without_markers(data) for data in files]
 
     def once() -> None:
         for data in plain:
-            decoder.decode([data], last_pixel, place)
+            decoder.decode([data], last_pixel, pixel)
 
     return lambda: images_per_cpu_s(once, len(files))
 
@@ -426,25 +430,25 @@ def bench_all_reduce(
         raise InputError(f"bench comm needs two cores, but this process may use {len(machine.allowed_cores)}")
     request = Request(ppn=RANKS, threads=1, comm_cores=0, loader_cores=0)
     plan = plan_this_machine(request, env, machine=machine, compare=compare_plan)
-    found: dict[str, Times] = {}
+    times_of_backends: dict[str, Times] = {}
     notes = []
     for backend in BACKENDS:
         try:
-            asked = {"backend": backend, "rounds": repeats, "sizes": TEST_SIZES if quick else SIZES}
+            arguments = {"backend": backend, "rounds": repeats, "sizes": TEST_SIZES if quick else SIZES}
             what = f"the all-reduce over {backend}"
             with tempfile.TemporaryDirectory() as folder:
-                first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", asked, Path(folder), env, what=what)
-            found[backend] = {int(size): times for size, times in first.items()}
+                first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", arguments, Path(folder), env, what=what)
+            times_of_backends[backend] = {int(size): times for size, times in first.items()}
         except (InputError, RunError) as error:
             if backend == "gloo":
                 raise
             notes.append(f"{backend} is not measured: {error}")
-    transports = {} if quick or "ccl" not in found else _transports(env, notes)
-    figures = [figure for size in found["gloo"] for figure in _all_reduce_figures(size, found)]
+    transports = {} if quick or "ccl" not in times_of_backends else _transports(env, notes)
+    figures = [figure for size in times_of_backends["gloo"] for figure in _all_reduce_figures(size, times_of_backends)]
     title = f"all-reduce of float32 between {RANKS} ranks of {machine.name}, a core each: {plural(repeats, 'repeat')}"
-    tables = (_fits(found), *((_bucket_times(transports),) if transports else ()))
+    tables = (_fits(times_of_backends), *((_bucket_times(transports),) if transports else ()))
     report = Report(title=title, figures=tuple(figures), tables=tables, notes=tuple(notes))
-    records = tuple(_bandwidth_record(machine, backend, times) for backend, times in found.items())
+    records = tuple(_bandwidth_record(machine, backend, times) for backend, times in times_of_backends.items())
     return report, (*records, *transport_records(transports, command=COMMAND))
 
 
@@ -454,32 +458,34 @@ def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, list[floa
     from cputrain.comm.ccl.environment import find_libraries
 
     try:
-        found, problems = time_transports(find_libraries(env), env)
+        measured, problems = time_transports(find_libraries(env), env)
     except RunError as error:
-        found, problems = {}, [str(error)]
+        measured, problems = {}, [str(error)]
     notes += problems
-    return bucket_seconds(found)
+    return bucket_seconds(measured)
 
 
 def _bucket_times(transports: Mapping[str, list[float]]) -> Table:
-    spreads = {TITLES[name]: spread_of([1000 * each for each in seconds]) for name, seconds in transports.items()}
+    spreads = {
+        TITLES[name]: spread_of([1000 * duration for duration in seconds]) for name, seconds in transports.items()
+    }
     rows = tuple((title, *spread) for title, spread in spreads.items())
     return Table(
         title=f"oneCCL's transports: {BUCKET_ALL_REDUCE}", head=("transport", "ms", "lowest", "highest"), rows=rows
     )
 
 
-def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
+def time_all_reduces(arguments: dict[str, Any], context: RankContext) -> Times:
     """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
     torch.set_num_threads(1)
-    group = start_group(context.rank, context.worker, asked["backend"], TIMEOUT_S, context.env)
-    found: Times = {}
-    for size in asked["sizes"]:
+    group = start_group(context.rank, context.worker, arguments["backend"], TIMEOUT_S, context.env)
+    times: Times = {}
+    for size in arguments["sizes"]:
         values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
         acts = {"all-reduce": partial(dist.all_reduce, values), "copy": partial(copied.copy_, values)}
-        found[size] = {name: timed_rounds(act, asked["rounds"] + 1)[1:] for name, act in acts.items()}
+        times[size] = {name: timed_rounds(act, arguments["rounds"] + 1)[1:] for name, act in acts.items()}
     end_group(group)
-    return found
+    return times
 
 
 def bus_bytes_per_s(size: int, seconds: float) -> float:
@@ -487,14 +493,14 @@ def bus_bytes_per_s(size: int, seconds: float) -> float:
     return 2 * (RANKS - 1) / RANKS * size / seconds
 
 
-def _all_reduce_figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
+def _all_reduce_figures(size: int, times_of_backends: Mapping[str, Times]) -> list[Figure]:
     """Return each backend's bandwidth for a size, with a copy of the same size as its limit."""
     figures = []
-    for backend, times in found.items():
+    for backend, times in times_of_backends.items():
         seconds, copied = times[size]["all-reduce"], median(times[size]["copy"])
-        rates = [bus_bytes_per_s(size, each) / GB for each in seconds]
+        rates = [bus_bytes_per_s(size, duration) / GB for duration in seconds]
         about = {"limit": size / copied / GB, "limited_by": "a copy by one core"}
-        note = f"{number(US * median(seconds))} us"
+        note = f"{number_text(US * median(seconds))} us"
         figures.append(figure_of(f"{backend}, {size_text(size)}", rates, "GB/s", **about, note=note))
     return figures
 
@@ -505,11 +511,11 @@ def size_text(size: int) -> str:
     return f"{size >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def _fits(found: Mapping[str, Times]) -> Table:
+def _fits(times_of_backends: Mapping[str, Times]) -> Table:
     """Fit latency and bandwidth of each backend to its medians."""
     rows = []
-    for backend, times in found.items():
-        points = [(float(size), median(each["all-reduce"])) for size, each in times.items()]
+    for backend, times in times_of_backends.items():
+        points = [(float(size), median(times_of_size["all-reduce"])) for size, times_of_size in times.items()]
         alpha, beta = fit_alpha_beta(points)
         rows.append((backend, US * alpha, 1 / beta / GB))
     return Table(title="time = alpha + bytes / bandwidth", head=("backend", "alpha us", "GB/s"), rows=tuple(rows))

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,8 +59,8 @@ def measure_training(
 
     Replaces the run in the recipe's folder. Raises as `run_on_ranks` does; `what` names the training in messages.
     """
-    asked = {"spec": asdict(spec)}
-    return call_in_ranks(planned, "cputrain.studies.bench.recorder:measure", asked, env, what=what)
+    arguments = {"spec": asdict(spec)}
+    return call_in_ranks(planned, "cputrain.studies.bench.recorder:measure", arguments, env, what=what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,8 @@ def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping
 
     Raises InputError if the recipe does not fit this host, RunError if the training fails.
     """
-    own = any(setting.startswith("data.path=") for setting in settings)
-    images = () if own else (f"data.path={SYNTHETIC}",)
+    has_data = any(setting.startswith("data.path=") for setting in settings)
+    images = () if has_data else (f"data.path={SYNTHETIC}",)
     with tempfile.TemporaryDirectory() as folder:
         output = f"output={Path(folder) / 'run'}"
         planned = plan_steps(name, (*settings, *images, output), env)
@@ -90,28 +91,28 @@ def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping
     return MeasuredModel(planned=planned, command=" ".join(("cputrain bench model", name, *settings)), ranks=ranks)
 
 
-def model_report(found: MeasuredModel) -> Report:
+def model_report(measured: MeasuredModel) -> Report:
     """Return the figures and tables of a measured training."""
-    recipe, first = found.planned.recipe, found.ranks[0]
-    workers = found.planned.plan.workers
+    recipe, first = measured.planned.recipe, measured.ranks[0]
+    workers = measured.planned.plan.workers
     threads = spread([worker.intra_op for worker in workers], "thread")
     title = (
         f"{recipe.model.name} at {recipe.data.crop} x {recipe.data.crop}, {recipe.precision}: "
         f"{plural(len(workers), 'worker')} of {threads} each, {first['local_batch']} images each, "
         f"{first['backend']}, {first['engine']}; {plural(len(first['steps']), 'step')}"
     )
-    figures = [*_limit_figures(found), *_training_figures(found)]
-    return Report(title=title, figures=tuple(figures), tables=(_step_table(found), *_layer_tables(found)))
+    figures = [*_limit_figures(measured), *_training_figures(measured)]
+    return Report(title=title, figures=tuple(figures), tables=(_step_table(measured), *_layer_tables(measured)))
 
 
-def model_records(found: MeasuredModel) -> tuple[Record, ...]:
+def model_records(measured: MeasuredModel) -> tuple[Record, ...]:
     """Return the records to store; empty for networks of unknown size and for images read from files."""
-    recipe, plan = found.planned.recipe, found.planned.plan
+    recipe, plan = measured.planned.recipe, measured.planned.plan
     workload = plan.request.workload
     if workload is None or workload.assumed or not recipe.data.generated:
         return ()
     setup = setup_of(recipe, plan, None)
-    value, low, high = spread_of(found.images_per_s)
+    value, low, high = spread_of(measured.images_per_s)
     measurement = Measurement(
         network=recipe.model.name,
         crop=recipe.data.crop,
@@ -122,18 +123,18 @@ def model_records(found: MeasuredModel) -> tuple[Record, ...]:
         threads=setup.threads,
         comm_cores=setup.comm_cores,
         loader_cores=setup.loader_cores,
-        backend=found.ranks[0]["backend"],
+        backend=measured.ranks[0]["backend"],
         images_per_s=value,
         low=low,
         high=high,
-        layers=layer_seconds(found.ranks[0]["profiled"]),
+        layers=layer_seconds(measured.ranks[0]["profiled"]),
     )
-    training = training_record(plan.machine, measurement, command=found.command)
+    training = training_record(plan.machine, measurement, command=measured.command)
     if workload.assumed:
         return (training,)
     scale = workload.gflop / plan.computing_cores
     name = training_name(workload.name, workload.precision)
-    rate = rate_record(plan.machine, name, (scale * value, scale * low, scale * high), command=found.command)
+    rate = rate_record(plan.machine, name, (scale * value, scale * low, scale * high), command=measured.command)
     return training, rate
 
 
@@ -142,7 +143,7 @@ def layer_seconds(profiled: Sequence[dict[str, Any]]) -> tuple[LayerSeconds, ...
     it."""
     if not profiled or not profiled[0]["layers"]:
         return ()
-    step = min(profiled, key=lambda each: each["seconds"])
+    step = min(profiled, key=itemgetter("seconds"))
     weights = {layer["name"]: layer["weights"] for layer in step["layers"] if layer["weights"]}
     seconds = {name: {"forward": 0.0, "backward": 0.0} for name in weights}
     for direction in ("forward", "backward"):
@@ -151,16 +152,17 @@ def layer_seconds(profiled: Sequence[dict[str, Any]]) -> tuple[LayerSeconds, ...
         for span in spans if direction == "forward" else reversed(spans):
             name = span[0] if span[0] in weights else name
             seconds[name][direction] += span[3] - span[2]
-    timed = tuple(LayerSeconds(weights=weights[name], **each) for name, each in seconds.items())
-    return timed if all(each.forward and each.backward for each in timed) else ()  # frozen layers lack a backward pass
+    layers = tuple(LayerSeconds(weights=weights[name], **spent) for name, spent in seconds.items())
+    # Frozen layers lack a backward pass.
+    return layers if all(layer.forward and layer.backward for layer in layers) else ()
 
 
-def _limit_figures(found: MeasuredModel) -> list[Figure]:
+def _limit_figures(measured: MeasuredModel) -> list[Figure]:
     """Return each kernel's speed on one core; the limit is the fastest kernel in the same precision, closest to the
     peak."""
     figures = []
-    for precision in dict.fromkeys(limit["precision"] for limit in found.ranks[0]["limits"]):
-        rates = {name: _core_rates(found, name, precision) for name in (MATRIX, FORWARD, BACKWARD)}
+    for precision in dict.fromkeys(limit["precision"] for limit in measured.ranks[0]["limits"]):
+        rates = {name: _core_rates(measured, name, precision) for name in (MATRIX, FORWARD, BACKWARD)}
         peaks = {name: spread_of(values)[0] for name, values in rates.items()}
         fastest = max(peaks, key=peaks.__getitem__)
         for name, values in rates.items():
@@ -169,41 +171,43 @@ def _limit_figures(found: MeasuredModel) -> list[Figure]:
     return figures
 
 
-def _core_rates(found: MeasuredModel, name: str, precision: str) -> list[float]:
+def _core_rates(measured: MeasuredModel, name: str, precision: str) -> list[float]:
     """Return GFLOP/s per core in each repeat of a kernel, the mean over the workers."""
-    of_ranks = [
-        next(each["flops"] for each in rank["limits"] if (each["name"], each["precision"]) == (name, precision))
-        for rank in found.ranks
+    rates = [
+        next(limit["flops"] for limit in rank["limits"] if (limit["name"], limit["precision"]) == (name, precision))
+        for rank in measured.ranks
     ]
-    return [sum(values) / GIGA / found.planned.plan.computing_cores for values in zip(*of_ranks, strict=True)]
+    return [sum(values) / GIGA / measured.planned.plan.computing_cores for values in zip(*rates, strict=True)]
 
 
-def _training_figures(found: MeasuredModel) -> list[Figure]:
+def _training_figures(measured: MeasuredModel) -> list[Figure]:
     """Return images/s and GFLOP/s per core of whole steps; the limit is a training that only computes convolutions."""
-    rate = figure_of("training", found.images_per_s, "images/s")
-    flop = _flop_per_image(found)
+    rate = figure_of("training", measured.images_per_s, "images/s")
+    flop = _flop_per_image(measured)
     if flop is None:
         return [rate]
-    cores, precision = found.planned.plan.computing_cores, found.planned.recipe.precision
-    each = figure_of("training", [flop * value / GIGA / cores for value in found.images_per_s], "GFLOP/s of a core")
-    if not any(limit["precision"] == precision for limit in found.ranks[0]["limits"]):
-        return [each, rate]
-    forward, backward = (spread_of(_core_rates(found, name, precision))[0] for name in (FORWARD, BACKWARD))
+    cores, precision = measured.planned.plan.computing_cores, measured.planned.recipe.precision
+    achieved = figure_of(
+        "training", [flop * value / GIGA / cores for value in measured.images_per_s], "GFLOP/s of a core"
+    )
+    if not any(limit["precision"] == precision for limit in measured.ranks[0]["limits"]):
+        return [achieved, rate]
+    forward, backward = (spread_of(_core_rates(measured, name, precision))[0] for name in (FORWARD, BACKWARD))
     best = 3 / (1 / forward + 2 / backward)  # a training has twice as many operations backward as forward
     by = "3 x 3 convolutions alone"
     return [
-        replace(each, limit=best, limited_by=by),
+        replace(achieved, limit=best, limited_by=by),
         replace(rate, limit=best * GIGA * cores / flop, limited_by=by),
     ]
 
 
-def _flop_per_image(found: MeasuredModel) -> float | None:
+def _flop_per_image(measured: MeasuredModel) -> float | None:
     """Return the floating-point operations per image and step; None if no layer was recorded."""
-    profiled = found.ranks[0]["profiled"]
+    profiled = measured.ranks[0]["profiled"]
     total: float = sum(
         layer["forward_flop"] + layer["backward_flop"] for step in profiled[:1] for layer in step["layers"]
     )
-    images = found.ranks[0]["images"] / len(found.ranks)
+    images = measured.ranks[0]["images"] / len(measured.ranks)
     return total / images if total else None
 
 
@@ -222,23 +226,23 @@ def _step_table(found: MeasuredModel) -> Table:
     )
 
 
-def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
+def _layer_tables(measured: MeasuredModel) -> tuple[Table, ...]:
     """Return every layer of rank 0 in the fastest recorded step, the slowest layer first.
 
     For a Winograd layer, oneDNN's time is estimated from the speedup that was measured when Winograd was chosen.
     """
-    profiled, winograd = found.ranks[0]["profiled"], found.ranks[0]["winograd"]
+    profiled, winograd = measured.ranks[0]["profiled"], measured.ranks[0]["winograd"]
     if not profiled or not profiled[0]["layers"]:
         return ()
-    step = min(profiled, key=lambda each: each["seconds"])
+    step = min(profiled, key=itemgetter("seconds"))
     rows, of_kind = [], dict[str, list[float]]()
     for layer in step["layers"]:
         name, kind, forward, backward = (layer[key] for key in ("name", "kind", "forward_s", "backward_s"))
         both, speedup = forward + backward, winograd.get(name)
         rates = _gflops(layer["forward_flop"], forward), _gflops(layer["backward_flop"], backward)
         direct = None if speedup is None else 1e3 * both * speedup
-        share = 100 * both / step["seconds"]
-        rows.append((name, kind, 1e3 * forward, rates[0], 1e3 * backward, rates[1], direct, share))
+        percent = 100 * both / step["seconds"]
+        rows.append((name, kind, 1e3 * forward, rates[0], 1e3 * backward, rates[1], direct, percent))
         of_kind.setdefault(kind, []).append(both)
     rows.sort(key=lambda row: -row[-1])
     kinds = [
@@ -283,13 +287,13 @@ def _events(rank: int, number: int, step: dict[str, Any], first: float) -> list[
     def slice_of(name: str, track: int, start: float, end: float, **about: Any) -> dict[str, Any]:
         return event("X", name, track, start, dur=MICRO * max(end - start, 0.0), args=about)
 
-    found = [
+    events = [
         slice_of(f"step {number}", 0, step["start"], step["end"]),
         *(slice_of(name, 0, start, end) for name, start, end in step["spans"]),
         *(slice_of(name, 1, start, end, direction=direction) for name, direction, start, end in step["layer_spans"]),
     ]
     for i, (size, start, end) in enumerate(step["buckets"]):
-        name, one = f"bucket of {size:,} bytes", f"{rank}.{number}.{i}"
-        found.append(event("b", name, 2, start, id=one, args={"bytes": size}))
-        found.append(event("e", name, 2, end, id=one))
-    return found
+        name, bucket = f"bucket of {size:,} bytes", f"{rank}.{number}.{i}"
+        events.append(event("b", name, 2, start, id=bucket, args={"bytes": size}))
+        events.append(event("e", name, 2, end, id=bucket))
+    return events

@@ -67,7 +67,7 @@ def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
     flop = 2.0 * weights.numel() * images * SIDE * SIDE
     geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     side = TEST_MATRIX_SIDE if quick else MATRIX_SIDE
-    left, right = (torch.rand(side, side).to(dtype) for _ in range(2))
+    a, b = (torch.rand(side, side).to(dtype) for _ in range(2))
 
     def forward() -> Tensor:
         return functional.conv2d(x, weights, padding=1)
@@ -78,7 +78,7 @@ def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
     return (
         Kernel(name=FORWARD, flop=flop, run=forward),
         Kernel(name=BACKWARD, flop=2 * flop, run=backward),
-        Kernel(name=MATRIX, flop=2.0 * side**3, run=lambda: left @ right),
+        Kernel(name=MATRIX, flop=2.0 * side**3, run=lambda: a @ b),
     )
 
 
@@ -201,14 +201,16 @@ class LayerRecorder:
     def times(self, end: float) -> list[dict[str, Any]]:
         """Return {"name", "kind", "weights" (their number), "forward_s", "backward_s", "forward_flop", "backward_flop"}
         of each layer in the step whose backward pass ended at `end`, in the order of the forward pass."""
-        found: dict[str, dict[str, Any]] = {}
+        times_of_layers: dict[str, dict[str, Any]] = {}
         for name, began, done in self.forwards:
             about = {"name": name, "kind": self.kinds[name], "weights": self.weights[name]}
             flop = dict(zip(("forward_flop", "backward_flop"), self.flop[name], strict=True))
-            found.setdefault(name, {**about, "forward_s": 0.0, "backward_s": 0.0, **flop})["forward_s"] += done - began
+            times_of_layers.setdefault(name, {**about, "forward_s": 0.0, "backward_s": 0.0, **flop})["forward_s"] += (
+                done - began
+            )
         for name, began, done in self.backwards(end):
-            found[name]["backward_s"] += done - began
-        return list(found.values())
+            times_of_layers[name]["backward_s"] += done - began
+        return list(times_of_layers.values())
 
 
 def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[float, float]:
@@ -218,14 +220,14 @@ def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[fl
     """
     if not isinstance(module, nn.Conv2d | nn.Linear) or not isinstance(output, Tensor):
         return 0.0, 0.0
-    places = output.shape[2] * output.shape[3] if isinstance(module, nn.Conv2d) else 1
-    forward = 2.0 * module.weight.numel() * output.shape[0] * places
+    pixels = output.shape[2] * output.shape[3] if isinstance(module, nn.Conv2d) else 1
+    forward = 2.0 * module.weight.numel() * output.shape[0] * pixels
     return forward, forward * (module.weight.requires_grad + bool(inputs[0].requires_grad))
 
 
-def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
+def measure(arguments: dict[str, Any], context: RankContext) -> dict[str, Any]:
     """Train a few steps as one rank, and measure what asked["spec"] requests."""
-    recipe, spec = asked_recipe(asked), Spec(**asked["spec"])
+    recipe, spec = asked_recipe(arguments), Spec(**arguments["spec"])
 
     session = start_session(context, recipe, measured=True)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
@@ -239,7 +241,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     for _ in range(spec.profiled):
         with layers.attached(state.network):
             profiled.append(_profiled_step(session, state, batches, recorder, layers))
-    found = {
+    results = {
         "rank": session.rank.rank,
         "pus": list(context.worker.pus),
         "backend": session.group.backend,
@@ -253,7 +255,7 @@ def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
         "limits": _limits(session, spec),
     }
     end_group(session.group)
-    return found
+    return results
 
 
 def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:
@@ -309,7 +311,7 @@ def _profiled_step(
 def _limits(session: Session, spec: Spec) -> list[dict[str, Any]]:
     """Return this worker's FLOP/s in each kernel and precision, while all ranks compute the same."""
 
-    found = []
+    rates = []
     for precision in spec.limits:
         for kernel in kernels(precision, session.recipe.batch.local, quick=spec.quick):
             kernel.flops()
@@ -317,5 +319,5 @@ def _limits(session: Session, spec: Spec) -> list[dict[str, Any]]:
             for _ in range(LIMIT_ROUNDS):
                 dist.barrier()
                 values.append(kernel.flops())
-            found.append({"name": kernel.name, "precision": precision, "flops": values})
-    return found
+            rates.append({"name": kernel.name, "precision": precision, "flops": values})
+    return rates

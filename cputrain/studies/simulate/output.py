@@ -23,7 +23,7 @@ from cputrain.studies.simulate.predict import (
     rows_of,
 )
 from cputrain.studies.simulate.setup import reuse_slowness
-from cputrain.studies.svg import figure, figure_svg, subplots
+from cputrain.studies.svg import figure_svg, plot_svg, subplots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,15 +70,17 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
     first, best = candidates[0].time_to_train_s, candidates[-1].time_to_train_s
     columns = (
         Column("plan", "name"),
-        Column("workers x threads", lambda each: f"{each.setup.workers} x {each.setup.threads}"),
-        Column("comm + loader cores", lambda each: f"{each.setup.comm_cores} + {each.setup.loader_cores}"),
+        Column("workers x threads", lambda candidate: f"{candidate.setup.workers} x {candidate.setup.threads}"),
+        Column(
+            "comm + loader cores", lambda candidate: f"{candidate.setup.comm_cores} + {candidate.setup.loader_cores}"
+        ),
         Column("local", "setup.local_batch"),
         Column("global batch", "setup.global_batch", ","),
         Column("all-reduce", "setup.algorithm"),
         Column("img/s", "images_per_s", ",.0f"),
         Column("time to train", "time_to_train_s", rough_duration),
-        Column("speed-up", lambda each: first / each.time_to_train_s, ".2f"),
-        Column("longer than best", lambda each: 100 * (each.time_to_train_s / best - 1), "{:+.1f} %".format),
+        Column("speed-up", lambda candidate: first / candidate.time_to_train_s, ".2f"),
+        Column("longer than best", lambda candidate: 100 * (candidate.time_to_train_s / best - 1), "{:+.1f} %".format),
     )
     return Rows(columns, candidates).text(numbers=False)
 
@@ -108,7 +110,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     layers = reuse_slowness(layers_of(scenario.recipe), reference.setup.layers)
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {plural(setup.workers, 'worker')} with {plural(setup.local_batch, 'image')}"
-    rest = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"
+    note = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"
     fabric = f"{link.name}: {link.source}"
 
     def known(name: str, value: float, source: str, bounds: tuple[float, ...] = ()) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
         known(
             "reference_images_per_s", reference.images_per_s, f"{workers} each: {reference.source}", reference.bounds
         ),
-        known("measured_layers", measured, rest),
+        known("measured_layers", measured, note),
         known("link_bytes_per_s", link.bytes_per_s, fabric),
         known("link_latency_s", link.latency_s, fabric, link.latency_range_s),
         known("link_taper", link.taper, fabric),
@@ -162,17 +164,17 @@ def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
         axes.minorticks_off()
 
     title = f"{scenario.recipe.name} on {scenario.machine.name}, {scenario.link.name}"
-    return figure(draw, (7.5, 5), xlabel="hosts", ylabel="images/s", title=title)
+    return plot_svg(draw, (7.5, 5), xlabel="hosts", ylabel="images/s", title=title)
 
 
 def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     """Draw a step of the slowest worker: compute above, all-reduces below, one bar per layer and per bucket."""
-    made, axes = subplots(figsize=(11, 2.8))
+    figure, axes = subplots(figsize=(11, 2.8))
 
     def bars(row: float, color: str, label: str, *spans: tuple[float, float], line: float | None = None) -> None:
-        places = [(MS * begin, MS * (end - begin)) for begin, end in spans]
+        intervals = [(MS * begin, MS * (end - begin)) for begin, end in spans]
         edges = {} if line is None else {"edgecolor": "white", "linewidth": line}
-        axes.broken_barh(places, (row, 0.8), color=color, label=label, **edges)
+        axes.broken_barh(intervals, (row, 0.8), color=color, label=label, **edges)
 
     updated = step.step_s - step.optimizer_s
     bars(1.1, "C0", "forward", (0.0, step.forward_end_s))
@@ -180,9 +182,9 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     bars(1.1, "0.85", "waiting", (step.backward_end_s, max(updated, step.backward_end_s)))
     bars(1.1, "C2", "optimizer", (updated, step.step_s))
     if step.buckets:
-        sizes = [each.size / MIB for each in step.buckets]
+        sizes = [bucket.size / MIB for bucket in step.buckets]
         label = f"all-reduce: {len(sizes)} buckets of {min(sizes):.1f}-{max(sizes):.1f} MiB"
-        bars(0.1, "C3", label, *((each.start_s, each.end_s) for each in step.buckets), line=0.4)
+        bars(0.1, "C3", label, *((bucket.start_s, bucket.end_s) for bucket in step.buckets), line=0.4)
     axes.set_yticks([0.5, 1.5], ["network", "cores"])
     axes.set(
         xlim=(0, MS * step.step_s),
@@ -191,7 +193,7 @@ def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
         f"{plural(setup.local_batch, 'image')} each",
     )
     axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-    return figure_svg(made)
+    return figure_svg(figure)
 
 
 def predicted(scenario: Scenario, hosts: int) -> list[str]:

@@ -51,10 +51,10 @@ from cputrain.recipe.workload import layer_sizes, workload_of
 from cputrain.studies.simulate.setup import (
     MeasuredTraining,
     Measurement,
-    find,
+    find_measured_rate,
+    outdated_measurements,
     reuse_slowness,
     set_slowness,
-    unreadable,
 )
 
 MAX_SIZE_RATIO = 10  # largest ratio of the sizes of a network and of the one whose rate predicts it
@@ -114,9 +114,9 @@ def layers_of(recipe: Recipe) -> tuple[Layer, ...]:
     """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
     sizes = layer_sizes(recipe)
     if sizes is None:
-        known = join_or(OWN_NETWORKS)
+        names = join_or(OWN_NETWORKS)
         raise InputError(
-            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {known}, or to "
+            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {names}, or to "
             "another classifier of torchvision or timm"
         )
     return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
@@ -221,19 +221,19 @@ def reference_of(
         if comparable(reference.setup.layers, layers_of(recipe)):
             return reference
     if run is None:
-        known = first_named(machines_with_rates(recipe.precision))
+        machines = first_named(machines_with_rates(recipe.precision))
         raise InputError(
             f"no training rate of {machine.name} ({machine.model}) is known in {recipe.precision}; run `cputrain bench "
             f"model precision={recipe.precision}` there, or pass its images/s with --rate"
-            + (f" (known rates: {known})" if known else "")
+            + (f" (known rates: {machines})" if machines else "")
         )
     return published_reference(run)
 
 
-def comparable(layers: tuple[Layer, ...], others: tuple[Layer, ...]) -> bool:
+def comparable(layers: tuple[Layer, ...], reference: tuple[Layer, ...]) -> bool:
     """Return whether the networks' operations per image differ by a factor of less than MAX_SIZE_RATIO."""
-    flop, other = (sum(sum(layer.flop) for layer in each) for each in (layers, others))
-    return max(flop, other) < MAX_SIZE_RATIO * min(flop, other)
+    flop, reference_flop = (sum(sum(layer.flop) for layer in network) for network in (layers, reference))
+    return max(flop, reference_flop) < MAX_SIZE_RATIO * min(flop, reference_flop)
 
 
 def reference_at(
@@ -283,13 +283,13 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
     Raises InputError if no core speed reaches it, because memory or communication alone take longer.
     """
     target = reference.setup.global_batch / reference.images_per_s
-    found = core_flops(reference.setup, target, reference.cores, reference.host_bytes_per_s, constants)
-    if found is None:
+    flops = core_flops(reference.setup, target, reference.cores, reference.host_bytes_per_s, constants)
+    if flops is None:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
             f"{plural(reference.setup.ranks, 'worker')}; check the rate"
         )
-    return found
+    return flops
 
 
 def parse_start_rate(
@@ -300,19 +300,19 @@ def parse_start_rate(
 
     Raises InputError if the text is neither, or the run does not fit the machine.
     """
-    found = RATED.fullmatch(text)
-    if found is None:
+    match = RATED.fullmatch(text)
+    if match is None:
         runs = runs_on(machine.model, recipe.precision)
         for run in runs:
             if run.name == text:
                 return published_reference(run)
         names = ", ".join(run.name for run in runs)
-        known = f"choose one of {names} (runs on {machine.name} in {recipe.precision}), or " if runs else ""
+        choices = f"choose one of {names} (runs on {machine.name} in {recipe.precision}), or " if runs else ""
         raise InputError(
-            f"--from {text} names no known run; {known}pass a rate with hosts, workers per host and local batch, as in "
-            "6303@64x2x32"
+            f"--from {text} names no known run; {choices}pass a rate with hosts, workers per host and local batch, as "
+            "in 6303@64x2x32"
         )
-    rate, (hosts, workers, batch) = float(found["rate"]), (int(found[key]) for key in ("hosts", "workers", "batch"))
+    rate, (hosts, workers, batch) = float(match["rate"]), (int(match[key]) for key in ("hosts", "workers", "batch"))
     if not (rate and hosts and workers and batch):
         raise InputError(f"--from {text}: rate, hosts, workers and local batch must be above 0")
     ran = recipe.model_copy(
@@ -433,29 +433,29 @@ def _deviations(scenario: Scenario, setups: list[Setup], rates: list[float]) -> 
     falls, rises = [0.0] * len(rates), [0.0] * len(rates)
     for changed, constants in _alternatives(scenario):
         try:
-            other = model_of(changed, constants)
+            varied = model_of(changed, constants)
         except InputError:  # with this value the reference's rate is out of reach, so it cannot be the true value
             continue
         for i, setup in enumerate(setups):
             linked = replace(setup, link=changed.link) if setup.link is not None else setup
-            change = other.images_per_s(linked) - rates[i]
+            change = varied.images_per_s(linked) - rates[i]
             (rises if change > 0 else falls)[i] += change * change
     return [(fall**0.5, rise**0.5) for fall, rise in zip(falls, rises, strict=True)]
 
 
 def _alternatives(scenario: Scenario) -> list[tuple[Scenario, Constants]]:
-    found, usual = [], constants_of(scenario.assumptions)
+    alternatives, usual = [], constants_of(scenario.assumptions)
     for assumption in scenario.assumptions:
         if assumption.name in _unused(scenario):
             continue
         for value in (assumption.low, assumption.high):
-            found.append((scenario, replace(usual, **{assumption.name: value})))
+            alternatives.append((scenario, replace(usual, **{assumption.name: value})))
     for latency in scenario.link.latency_range_s:
-        found.append((replace(scenario, link=replace(scenario.link, latency_s=latency)), usual))
+        alternatives.append((replace(scenario, link=replace(scenario.link, latency_s=latency)), usual))
     for rate in scenario.reference.bounds:
         reference = replace(scenario.reference, images_per_s=rate)
-        found.append((replace(scenario, reference=reference), usual))
-    return found
+        alternatives.append((replace(scenario, reference=reference), usual))
+    return alternatives
 
 
 def _unused(scenario: Scenario) -> set[str]:
@@ -493,9 +493,9 @@ def _evaluations_s(model: Model, setup: Setup, sizes: TrainingSizes, epochs: flo
         return 0.0
     work = work_of(setup, model.speed, model.constants)
     images = sizes.images_per_epoch * IMAGENET_VAL / IMAGENET_TRAIN
-    each = model.constants.evaluation_start_s + images / setup.ranks * sum(work.forward_s) / setup.local_batch
+    evaluation_s = model.constants.evaluation_start_s + images / setup.ranks * sum(work.forward_s) / setup.local_batch
     every = model.scenario.recipe.evaluate.every_epochs
-    return each * (1 if every is None else max(1, int(epochs // every)))
+    return evaluation_s * (1 if every is None else max(1, int(epochs // every)))
 
 
 def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int, step_s: float) -> float:
@@ -513,8 +513,8 @@ def checkpoints_saved(
     """Return the number of checkpoints that a training of `steps` steps saves: at the end of epochs (also those with an
     evaluation), at its own end, and within epochs, where minutes count from the previous checkpoint."""
     epochs = ceil(steps / steps_per_epoch)
-    every = [each for each in (section.every_epochs, evaluate_every) if each is not None]
-    saving = {epoch for each in every for epoch in range(each, epochs + 1, each)} | {epochs}
+    every = [interval for interval in (section.every_epochs, evaluate_every) if interval is not None]
+    saving = {epoch for interval in every for epoch in range(interval, epochs + 1, interval)} | {epochs}
     if section.every_steps is not None:
         by_steps = set(range(section.every_steps, steps + 1, section.every_steps))
         return len(by_steps | {min(epoch * steps_per_epoch, steps) for epoch in saving})
@@ -561,34 +561,38 @@ def best_plan(scenario: Scenario, hosts: int, most_images: int | None) -> tuple[
     train is unknown.
     """
     model = model_of(scenario)
-    own = _timed(model, scenario, scenario_setup(scenario, hosts), "the recipe")
-    others = []
+    as_is = _timed(model, scenario, scenario_setup(scenario, hosts), "the recipe")
+    profiles = []
     for name in PROFILES:
         changed = _with_plan(scenario, profile=name)
         if name not in ("auto", scenario.recipe.plan.profile) and (setup := _fitting(changed, hosts)) is not None:
-            others.append(_timed(model, changed, setup, f"profile {name}"))
-    limit = most_images or own.setup.global_batch
-    found = [
+            profiles.append(_timed(model, changed, setup, f"profile {name}"))
+    limit = most_images or as_is.setup.global_batch
+    fitting = [
         _timed(model, candidate, replace(setup, algorithm=algorithm), "best")
         for candidate, setup in _candidates(scenario, hosts, limit)
         for algorithm in ((scenario.algorithm,) if scenario.algorithm else ALGORITHMS)
     ]
-    if not found:
+    if not fitting:
         raise InputError(
             f"--batch-limit {limit:,} leaves less than one image to each worker of {plural(hosts, 'host')}; raise it"
         )
-    allowed = [each for each in (own, *others) if each.setup.global_batch <= limit]
-    return (own, *others, replace(min((*allowed, *found), key=lambda each: each.time_to_train_s), name="best"))
+    allowed = [candidate for candidate in (as_is, *profiles) if candidate.setup.global_batch <= limit]
+    return (
+        as_is,
+        *profiles,
+        replace(min((*allowed, *fitting), key=lambda candidate: candidate.time_to_train_s), name="best"),
+    )
 
 
 def _candidates(scenario: Scenario, hosts: int, limit: int) -> Iterator[tuple[Scenario, Setup]]:
     """Yield every combination of workers, comm cores and local batch that fits the host and the limit."""
     cores, packages = len(scenario.machine.allowed_cores), len(scenario.machine.packages)
     counts = sorted({count for count in (1, 2, 4, 8, 16, packages, 2 * packages, 4 * packages) if count <= cores})
-    own = scenario.recipe.batch.local
+    recipe_batch = scenario.recipe.batch.local
     for workers in counts:
-        most = limit // (hosts * workers)
-        batches = sorted({batch for batch in (*BATCHES, own, most) if 1 <= batch <= most})[-3:]
+        max_batch = limit // (hosts * workers)
+        batches = sorted({batch for batch in (*BATCHES, recipe_batch, max_batch) if 1 <= batch <= max_batch})[-3:]
         for comm_cores in range(MAX_COMM_CORES + 1):
             for batch in batches:
                 changed = _with_plan(scenario, batch, ppn=workers, comm_cores=comm_cores)
@@ -631,8 +635,8 @@ def scenario_of_plan(
     if workload is None or workload.assumed:
         return None, [f"no prediction: `cputrain simulate` does not know the layers of {recipe.model.name}"]
     records = read_records(plan.machine, env)
-    measured = find(records, recipe.precision, recipe.model.name, recipe.data.crop)
-    notes = [f"warning: {note}" for note in unreadable(records)]
+    measured = find_measured_rate(records, recipe.precision, recipe.model.name, recipe.data.crop)
+    notes = [f"warning: {note}" for note in outdated_measurements(records)]
     if measured is None and reference_run(plan.machine.model, recipe.precision) is None:
         unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
         advice = f"run `cputrain bench model precision={recipe.precision}` there"

@@ -78,23 +78,23 @@ def training_record(machine: Machine, measured: Measurement, *, command: str) ->
     return new_record(machine, TRAINING, name, asdict(measured), command=command)
 
 
-def find(records: Records, precision: str, network: str, crop: int) -> MeasuredTraining | None:
+def find_measured_rate(records: Records, precision: str, network: str, crop: int) -> MeasuredTraining | None:
     """Return the best rate to predict a training from: same precision, preferably the same network and image size."""
-    found = [(_rate_of(record), record) for record in records.of(TRAINING)]
-    fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == precision]
+    rated = [(_rate_of(record), record) for record in records.of(TRAINING)]
+    fitting = [(rate, record) for rate, record in rated if rate is not None and rate.precision == precision]
     if not fitting:
         return None
-    rate, record = max(fitting, key=lambda each: (each[0].network == network, each[0].crop == crop, each[1].date))
+    rate, record = max(fitting, key=lambda pair: (pair[0].network == network, pair[0].crop == crop, pair[1].date))
     what = f"{rate.network} at {rate.crop}"
     return MeasuredTraining(rate=rate, source=f"{what}, measured on {record.date} with {', '.join(record.versions)}")
 
 
-def unreadable(records: Records) -> list[str]:
+def outdated_measurements(records: Records) -> list[str]:
     """Return a line for each training rate that is ignored because its fields differ from this version's."""
-    others = [record for record in records.of(TRAINING) if _rate_of(record) is None]
+    outdated = [record for record in records.of(TRAINING) if _rate_of(record) is None]
     return [
         f"the measurement of `{record.command}` on {record.date} is ignored (its fields have changed); run it again"
-        for record in others
+        for record in outdated
     ]
 
 
@@ -115,18 +115,18 @@ def set_slowness(layers: tuple[Layer, ...], work: Work, measured: Sequence[Layer
     the slowness of the layer before them. Returns the layers unchanged if the measured network is a different one.
     """
     weighted = [i for i, layer in enumerate(layers) if layer.weights]
-    if [sum(layers[i].weights) for i in weighted] != [each.weights for each in measured]:
+    if [sum(layers[i].weights) for i in weighted] != [times.weights for times in measured]:
         return layers
     predicted_s = sum(work.forward_s) + sum(work.backward_s)
-    scale = predicted_s / sum(each.forward + each.backward for each in measured)
-    found = list(layers)
-    for (start, end), each in zip(pairwise([*weighted, len(layers)]), measured, strict=True):
+    scale = predicted_s / sum(times.forward + times.backward for times in measured)
+    slowed = list(layers)
+    for (start, end), times in zip(pairwise([*weighted, len(layers)]), measured, strict=True):
         slowness = (
-            scale * each.forward / sum(work.forward_s[start:end]),
-            scale * each.backward / sum(work.backward_s[start:end]),
+            scale * times.forward / sum(work.forward_s[start:end]),
+            scale * times.backward / sum(work.backward_s[start:end]),
         )
-        found[start:end] = [replace(layer, slowness=slowness) for layer in layers[start:end]]
-    return tuple(found)
+        slowed[start:end] = [replace(layer, slowness=slowness) for layer in layers[start:end]]
+    return tuple(slowed)
 
 
 def reuse_slowness(layers: tuple[Layer, ...], measured: tuple[Layer, ...]) -> tuple[Layer, ...]:

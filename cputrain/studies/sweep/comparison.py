@@ -26,13 +26,21 @@ from cputrain.report.run import default_settings, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import describe_value
-from cputrain.studies.sweep.results import ACHIEVED, BASELINE_NOTE, ENDED_BY, FOLDER, RULE, compare, comparison_rows
+from cputrain.studies.sweep.results import (
+    ACHIEVED,
+    BASELINE_NOTE,
+    ENDED_BY,
+    FOLDER,
+    RULE,
+    compare_workers,
+    comparison_rows,
+)
 from cputrain.studies.sweep.trainings import (
     STOPPED,
     RunResult,
     Variant,
-    label_of,
     result_in,
+    settings_label,
     setup_of_run,
 )
 
@@ -80,14 +88,18 @@ def compare_runs(folders: Sequence[Path], most_rows: int) -> tuple[ComparedRun, 
 
 def differing_keys(values: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Return the keys whose values differ between the recipes, in the recipes' order."""
-    every = dict.fromkeys(key for each in values for key in each)
+    every = dict.fromkeys(key for values_of_run in values for key in values_of_run)
     compared = (key for key in every if key.partition(".")[0] not in NOT_COMPARED)
-    return tuple(key for key in compared if any(each.get(key) != values[0].get(key) for each in values))
+    return tuple(
+        key for key in compared if any(values_of_run.get(key) != values[0].get(key) for values_of_run in values)
+    )
 
 
 def _with_settings(run: ComparedRun, keys: Sequence[str]) -> ComparedRun:
     settings = tuple((key, describe_value((run.values or {}).get(key))) for key in keys if run.values is not None)
-    return replace(run, result=replace(run.result, settings=settings, label=label_of(settings, without=("seed",))))
+    return replace(
+        run, result=replace(run.result, settings=settings, label=settings_label(settings, without=("seed",)))
+    )
 
 
 def _read(folder: Path, most_rows: int) -> ComparedRun:
@@ -116,9 +128,9 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
 def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Path, Path, Path]:
     """Write the page to `out`, and the tables beside it as .md and .csv; return the three paths. Raises InputError."""
     runs = compare_runs(folders, rows_per_run(len(folders)))
-    names = names_of(runs)
+    names = run_names(runs)
     table = result_table(runs, names)
-    workers = comparison_rows(compare([run.result for run in runs]))
+    workers = comparison_rows(compare_workers([run.result for run in runs]))
     html = _html(runs, names, out, title=title, table=table, workers=workers)
     study = f"\n## Workers\n\n{workers.markdown()}\n{RULE}; {BASELINE_NOTE}\n" if workers.rows else ""
     paths = out, out.with_suffix(".md"), out.with_suffix(".csv")
@@ -127,10 +139,10 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
     return paths
 
 
-def names_of(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
+def run_names(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
     """Return a unique name for each run: the settings in which it differs, if they are short and unique, or its
     folder."""
-    labels = [label_of(run.result.settings, without=()) for run in runs]
+    labels = [settings_label(run.result.settings, without=()) for run in runs]
     unique = all(labels) and len(set(labels)) == len(labels) and max(map(len, labels)) <= 60
     folders = [run.name for run in runs]
     if unique:
@@ -211,13 +223,13 @@ def _html(
 
 def _shared_settings(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
     """Return the settings that all runs share, without those at their defaults."""
-    known = [run.values for run in runs if run.values is not None]
+    values_of_runs = [run.values for run in runs if run.values is not None]
     default = default_settings()
-    first = known[0] if known else {}
+    first = values_of_runs[0] if values_of_runs else {}
     return [
         (key, describe_value(value))
         for key, value in first.items()
-        if value != default.get(key) and all(each.get(key) == value for each in known)
+        if value != default.get(key) and all(run_values.get(key) == value for run_values in values_of_runs)
     ]
 
 

@@ -43,7 +43,7 @@ TRIAL_SETTINGS = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", 
 CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
 
-def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int | None:
+def next_batch(tried: Mapping[int, bool], start: int, limit: int | None) -> int | None:
     """Return the local batch to try after the ones in `tried` (batch -> whether it trained); None ends the search.
 
     Doubles from `start` up to `most`, an upper bound (None: unbounded), then bisects between the largest batch that
@@ -53,7 +53,7 @@ def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int |
     bad = min((batch for batch, trained in tried.items() if not trained), default=None)
     if bad is None:
         larger = 2 * good or start
-        larger = larger if most is None else min(larger, most)
+        larger = larger if limit is None else min(larger, limit)
         return larger if larger > good else None
     return None if bad - good <= max(1, good // CLOSE) else (good + bad) // 2
 
@@ -83,10 +83,10 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     recipe, folder = planned.recipe, planned.recipe.folder
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
-    share = 0 if memory_bytes is None else memory_bytes // planned.ppn
+    worker_bytes = 0 if memory_bytes is None else memory_bytes // planned.ppn
     status, why = TRAINS, ""
     try:
-        call_in_ranks(planned, f"{__name__}:train_steps", {"bytes": share}, env)
+        call_in_ranks(planned, f"{__name__}:train_steps", {"bytes": worker_bytes}, env)
     except InputError as error:
         status, why = FAILED, f"{error}; logs {folder / LOGS}"
     except RunError as error:
@@ -115,12 +115,12 @@ def peak_file(folder: Path, rank: int | str) -> Path:
     return folder / f"peak-rank-{rank}.json"
 
 
-def train_steps(asked: dict[str, Any], context: RankContext) -> None:
+def train_steps(arguments: dict[str, Any], context: RankContext) -> None:
     """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
     0: no limit). The peak memory is written to a file."""
     from cputrain.training.trainer import train_rank  # imports torch, which must follow the check of the binding
 
-    recipe, limit = asked_recipe(asked), asked["bytes"]
+    recipe, limit = asked_recipe(arguments), arguments["bytes"]
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError):  # some containers' /proc is read-only
@@ -199,16 +199,16 @@ def find_batch(search: BatchSearch) -> SearchResult:
     name = smallest.recipe.name
     logger.info("%s: %s; %d steps of each local batch", name, _room(smallest, search.limit), STEPS)
     trials: list[Trial] = []
-    rejected, most = None, None
-    while batch := next_batch({one.local_batch: one.status == TRAINS for one in trials}, search.start, most):
+    rejected, limit = None, None
+    while batch := next_batch({trial.local_batch: trial.status == TRAINS for trial in trials}, search.start, limit):
         try:
             planned = search.plan(batch)
         except InputError as error:
             rejected = _rejected(batch, smallest, error)
             # the largest batch that memory allows, or the images of an epoch: the local batch of `smallest` is 1
             of_epoch = smallest.sizes.images_per_epoch // smallest.sizes.global_batch
-            most = error.largest if isinstance(error, DoesNotFitError) else of_epoch
-            if most >= batch:
+            limit = error.largest if isinstance(error, DoesNotFitError) else of_epoch
+            if limit >= batch:
                 raise  # rejected for another reason than its size
             continue
         trials.append(run_trial(planned, search.limit, search.env))
@@ -217,25 +217,25 @@ def find_batch(search: BatchSearch) -> SearchResult:
             "batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {peak / GIB:.2f} GiB" if peak else ""
         )
     size = attrgetter("local_batch")
-    best = max((one for one in trials if one.status == TRAINS), key=size, default=None)
-    next_larger = min((one for one in trials if one.status != TRAINS), key=size, default=rejected)
+    best = max((trial for trial in trials if trial.status == TRAINS), key=size, default=None)
+    next_larger = min((trial for trial in trials if trial.status != TRAINS), key=size, default=rejected)
     assert next_larger is not None, "the search ends at a batch that does not train"
-    found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=size)), best=best, next_larger=next_larger)
+    result = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=size)), best=best, next_larger=next_larger)
     title = f"# {name}: largest batch\n\n"
-    write_text(search.folder / CSV, found.table.csv())
-    write_text(search.folder / MARKDOWN, title + found.table.markdown())
-    return found
+    write_text(search.folder / CSV, result.table.csv())
+    write_text(search.folder / MARKDOWN, title + result.table.markdown())
+    return result
 
 
 def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     """Raise DoesNotFitError if the estimate of a known network exceeds a worker's share of the limit."""
     workload, peak = _known(planned), planned.plan.workers[0].memory_bytes
-    share = None if limit is None else limit // planned.ppn
-    if workload is not None and peak is not None and share is not None and peak > share:
+    worker_bytes = None if limit is None else limit // planned.ppn
+    if workload is not None and peak is not None and worker_bytes is not None and peak > worker_bytes:
         raise DoesNotFitError(
             f"{workload.name} with {plural(planned.recipe.batch.local, 'image')} per step needs {peak / GIB:.2f} GiB; "
-            f"--memory leaves {share / GIB:.2f} GiB to each of {plural(planned.ppn, 'worker')}",
-            largest=largest_batch(workload, share),
+            f"--memory leaves {worker_bytes / GIB:.2f} GiB to each of {plural(planned.ppn, 'worker')}",
+            largest=largest_batch(workload, worker_bytes),
         )
 
 
@@ -260,5 +260,5 @@ def _room(planned: PlannedTraining, limit: int | None) -> str:
     elif machine.memory_limit_bytes is not None:
         limits.append(f"{machine.memory_limit_bytes / GIB:.1f} GiB in this control group")
     workload = plan.request.workload
-    known = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
-    return f"{plural(planned.ppn, 'worker')}, {', '.join(limits)}{known}"
+    note = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
+    return f"{plural(planned.ppn, 'worker')}, {', '.join(limits)}{note}"

@@ -22,10 +22,10 @@ from cputrain.studies.sweep.trainings import (
     WORKERS,
     RunResult,
     SeedGroup,
-    clock,
+    duration_text,
     group_by_seed,
     has_diverged,
-    label_of,
+    settings_label,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ REQUESTED = (
     Column("weight decay", "setup.weight_decay", "g"),
     Column("optimizer", "setup.optimizer"),
     Column("peak rate", "setup.peak_rate", "g"),
-    Column("other settings", lambda r: label_of(r.settings, without=SHOWN_KEYS) or None),
+    Column("other settings", lambda r: settings_label(r.settings, without=SHOWN_KEYS) or None),
 )
 ACHIEVED = (
     Column("steps", "steps", ",.0f"),
@@ -65,8 +65,8 @@ ACHIEVED = (
     Column("validation loss", "val_loss", ".4g"),
     Column("images/s", "images_per_s", ",.0f"),
     Column("time to train s", "seconds", ".4g"),
-    Column("walltime requested", "requested_s", clock),
-    Column("walltime used", "wall_s", clock),
+    Column("walltime requested", "requested_s", duration_text),
+    Column("walltime used", "wall_s", duration_text),
     Column("data", lambda r: None if r.data == IMAGES else r.data),
     Column("status", "status"),
     Column(ENDED_BY, lambda r: r.ended_by or None),
@@ -91,7 +91,7 @@ Style = tuple[tuple[float, ...], str]  # color, dashes
 RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
 
 
-def table(groups: Sequence[SeedGroup]) -> str:
+def results_text(groups: Sequence[SeedGroup]) -> str:
     """Format one line per group, numbers as mean and range over the seeds, without empty columns.
 
     Settings that all groups share are printed above; the causes of unfinished trainings below.
@@ -127,11 +127,11 @@ def by_group(groups: Sequence[SeedGroup]) -> Rows:
 def csv_text(results: Sequence[RunResult]) -> str:
     """Format one row per training, with every column; durations as H:MM:SS, other numbers unrounded."""
     seed = Column("seed", lambda r: dict(r.settings).get(SEED, ""))
-    plain = (replace(column, text=clock if column.text is clock else str) for column in COLUMNS)
+    plain = (replace(column, text=duration_text if column.text is duration_text else str) for column in COLUMNS)
     return Rows((seed, *plain), results).csv()
 
 
-def spread(values: Sequence[float]) -> str:
+def spread_text(values: Sequence[float]) -> str:
     """Format the mean, and the range if there are several values: "98.41 (98.30-98.52)"."""
     if not values:
         return ""
@@ -172,20 +172,20 @@ def stable_maximum(values: Sequence[float]) -> int | None:
     DROP below it; None if there is no such value."""
     top = max(values, default=0.0)
     lowest_after = float("inf")
-    found = None
+    epoch = None
     for index in reversed(range(len(values))):
         if values[index] >= top - NEAR and lowest_after >= values[index] - DROP:
-            found = index
+            epoch = index
         lowest_after = min(lowest_after, values[index])
-    return found
+    return epoch
 
 
-def compare(results: Sequence[RunResult]) -> tuple[WorkerComparison, ...]:
+def compare_workers(results: Sequence[RunResult]) -> tuple[WorkerComparison, ...]:
     """Compare trainings that differ only in their number of workers, relative to the fewest workers."""
     trainings: dict[str, list[RunResult]] = {}
     for result in results:
         if result.setup.workers is not None:
-            trainings.setdefault(label_of(result.settings, without=(WORKERS, OVERSUBSCRIBE)), []).append(result)
+            trainings.setdefault(settings_label(result.settings, without=(WORKERS, OVERSUBSCRIBE)), []).append(result)
     return tuple(
         row
         for training, group in trainings.items()
@@ -244,7 +244,7 @@ def comparison_rows(compared: Sequence[WorkerComparison]) -> Rows:
         Column("training", "training"),
         Column("workers", "workers"),
         Column("global batch", "global_batch", ","),
-        Column("turnaround", "turnaround_s", clock),
+        Column("turnaround", "turnaround_s", duration_text),
         Column("epoch s", "epoch_s", ".4g"),
         Column("stable at epoch", "stable_epoch"),
         Column("stable after s", "stable_s", ".4g"),
@@ -269,10 +269,10 @@ def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
     panels = [draw for draw, drawn in ((_accuracies, scored), (_losses, trained)) if drawn]
     count = max(len(panels), 1)
     figure, axes = subplots(1, count, figsize=(6.5 * count + 2.5, 4.8), squeeze=False)
-    for draw, place in zip(panels, axes[0], strict=False):
-        draw(place, groups, styles)
-        place.set_xlabel("step")
-        place.grid(alpha=0.3)
+    for draw, panel in zip(panels, axes[0], strict=False):
+        draw(panel, groups, styles)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
     handles, labels = _legend(axes[0][len(panels) - 1], groups) if panels else ([], [])
     if handles:
         figure.legend(handles, labels, fontsize="small", loc="outside right upper")
@@ -282,8 +282,8 @@ def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
 
 def _titled(title: str, data: Sequence[str]) -> str:
     """Return the title, followed by the kind of data if it is not images."""
-    other = ", ".join(sorted({*data} - {IMAGES}))
-    return f"{title} ({other})" if other else title
+    kinds = ", ".join(sorted({*data} - {IMAGES}))
+    return f"{title} ({kinds})" if kinds else title
 
 
 def optimizer_of(group: SeedGroup) -> str:
@@ -298,12 +298,12 @@ def _styles(groups: Sequence[SeedGroup]) -> dict[str, Style]:
     optimizers = list(dict.fromkeys(map(optimizer_of, groups)))
     styles: dict[str, Style] = {}
     for hue, optimizer in enumerate(optimizers):
-        own = [group for group in groups if optimizer_of(group) == optimizer]
-        for number, group in enumerate(own):
+        same_optimizer = [group for group in groups if optimizer_of(group) == optimizer]
+        for number, group in enumerate(same_optimizer):
             if len(optimizers) == 1:
                 styles[group.label] = (to_rgb(f"C{number % 10}"), DASHES[number // 10 % len(DASHES)])
                 continue
-            white = PALEST * number / max(len(own) - 1, 1)
+            white = PALEST * number / max(len(same_optimizer) - 1, 1)
             shade = tuple(part + (1 - part) * white for part in to_rgb(f"C{hue % 10}"))
             styles[group.label] = (shade, DASHES[number % len(DASHES)])
     return styles
@@ -381,22 +381,22 @@ def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[W
     to the stable maximum over the number of workers."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, (left, right) = subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
+    figure, (curves, bars) = subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
     trainings = list(dict.fromkeys(row.training for row in compared))
     for number, training in enumerate(trainings):
         rows = [row for row in compared if row.training == training]
         for row in rows:
-            _accuracy_line(left, row, results, DASHES[number % len(DASHES)])
+            _accuracy_line(curves, row, results, DASHES[number % len(DASHES)])
         stable = [(row.workers, row.stable_epoch) for row in rows if row.stable_epoch is not None]
-        right.plot([w for w, _ in stable], [e for _, e in stable], marker="o", label=training or None)
-    left.set(xlabel="epoch", ylabel="validation top-1, percent", title="o: stable maximum")
+        bars.plot([w for w, _ in stable], [e for _, e in stable], marker="o", label=training or None)
+    curves.set(xlabel="epoch", ylabel="validation top-1, percent", title="o: stable maximum")
     counts = sorted({row.workers for row in compared})
-    right.set_xticks(counts, [str(count) for count in counts])
-    right.set(xlabel="workers", ylabel="epochs to the stable maximum")
-    right.set_ylim(bottom=0)
-    for axis in (left.xaxis, right.yaxis):
+    bars.set_xticks(counts, [str(count) for count in counts])
+    bars.set(xlabel="workers", ylabel="epochs to the stable maximum")
+    bars.set_ylim(bottom=0)
+    for axis in (curves.xaxis, bars.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (left, right):
+    for axes in (curves, bars):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
@@ -427,9 +427,9 @@ def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None
     write_text(folder / CSV, csv_text(results))
     write_text(folder / MARKDOWN, f"# {name}\n\n{by_group(groups).markdown()}\n![curves]({PICTURE})\n")
     write_text(folder / PICTURE, sweep_chart(name, groups))
-    compared = compare(results)
+    compared = compare_workers(results)
     if compared:
-        plain = Rows(tuple(Column(each.name, each.name, str) for each in fields(WorkerComparison)), compared)
+        plain = Rows(tuple(Column(field.name, field.name, str) for field in fields(WorkerComparison)), compared)
         data = {"recipe": name, "rule": RULE, "trainings": plain.json()}
         shown, notes = comparison_rows(compared).markdown(), f"{RULE}; {BASELINE_NOTE}"
         write_text(folder / "workers.json", json.dumps(data, indent=1))

@@ -64,7 +64,7 @@ class Variant:
     @property
     def label(self) -> str:
         """The settings without the seed, abbreviated: "sgd peak_rate 0.5"."""
-        return label_of(self.settings, without=(SEED,))
+        return settings_label(self.settings, without=(SEED,))
 
     @property
     def folder(self) -> str:
@@ -72,7 +72,7 @@ class Variant:
         return re.sub(r"[^\w.=,+-]+", "_", ",".join(self.arguments)) or "run"
 
 
-def label_of(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> str:
+def settings_label(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> str:
     """Abbreviate settings, omitting the keys in `without`."""
     return " ".join(
         value if key.endswith(".name") else f"{key.rpartition('.')[2]} {value}"
@@ -90,19 +90,21 @@ def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -
     if grids or runs:
         grid = dict(_parse_grid(text) for text in grids)
     together = [_parse_run(text) for text in (runs if grids or runs else section.runs)] or [()]
-    made = tuple(
+    trainings = tuple(
         Variant(settings=(*run, *zip(grid, values, strict=True)))
         for run in together
         for values in itertools.product(*grid.values())
     )
-    if made == (Variant(settings=()),):
+    if trainings == (Variant(settings=()),):
         raise InputError(
             "nothing to sweep over; pass --grid KEY=A,B,C or --run 'KEY=VALUE ...', or a recipe with a sweep section"
         )
-    twice = [one.folder for one in made if sum(other.folder == one.folder for other in made) > 1]
+    twice = [
+        training.folder for training in trainings if sum(another.folder == training.folder for another in trainings) > 1
+    ]
     if twice:
         raise InputError(f"the sweep contains {twice[0]} twice; remove one of them")
-    return made
+    return trainings
 
 
 def _text(value: Any) -> str:
@@ -146,8 +148,8 @@ def outcome_of(error: RunError) -> tuple[str, str]:
     lacking = next((line for line in tail if NO_MEMORY.search(line)), None)
     if lacking is not None:
         return OUT_OF_MEMORY, f"allocation failed: {lacking}"
-    if own := own_line(tail):
-        return DIVERGED if NON_FINITE.search(own) else FAILED, own
+    if line := own_line(tail):
+        return DIVERGED if NON_FINITE.search(line) else FAILED, line
     return FAILED, in_one_line(error)
 
 
@@ -164,7 +166,7 @@ class TrialRecord:
     ended_by: str = ""
 
 
-def read_record(folder: Path) -> TrialRecord:
+def read_trial_record(folder: Path) -> TrialRecord:
     """Read the record in a run's folder; returns an empty one if no start has ended yet. Raises InputError if it is
     damaged."""
     path = folder / FILE
@@ -243,10 +245,10 @@ def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
     by_label: dict[str, list[RunResult]] = {}
     for result in results:
         by_label.setdefault(result.label, []).append(result)
-    return tuple(SeedGroup(label=label, results=tuple(each)) for label, each in by_label.items())
+    return tuple(SeedGroup(label=label, results=tuple(members)) for label, members in by_label.items())
 
 
-def setup_of(
+def training_setup(
     recipe: Recipe, *, workers: int | None, local: int | None, global_: int | None, peak_rate: float | None
 ) -> TrainingSetup:
     """Combine a recipe's sizes with those that depend on a plan."""
@@ -270,7 +272,7 @@ def setup_of_run(run: Run) -> TrainingSetup:
         with suppress(InputError):  # for example a run of a version that counted images differently
             rate = derive(recipe, ppn=workers, nodes=1, images=images).peak_rate
     global_batch = run.start.get("global_batch") or None
-    return setup_of(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
+    return training_setup(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
 def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> RunResult:
@@ -279,7 +281,7 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
     def number(value: object) -> Any:
         return None if isinstance(value, str) else value
 
-    setup = setup_of(
+    setup = training_setup(
         recipe,
         workers=number(recipe.plan.ppn),
         local=recipe.batch.local if recipe.batch.global_ is None else None,
@@ -294,7 +296,7 @@ def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) ->
     events = log.events
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
-    record = read_record(folder)
+    record = read_trial_record(folder)
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
@@ -303,7 +305,7 @@ def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) ->
     evaluated = [(e, since[id(e)]) for e in epochs if e.get("val_top1") is not None]
     start = next((event for event in events if event["event"] == "start"), {})
     last: Event = epochs[-1] if epochs else {}
-    found = end or {}
+    end_event = end or {}
     return RunResult(
         label=variant.label,
         run=str(folder),
@@ -317,15 +319,15 @@ def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) ->
         eval_steps=tuple(event["step"] for event, _ in evaluated),
         elapsed_s=tuple(seconds for _, seconds in evaluated),
         losses=loss_curve([(event["step"], event["loss"]) for event in steps]),
-        top1=found["top1"] if done else None,
-        top5=found["top5"] if done else None,
+        top1=end_event["top1"] if done else None,
+        top5=end_event["top5"] if done else None,
         train_top1=last.get("train_top1"),
         train_loss=last.get("train_loss"),
         val_loss=next((e["val_loss"] for e in reversed(epochs) if e.get("val_loss") is not None), None),
         images_per_s=median(event["images_per_s"] for event in epochs) if epochs else None,
         epoch_s=median(event["seconds"] for event in epochs) if epochs else None,
-        seconds=found.get("time_to_train_s") if done else None,
-        wall_s=record.used_s if record.used_s is not None else found.get("wall_time_s"),
+        seconds=end_event.get("time_to_train_s") if done else None,
+        wall_s=record.used_s if record.used_s is not None else end_event.get("wall_time_s"),
         requested_s=record.requested_s,
         data=start.get("data", IMAGES),
     )
@@ -345,11 +347,11 @@ def diverged_from(losses: Sequence[float | None]) -> int | None:
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
     """Reduce to at most MAX_POINTS points (step, loss), each the mean of a chunk, ending where the loss diverges."""
-    known = losses[: diverged_from([loss for _, loss in losses])]
-    size = max(1, -(-len(known) // MAX_POINTS))
+    stable = losses[: diverged_from([loss for _, loss in losses])]
+    size = max(1, -(-len(stable) // MAX_POINTS))
     points = []
-    for first in range(0, len(known), size):
-        chunk = known[first : first + size]
+    for first in range(0, len(stable), size):
+        chunk = stable[first : first + size]
         finite = [loss for _, loss in chunk if loss is not None]
         if finite:
             points.append((chunk[-1][0], mean(finite)))
@@ -362,11 +364,11 @@ def has_diverged(result: RunResult) -> bool:
     return result.status == DIVERGED or cut
 
 
-def clock(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format seconds: 436 -> "0:07:16"."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}"
 
 
 class Limit:
@@ -418,25 +420,25 @@ def train_all(
     if the user stopped one, KeyboardInterrupt if a signal did.
     """
     results = []
-    for number, (variant, one) in enumerate(planned, 1):
-        if isinstance(one, InvalidTraining):
-            results.append(invalid_result(variant, one.recipe, one.status, one.why))
+    for number, (variant, training) in enumerate(planned, 1):
+        if isinstance(training, InvalidTraining):
+            results.append(invalid_result(variant, training.recipe, training.status, training.why))
             continue
-        folder = one.recipe.folder
-        known = (folder / RECIPE).is_file()
-        if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
+        folder = training.recipe.folder
+        exists = (folder / RECIPE).is_file()
+        if exists and differences(load_recipe(str(folder / RECIPE)), training.recipe):
             raise InputError(
                 f"{folder} contains a run of another recipe; choose another folder with --output, or remove this one"
             )
-        sizes, local = one.sizes, largest_local_batch(one.recipe.batch, one.ppn)
-        setup = setup_of(
-            one.recipe, workers=one.ppn, local=local, global_=sizes.global_batch, peak_rate=sizes.peak_rate
+        sizes, local = training.sizes, largest_local_batch(training.recipe.batch, training.ppn)
+        setup = training_setup(
+            training.recipe, workers=training.ppn, local=local, global_=sizes.global_batch, peak_rate=sizes.peak_rate
         )
         result = result_in(read_log(folder), variant, setup, folder)
         used_s = result.wall_s or 0.0
         if result.status != DONE and (limit_s is None or used_s < limit_s):
             logger.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
-            _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
+            _train(training, env, resume=exists, limit_s=limit_s, used_s=used_s)
             result = result_in(read_log(folder), variant, setup, folder)
         if result.status == STOPPED:
             raise RunError(f"training stopped in {folder}; repeat the command to continue")
@@ -444,27 +446,29 @@ def train_all(
     return results
 
 
-def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
+def _train(
+    training: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float
+) -> None:
     """Train, and record the time used and how it ended. Raises InputError if the folder cannot be written to."""
-    check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
+    check_folder(training.recipe, training.scale, resume=resume, overwrite=False)
     started = time.monotonic()
     failure: RunError | None = None
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:
-            status = train_here(one, env, resume=resume, overwrite=False, verify=True, quiet=False)
+            status = train_here(training, env, resume=resume, overwrite=False, verify=True, quiet=False)
         except RunError as error:
             failure, status = error, ExitStatus.FAILED
     if failure is not None:
         logger.error("cputrain: %s", failure)
         outcome, why = outcome_of(failure)
     elif status == ExitStatus.WRONG_INPUT:
-        outcome, why = INVALID, rejection(one.recipe.folder / LOGS)
+        outcome, why = INVALID, rejection(training.recipe.folder / LOGS)
     elif limit.reached:
         outcome, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
     else:
         outcome, why = "", ""
     used = used_s + time.monotonic() - started
     record = TrialRecord(requested_s=limit_s, used_s=used, status=outcome, ended_by=why)
-    write_text(one.recipe.folder / FILE, json.dumps(asdict(record)))
+    write_text(training.recipe.folder / FILE, json.dumps(asdict(record)))
     if status >= status_of_signal(0):
         raise KeyboardInterrupt  # a signal ends the sweep too
