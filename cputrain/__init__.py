@@ -54,10 +54,7 @@ def __getattr__(name: str) -> "Any":
     from here."""
     if name not in HOME and name not in PACKAGES:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
-    from importlib import import_module
-
-    module = import_module(f"cputrain.{HOME.get(name, name)}")
-    return getattr(module, name) if name in HOME else module
+    return _imported(HOME.get(name, name), name)
 
 
 def __dir__() -> list[str]:
@@ -70,11 +67,17 @@ def names_of(package: str) -> "Callable[[str], Any]":
     there, too."""
 
     def find(name: str) -> "Any":
-        home = HOME | IN_KERNELS
-        if home.get(name, "").partition(".")[0] != package.partition(".")[2]:
+        home = (HOME | IN_KERNELS).get(name, "")
+        if home.partition(".")[0] != package.partition(".")[2]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        from importlib import import_module
-
-        return getattr(import_module(f"cputrain.{home[name]}"), name)
+        return _imported(home, name)
 
     return find
+
+
+def _imported(module: str, name: str) -> "Any":
+    """Import a module of this package; return it, or the attribute of this name."""
+    from importlib import import_module
+
+    imported = import_module(f"cputrain.{module}")
+    return imported if module == name else getattr(imported, name)

@@ -7,7 +7,7 @@ import torch
 from cputrain.runs.events import read_events
 from cputrain.training.snapshot import TrainProgress
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
-from cputrain.training.watchers.divergence import DivergenceCheck
+from cputrain.training.watchers.order import DivergenceCheck
 from tests.support.checkpoints import content
 from tests.support.commands import needs_two_cores
 from tests.support.forked import in_fork
