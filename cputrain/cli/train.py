@@ -134,9 +134,10 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
         request_of(training), rank, env, share=training.plan.share, check=check, shown=not options.quiet
     )
     context.startup.phase("importing PyTorch")
-    from cputrain.training.trainer import train_rank  # torch: after the binding is read back
+    from cputrain.training.session import start_session  # torch: after the binding is read back
+    from cputrain.training.trainer import train_rank
 
-    run_rank(rank, lambda: train_rank(context, training, options), as_recipe_key)
+    run_rank(rank, lambda: train_rank(start_session(context, training, measured=True), options), as_recipe_key)
     return 0
 
 

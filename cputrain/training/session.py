@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cputrain import __version__
 from cputrain.affinity.binding import (
@@ -43,6 +43,7 @@ from cputrain.data.pixels import Decode, choose_decoder, decode_by_pillow
 from cputrain.data.settings import DataSettings
 from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
+from cputrain.models.networks import build_model
 from cputrain.recipe.derivation import TrainingSizes, derive, schedule_of
 from cputrain.recipe.request import request_of
 from cputrain.recipe.schema import Recipe
@@ -53,9 +54,10 @@ from cputrain.training.engine import (
     Engine,
     agree_on_engine,
     choose_engine,
+    to_weight_dtype,
     with_measured_engine,
 )
-from cputrain.training.task import Task, UserTask, recipe_task
+from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +193,29 @@ def start_session(
         engine=engine,
         team=team,
         memory_share=share,
+    )
+
+
+def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:
+    """Return the task of a recipe, for images or, with `features`, for rows of that many values."""
+    augment = recipe.data.augment
+    shape = (3, recipe.data.crop, recipe.data.crop) if features is None else (features,)
+
+    def losses(outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return sample_losses(recipe.loss, outputs, targets, smoothing)
+
+    def example(count: int) -> tuple[Tensor, Tensor]:
+        return to_weight_dtype(torch.zeros(count, *shape), recipe.precision), torch.zeros(count, dtype=torch.int64)
+
+    return Task(
+        build=lambda: build_model(recipe.model, classes, recipe.data.crop, features),
+        inputs=lambda batch: to_weight_dtype(normalize(batch.images), recipe.precision),
+        losses=losses,
+        example=example,
+        classifies=features is None,
+        traceable=True,
+        mix=build_mixup(augment.mixup, augment.cutmix, recipe.model.classes or classes, recipe.seed),
+        label_smoothing=recipe.label_smoothing,
     )
 
 

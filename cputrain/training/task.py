@@ -1,4 +1,4 @@
-"""What is trained: network, inputs and loss, of a recipe or of a user's code."""
+"""What is trained: network, inputs and loss; the losses of recipes, MixUp and CutMix, and a user's task."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,10 +12,8 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, UserSamples
 from cputrain.data.loader import Batch, own_batch
-from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
-from cputrain.recipe.schema import Recipe
-from cputrain.training.engine import DTYPES, to_weight_dtype
+from cputrain.training.engine import DTYPES
 from cputrain.training.state import loss_module_of
 
 Mix = Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]]
@@ -44,29 +42,6 @@ class Task:
     mix: Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
     loss_module: nn.Module | None = None
     label_smoothing: float = 0.0
-
-
-def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:
-    """Return the task of a recipe, for images or, with `features`, for rows of that many values."""
-    augment = recipe.data.augment
-    shape = (3, recipe.data.crop, recipe.data.crop) if features is None else (features,)
-
-    def losses(outputs: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        return sample_losses(recipe.loss, outputs, targets, smoothing)
-
-    def example(count: int) -> tuple[Tensor, Tensor]:
-        return to_weight_dtype(torch.zeros(count, *shape), recipe.precision), torch.zeros(count, dtype=torch.int64)
-
-    return Task(
-        build=lambda: build_model(recipe.model, classes, recipe.data.crop, features),
-        inputs=lambda batch: to_weight_dtype(normalize(batch.images), recipe.precision),
-        losses=losses,
-        example=example,
-        classifies=features is None,
-        traceable=True,
-        mix=build_mixup(augment.mixup, augment.cutmix, recipe.model.classes or classes, recipe.seed),
-        label_smoothing=recipe.label_smoothing,
-    )
 
 
 def sample_losses(loss: str, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:

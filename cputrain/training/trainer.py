@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
-from cputrain.launch.rank_process import RankContext, StartOptions
-from cputrain.recipe.schema import Recipe
+from cputrain.launch.rank_process import StartOptions
 from cputrain.runs.events import timestamps
 from cputrain.schedule import lr_at
 from cputrain.training.batches import training_batches
@@ -19,27 +18,22 @@ from cputrain.training.corrupt_images import CorruptImageCheck
 from cputrain.training.evaluation import evaluate
 from cputrain.training.run_folder import RunFolder
 from cputrain.training.saving import Saver, newest_checkpoint
-from cputrain.training.session import Session, start_session
+from cputrain.training.session import Session
 from cputrain.training.signals import Preemption, end_as_signaled, ignore_preemption
 from cputrain.training.snapshot import TrainProgress, rename_damaged
 from cputrain.training.step import Accuracy, StepSettings, TrainResult, train_step
-from cputrain.training.task import UserTask
 from cputrain.training.watchers.log import open_log
 from cputrain.training.watchers.order import make_watchers
 
 
-def train_rank(
-    context: RankContext, recipe: Recipe, options: StartOptions, user_task: UserTask | None = None
-) -> TrainResult | None:
-    """Train as one rank. Return the result, or None if the run in the recipe's folder is already finished. With
-    `user_task`, a finished run is restored instead, because the caller expects trained weights."""
-    # Engines are only measured for recipes' networks.
-    session = start_session(context, recipe, user_task=user_task, measured=user_task is None)
+def train_rank(session: Session, options: StartOptions, *, restores_finished: bool = False) -> TrainResult | None:
+    """Train as one rank. Return the result, or None if the run in the recipe's folder is already finished; with
+    `restores_finished` it is restored, for a caller who expects trained weights."""
     # After a restart, `resume` depends on the run folder, which another host's file system may show later.
     options = replace(options, resume=all_gather(options.resume)[0])
     run = RunFolder(session, options)
     with run.trackers:
-        with run.opened(ends=options.resume and user_task is None) as unfinished:
+        with run.opened(ends=options.resume and not restores_finished) as unfinished:
             if not unfinished:
                 end_group(session.group)
                 return None

@@ -41,6 +41,7 @@ from cputrain.recipe.resume import with_same_global_batch
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.runs.events import check_log_formats
 from cputrain.runs.folder import continues_run
+from cputrain.training.session import start_session
 from cputrain.training.signals import handlers_restored
 from cputrain.training.step import TrainResult
 from cputrain.training.task import Loss, UserTask
@@ -149,7 +150,8 @@ def _train_user_code(
     results: list[TrainResult] = []
 
     def work() -> None:
-        result = train_rank(context, training, options, user_task)
+        session = start_session(context, training, user_task=user_task)
+        result = train_rank(session, options, restores_finished=True)
         assert result is not None, "only a recipe's finished run returns None"
         results.append(result)
 

@@ -18,8 +18,8 @@ from cputrain.kernels.convolution import has_amx
 from cputrain.kernels.norms import batchnorms
 from cputrain.models.networks import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.recipe.request import workload_of
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.recipe.workload import workload_of
 from cputrain.training.engine import autocast, choose_engine, prepare_model
 from cputrain.training.step import topk_hits
 

@@ -15,8 +15,8 @@ from cputrain.predict.assumptions import CONSTANTS
 from cputrain.predict.collectives import bucket_bytes
 from cputrain.predict.layers import NETWORKS, read_network
 from cputrain.predict.step_time import DEFAULT_BUCKETS, Setup, assigned_buckets, bucket_limits, weight_tensors
+from cputrain.recipe.request import workload_of
 from cputrain.recipe.schema import OWN_NETWORKS, DataSection, ModelSection, Recipe
-from cputrain.recipe.workload import workload_of
 from cputrain.studies.simulate.predict import layers_of
 from cputrain.studies.simulate.setup import trace_unknown
 from tools.network_table import all_names, differences, main

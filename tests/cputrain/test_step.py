@@ -12,9 +12,10 @@ from cputrain.recipe.derivation import TrainingSizes, schedule_of
 from cputrain.recipe.schema import DataSection, EpochSettings, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.schedule import lr_at
 from cputrain.training.engine import autocast, bf16_speedups, choose_engine, prepare_model
+from cputrain.training.session import recipe_task
 from cputrain.training.state import Learner, TrainState, make_train_state
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings, train_step
-from cputrain.training.task import Task, recipe_task
+from cputrain.training.task import Task
 
 pytestmark = pytest.mark.usefixtures("group")
 EAGER = choose_engine("eager", "float32", {})

@@ -63,6 +63,7 @@ def trained(
 def main(trainings: list[dict[str, Any]]) -> None:
     if "FAULT_RANK" in os.environ:
         runpy.run_path(str(FAULTS))
+    from cputrain.training.session import start_session
     from cputrain.training.trainer import train_rank
 
     rank = rank_from_env(os.environ)
@@ -75,7 +76,7 @@ def main(trainings: list[dict[str, Any]]) -> None:
         options = StartOptions(resume="--resume" in flags)
         poison(training["poison"])
         send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
-        run_rank(rank, lambda: train_rank(context, recipe, options))  # noqa: B023  called at once
+        run_rank(rank, lambda: train_rank(start_session(context, recipe, measured=True), options))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # normally a rank ends with its group, but this one continues
         print(f"trained {recipe.name}", flush=True)
 

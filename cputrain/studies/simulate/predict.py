@@ -36,7 +36,7 @@ from cputrain.predict.layers import Layer, layer_of
 from cputrain.predict.next_best import compare_plan
 from cputrain.predict.step_time import Constants, Setup, Speed, Step, predict_step, seconds_at, work_of
 from cputrain.recipe.derivation import TrainingSizes, derive, largest_local_batch, passes_per_step
-from cputrain.recipe.request import request_of
+from cputrain.recipe.request import layer_sizes, request_of, workload_of
 from cputrain.recipe.schema import (
     OWN_NETWORKS,
     BatchSection,
@@ -47,7 +47,6 @@ from cputrain.recipe.schema import (
     PlanSection,
     Recipe,
 )
-from cputrain.recipe.workload import layer_sizes, workload_of
 from cputrain.studies.simulate.setup import (
     MeasuredTraining,
     Measurement,

@@ -118,7 +118,8 @@ def peak_file(folder: Path, rank: int | str) -> Path:
 def train_steps(arguments: dict[str, Any], context: RankContext) -> None:
     """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
     0: no limit). The peak memory is written to a file."""
-    from cputrain.training.trainer import train_rank  # imports torch, which must follow the check of the binding
+    from cputrain.training.session import start_session  # imports torch, which must follow the check of the binding
+    from cputrain.training.trainer import train_rank
 
     recipe, limit = asked_recipe(arguments), arguments["bytes"]
     if limit:
@@ -127,7 +128,7 @@ def train_steps(arguments: dict[str, Any], context: RankContext) -> None:
         # makes the kernel's OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     threading.Thread(target=_watch, args=(recipe.folder, context.rank.rank), daemon=True).start()
-    train_rank(context, recipe, StartOptions(prepared=True))
+    train_rank(start_session(context, recipe, measured=True), StartOptions(prepared=True))
     _write_peak(peak_file(recipe.folder, context.rank.rank))
 
 
