@@ -11,7 +11,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, batchnorms
 from cputrain.models.settings import RESNETS, TIMM, ModelSettings
-from cputrain.models.vision import build_of_library, import_torchvision
+from cputrain.models.vision import build_of_library, check_has_network, import_torchvision
 
 DROPOUT = 0.5
 BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
@@ -85,6 +85,13 @@ class Linear(nn.Module):
         """(N, 3, side, side) or (N, features) -> (N, classes)."""
         logits: Tensor = self.fc(images.flatten(1))
         return logits
+
+
+def check_network(name: str) -> None:
+    """Raise InputError if LIBRARY:NAME is not installed or not a network of this library, as `build_model` does."""
+    library, _, network = name.rpartition(":")
+    if library:
+        check_has_network(library, network)
 
 
 def freeze(model: nn.Module, last: str) -> None:

@@ -104,14 +104,16 @@ NETWORK_LIBRARIES = {
 
 
 def build_of_library(library_name: str, name: str, outputs: int, side: int) -> nn.Module:
-    """Build a classifier of a library for `outputs` classes and images of side x side pixels.
+    """Build a classifier of a library for `outputs` classes and images of side x side pixels. Raises InputError as
+    `check_has_network` does."""
+    check_has_network(library_name, name)
+    return NETWORK_LIBRARIES[library_name].build(name, outputs, side)
 
-    Raises InputError if the library is not installed or does not have the network.
-    """
-    chosen = NETWORK_LIBRARIES[library_name]
-    known = chosen.names()
-    if name not in known:
-        near = get_close_matches(name, [each for each in known if ("." in each) == ("." in name)], n=3, cutoff=0.4)
-        advice = f" (did you mean {', '.join(near)}?)" if near else f": choose {', '.join(known[:5])} or others"
+
+def check_has_network(library_name: str, name: str) -> None:
+    """Raise InputError if the library is not installed or does not have the network."""
+    names = NETWORK_LIBRARIES[library_name].names()
+    if name not in names:
+        near = get_close_matches(name, [each for each in names if ("." in each) == ("." in name)], n=3, cutoff=0.4)
+        advice = f" (did you mean {', '.join(near)}?)" if near else f": choose {', '.join(names[:5])} or others"
         raise InputError(f"model.name={library_name}:{name} is not a classifier of {library_name}{advice}")
-    return chosen.build(name, outputs, side)

@@ -450,12 +450,12 @@ def _write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def csv_lines(name: str, events: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the header and the rows of all steps or epochs, with empty cells for missing values."""
+    """Yield the header and the rows of all steps or epochs, with empty cells for missing values. An epoch that was
+    stopped and continued has its last row only."""
     yield ",".join(CSV_FIELDS[name])
-    for event in events:
-        if event["event"] == name:
-            values = [event.get(field) for field in CSV_FIELDS[name]]
-            yield ",".join("" if value is None else str(value) for value in values)
+    for event in {event[name]: event for event in events if event["event"] == name}.values():
+        values = [event.get(field) for field in CSV_FIELDS[name]]
+        yield ",".join("" if value is None else str(value) for value in values)
 
 
 def mlperf_lines(settings: Mapping[str, object], events: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -449,7 +449,8 @@ def _say_failure(name: str, folder: str, error: Exception) -> int:
     """Print in one line why a run was not sent, as most errors are the tracker's own; return the exit status."""
     if one_line(error) is None:
         text = PASSWORD.sub("//", str(error)).strip().partition("\n")[0]
-        error = RunError(f"log={name} of {folder} failed: {text or type(error).__name__}")
+        text = text.removesuffix(".") or type(error).__name__
+        error = RunError(f"log={name} of {folder} failed: {text}; mend this, and the same command sends the rest")
     return exit_status(error, "trackers")
 
 

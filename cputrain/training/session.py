@@ -43,7 +43,7 @@ from cputrain.data.pixels import Decode, choose_decoder, decode_by_pillow
 from cputrain.data.settings import DataSettings
 from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
-from cputrain.models.networks import build_model
+from cputrain.models.networks import build_model, check_network
 from cputrain.recipe.derivation import TrainingSizes, derive, schedule_of
 from cputrain.recipe.request import request_of
 from cputrain.recipe.schema import Recipe
@@ -143,6 +143,8 @@ def start_session(
     rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
     team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
+    if user_task is None:
+        check_network(recipe.model.name)  # before the data is read, which may take minutes
     phase("opening data")
     if user_task is None:
         dataset = open_data(recipe.data, classes=recipe.model.classes, side=recipe.largest_crop, seed=recipe.seed)

@@ -220,8 +220,9 @@ def _bind(request: Request, rank: Rank, env: MutableMapping[str, str], *, shown:
 
 @contextmanager
 def environment_restored(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Restore environment variables and streams on exit, and cancel the limit on the time until the process exits."""
-    variables = dict(env)
+    """Restore environment variables, streams and the hook for uncaught errors, which a process group replaces by one
+    that names the rank, on exit, and cancel the limit on the time until the process exits."""
+    variables, hook = dict(env), sys.excepthook
     streams = [(stream, stream.errors) for stream in (sys.stdout, sys.stderr) if isinstance(stream, TextIOWrapper)]
     for stream, _ in streams:
         stream.reconfigure(errors=CODES)  # a name that the locale cannot encode must not end the training
@@ -230,6 +231,7 @@ def environment_restored(env: MutableMapping[str, str]) -> Iterator[None]:
     finally:
         for stream, errors in streams:
             stream.reconfigure(errors=errors)
+        sys.excepthook = hook
         faulthandler.cancel_dump_traceback_later()
         env.clear()
         env.update(variables)

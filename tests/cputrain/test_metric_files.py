@@ -81,14 +81,15 @@ def test_metric_files_have_the_steps_and_epochs_of_a_resumed_run_once(tmp_path: 
     assert column(tmp_path, "steps", "loss") == ["1.0", "2.0", "3.0", "4.0", "5.3", "6.3", "7.3", "8.3"]
 
 
-def test_an_epoch_that_is_continued_after_a_stop_is_one_interval_for_mlperf(tmp_path: Path) -> None:
-    recipe = Recipe(name="demo", output=str(tmp_path), log=("mlperf",))
+def test_an_epoch_that_is_continued_after_a_stop_is_one_interval_for_mlperf_and_one_row(tmp_path: Path) -> None:
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("csv", "mlperf"))
     for steps in ((3,), (4, 8)):  # of four steps an epoch
         with open_events(recipe.folder, recipe.log, recipe.mlperf_settings) as events:
             events.write("start", **START)
             for step in steps:
                 events.write("epoch", step=step, epoch=-(-step // 4), val_top1=25.0 * step / 4, **EPOCH)
     assert mlperf_accuracies(tmp_path) == [25.0, 50.0]
+    assert column(tmp_path, "epochs", "step") == ["4", "8"]
     first = next(event for event in read_events(tmp_path) if event["event"] == "epoch")
     start = next(line for line in (tmp_path / "metrics/mlperf.log").open() if '"epoch_start"' in line)
     assert json.loads(start.removeprefix(":::MLLOG "))["time_ms"] == round(1000 * (first["time"] - first["seconds"]))

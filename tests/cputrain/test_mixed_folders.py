@@ -69,6 +69,9 @@ STRAY: dict[str, dict[str, Any]] = {
     "data/history.parquet": {"epoch": [1, 2]},
     "index.parquet": {"path": PATHS, "label": NAMES},
     "licenses.parquet": {"path": PATHS, "license": ["cc0"] * 12},
+    "captions.parquet": {"path": PATHS, "caption": [f"photo {i} of a pet" for i in range(12)]},
+    "some.parquet": {"path": PATHS[:5], "caption": ["a pet", *(f"photo {i} of a pet" for i in range(3)), "a pet"]},
+    "structs.parquet": {"image": [{"bytes": None, "path": path} for path in PATHS], "label": NAMES},
 }
 
 
@@ -144,6 +147,7 @@ TWO_TABLES = {
     "bytes": {"image": BYTES, "label": OTHER_LABELS},
     "several": {"image": BYTES, "coarse": NAMES, "fine": OTHER_LABELS},
     "part": {"path": PATHS[3:9], "label": NAMES[3:9]},
+    "structs": {"image": [{"bytes": None, "path": path} for path in PATHS], "label": OTHER_LABELS},
 }
 
 

@@ -104,7 +104,7 @@ def test_the_notebook_s_cells_run_one_after_another(tmp_path: Path) -> None:
 
 
 FAILS_FIRST = """
-import threading, torch
+import sys, threading, torch
 from torch import nn
 from cputrain import train
 
@@ -120,6 +120,7 @@ for network in (Fails(2, 1), nn.Linear(2, 1)):
     except ValueError as error:
         print(error)
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("cputrain")])
+print(sys.excepthook is sys.__excepthook__)
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 train(network, nn.MSELoss(), rows, rows, settings=settings)
 """
@@ -132,6 +133,7 @@ def test_a_training_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path) -
         done = ended(process)
     lines = done.out.splitlines()
     assert lines[0] == "not yet" and "2 steps" in lines and lines.count("[]") == 2, done.out + done.err
+    assert lines[-1] == "True", "the next error would name the rank twice"
     assert done.err.rstrip().endswith("but makes its own: call destroy_process_group() before")
 
 

@@ -121,6 +121,13 @@ def test_a_table_whose_image_files_are_all_missing_is_refused_when_it_is_opened(
     assert len(open_dataset(str(tmp_path)).train) == 10, "damaged images are counted in the training"
 
 
+def test_a_table_without_any_path_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    columns = {"file_name": pyarrow.array([None] * 12, pyarrow.string()), "label": ["cat", "dog"] * 6}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=r"train.parquet: column file_name has no path in 12 rows: write the images"):
+        open_dataset(str(tmp_path))
+
+
 def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) -> None:
     for split, first in (("train", 0), ("test", 30)):
         (tmp_path / split).mkdir()

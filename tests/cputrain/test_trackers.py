@@ -268,11 +268,12 @@ def test_errors_of_the_command_that_sends_a_run_by_hand_are_one_line(tmp_path: P
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow/__init__.py").write_text("raise ModuleNotFoundError('no module of it', name='mlflow')")
+    again = "mend this, and the same command sends the rest"
     status, line = sent_by_hand("mlflow", str(folder), PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
-    assert status == 1 and line == f"trackers: log=mlflow of {folder} failed: no module of it"
+    assert status == 1 and line == f"trackers: log=mlflow of {folder} failed: no module of it; {again}"
     status, line = sent_by_hand("mlflow", str(folder), MLFLOW_TRACKING_URI="none://me:secret@nowhere")
     assert status == 1 and line.startswith(f"trackers: log=mlflow of {folder} failed: ")
-    assert "none://nowhere" in line and "secret" not in line
+    assert "none://nowhere" in line and "secret" not in line and line.endswith(again)
 
 
 def test_what_is_no_run_or_tracker_is_refused_where_a_run_is_sent_by_hand(

@@ -318,8 +318,8 @@ def _only_reading(root: Path, readable: Mapping[DataFormat, Files]) -> Source:
 
 
 def _lists_the_folders(root: Path, files: Files) -> bool:
-    """Return whether tables only repeat class folders: their paths are the training images and perhaps the others, with
-    the folders' names as classes."""
+    """Return whether tables only repeat or describe class folders: their paths are the training images and perhaps the
+    others, with the folders' names as classes, or are of these images, with texts of which most differ (captions)."""
     from cputrain.data.formats.tables import rows_by_path
 
     if len(files) > 1:
@@ -340,7 +340,12 @@ def _lists_the_folders(root: Path, files: Files) -> bool:
         split: {(resolved(images.name(i)), source.classes[k]) for i, k in enumerate(images.labels.tolist())}
         for split, images in ((split, part.load()) for split, part in source.splits.items())
     }
-    return listed[TRAIN] <= {(resolved(path), name) for path, name in rows} <= set().union(*listed.values())
+    images = set().union(*listed.values())
+    pairs = {(resolved(path), name) for path, name in rows}
+    names = {name for _, name in pairs}
+    if {path for path, _ in pairs} <= {path for path, _ in images} and 2 * len(names) > len(pairs):
+        return len(names) > len(source.classes)  # captions; a class has several images
+    return listed[TRAIN] <= pairs <= images
 
 
 def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
-from cputrain.affinity.wording import first_named, join_or
+from cputrain.affinity.wording import first_named, join_or, plural
 from cputrain.data.formats.dataset import Images, LabeledImages, PiecewiseImages, subset_of
 from cputrain.data.formats.source import TRAIN, UNLABELED, Source, SplitRows, UnreadableError, labeled_source
 from cputrain.data.pixels import DAMAGE, open_image
@@ -258,11 +258,12 @@ def _file_named(path: str, beside: Path, root: Path) -> Path:
 
 
 def _check_a_file_exists(root: Path, tables: Sequence["_Table"], image: str) -> None:
-    """Raise InputError if these tables name image files, and none of them exists."""
-    first = None
+    """Raise InputError if these tables name image files, and none of them exists, or name none."""
+    first, rows = None, 0
     for table in tables:
         if not _is_text(table.schema.field(image).type):
             return
+        rows += len(_column(table, image))
         for path in filter(None, _column(table, image).to_pylist()):
             if URL.match(path) or path.startswith(IN_BASE64) or _file_named(path, table.path.parent, root).exists():
                 return
@@ -272,6 +273,10 @@ def _check_a_file_exists(root: Path, tables: Sequence["_Table"], image: str) -> 
         raise InputError(
             f"{table.path}: none of the image files in column {image} exists, first {root / path}: "
             "give the folder to which these paths are relative"
+        )
+    if rows:
+        raise InputError(
+            f"{tables[0].path}: column {image} has no path in {plural(rows, 'row')}: write the images' paths there"
         )
 
 
@@ -321,14 +326,29 @@ def rows_by_path(root: Path, files: Mapping[str, Sequence[Path]]) -> set[tuple[s
     rows = set()
     for table in filter(_has_images, (_open(path) for paths in files.values() for path in paths)):
         image, labels, _ = _candidates(table.schema)
-        if image is None or len(labels) != 1 or not _is_text(table.schema.field(image).type):
+        if image is None or len(labels) != 1:
+            return None
+        paths = _paths_in(_column(table, image))
+        if paths is None:
             return None
         columns = [_column(table, labels[0])]
         classes = classes_of(table.schema, labels[0], columns)
-        for path, label in zip(_column(table, image).to_pylist(), labels_of(columns, classes), strict=True):
+        for path, label in zip(paths, labels_of(columns, classes), strict=True):
             places = (place for place in (table.path.parent, root) if path and (place / path).is_file())
             rows.add((str(next(places, root) / (path or "")), classes.get(label, "")))
     return rows
+
+
+def _paths_in(column: Any) -> list[str | None] | None:
+    """Return the paths of a column of texts or of structs; None if a row has an image's bytes."""
+    from pyarrow import types
+
+    if _is_text(column.type):
+        return column.to_pylist()  # type: ignore[no-any-return]
+    if not types.is_struct(column.type) or column.type.get_field_index("path") < 0:
+        return None
+    cells = [cell or {} for cell in column.to_pylist()]
+    return None if any(cell.get("bytes") is not None for cell in cells) else [cell.get("path") for cell in cells]
 
 
 def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | None = None) -> Source:
