@@ -280,14 +280,14 @@ def find_lr_command(
             shown=output_format != "json",
         )
         context.startup.phase("importing PyTorch")
-        from cputrain.studies.rate_finder import find_rate  # torch: after the binding is read back
+        from cputrain.studies.lr_finder import find_lr  # torch: after the binding is read back
         from cputrain.training.session import start_session
 
         ends = {"low": low, "high": high}
         as_json = output_format == "json"
         run_rank(
             rank,
-            lambda: find_rate(start_session(context, training), steps, **ends, picture=picture, as_json=as_json),
+            lambda: find_lr(start_session(context, training), steps, **ends, picture=picture, as_json=as_json),
             as_recipe_key,
         )
         return 0

@@ -81,7 +81,7 @@ class BatchResults:
         return max(self.tried, key=lambda result: -1.0 if result.top1 is None else result.top1)
 
     @property
-    def rate(self) -> str:
+    def lr(self) -> str:
         """The learning rate of the best result."""
         return dict(self.best.settings)["schedule.peak_rate"]
 
@@ -129,14 +129,14 @@ def large_batch_table(results: Sequence[BatchResults]) -> Rows:
         return mean(entry.top1s) - mean(base.top1s) if entry.top1s and entry is not base else None
 
     def others(entry: BatchResults) -> str:
-        rates = ((dict(r.settings)["schedule.peak_rate"], r.top1) for r in entry.tried if r is not entry.best)
-        return ", ".join(f"{rate}: {'diverged' if top1 is None else f'{top1:.2f}'}" for rate, top1 in rates)
+        lrs = ((dict(r.settings)["schedule.peak_rate"], r.top1) for r in entry.tried if r is not entry.best)
+        return ", ".join(f"{lr}: {'diverged' if top1 is None else f'{top1:.2f}'}" for lr, top1 in lrs)
 
     columns = (
         Column("global batch", "batch", ","),
         Column("x", lambda entry: entry.batch // base.batch),
         Column("optimizer", "optimizer"),
-        Column("rate", "rate"),
+        Column("rate", "lr"),
         Column("top-1 %", lambda entry: spread_text(entry.top1s) or "diverged"),
         Column("points", points, "+.2f"),
         Column("other rates, first seed", others),

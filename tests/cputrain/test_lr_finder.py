@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.studies.rate_finder import SMOOTHING, RangeTest, range_test_svg, rate_at, suggest
+from cputrain.studies.lr_finder import SMOOTHING, RangeTest, lr_of_step, range_test_svg, suggest
 from tests.support.forked import in_fork
 from tests.support.images import write_images
 
-RATES = tuple(rate_at(step, 101, 1e-5, 10) for step in range(101))
+LRS = tuple(lr_of_step(step, 101, 1e-5, 10) for step in range(101))
 
 
 def sigmoid(x: float) -> float:
@@ -24,36 +24,36 @@ def curve(rate: float) -> float:
 
 
 def test_rates_grow_by_equal_factors() -> None:
-    assert RATES[0] == 1e-5 and RATES[-1] == pytest.approx(10)
-    assert RATES[51] / RATES[50] == pytest.approx(RATES[1] / RATES[0])
+    assert LRS[0] == 1e-5 and LRS[-1] == pytest.approx(10)
+    assert LRS[51] / LRS[50] == pytest.approx(LRS[1] / LRS[0])
 
 
 def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses_so_far() -> None:
     losses = (3.0, 1.0, 2.0)
-    smoothed = RangeTest(rates=RATES[:3], losses=losses).smoothed
+    smoothed = RangeTest(lrs=LRS[:3], losses=losses).smoothed
     weights = [SMOOTHING**2, SMOOTHING, 1.0]
     assert smoothed[0] == pytest.approx(3.0)
     assert smoothed[2] == pytest.approx(sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights))
-    assert RangeTest(rates=RATES[:5], losses=(2.0,) * 5).smoothed == pytest.approx((2.0,) * 5)
+    assert RangeTest(lrs=LRS[:5], losses=(2.0,) * 5).smoothed == pytest.approx((2.0,) * 5)
 
 
 def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
-    test = RangeTest(rates=RATES, losses=tuple(map(curve, RATES)))
+    test = RangeTest(lrs=LRS, losses=tuple(map(curve, LRS)))
     found = suggest(test)
-    assert found.rate is not None and 0.01 <= found.rate <= 0.05, "the average lags by some steps"
+    assert found.lr is not None and 0.01 <= found.lr <= 0.05, "the average lags by some steps"
     assert "falls fastest here; its minimum is at" in found.why
     assert "suggested: " in (svg := range_test_svg("t", test, found)) and svg.startswith("<svg")
 
 
 def test_a_loss_that_only_grows_or_hardly_falls_gives_no_rate() -> None:
-    growing = RangeTest(rates=RATES, losses=tuple(1 + 10 * rate for rate in RATES))
-    assert suggest(growing).rate is None and "start with a lower rate" in suggest(growing).why and growing.diverged
-    flat = RangeTest(rates=RATES, losses=tuple(2 - 1e-4 * step for step in range(101)))
-    assert suggest(flat).rate is None and "raise --to" in suggest(flat).why
-    broken = RangeTest(rates=RATES[:41], losses=(*map(curve, RATES[:40]), math.nan))
-    assert broken.diverged and suggest(broken).rate is None
-    broken = RangeTest(rates=RATES[:61], losses=(*map(curve, RATES[:60]), math.nan))
-    assert broken.diverged and suggest(broken).rate is not None
+    growing = RangeTest(lrs=LRS, losses=tuple(1 + 10 * lr for lr in LRS))
+    assert suggest(growing).lr is None and "start with a lower rate" in suggest(growing).why and growing.diverged
+    flat = RangeTest(lrs=LRS, losses=tuple(2 - 1e-4 * step for step in range(101)))
+    assert suggest(flat).lr is None and "raise --to" in suggest(flat).why
+    broken = RangeTest(lrs=LRS[:41], losses=(*map(curve, LRS[:40]), math.nan))
+    assert broken.diverged and suggest(broken).lr is None
+    broken = RangeTest(lrs=LRS[:61], losses=(*map(curve, LRS[:60]), math.nan))
+    assert broken.diverged and suggest(broken).lr is not None
 
 
 def test_bad_ranges_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ MIN_FALL = 0.02  # of the first smoothed loss; a smaller fall is noise
 class RangeTest:
     """Learning rates of a test and the loss of each step; the last loss may be NaN or infinite, which ends the test."""
 
-    rates: tuple[float, ...]
+    lrs: tuple[float, ...]
     losses: tuple[float, ...]
 
     @property
@@ -53,11 +53,11 @@ class RangeTest:
 class Suggestion:
     """A learning rate, or None if the test shows none, and the reason."""
 
-    rate: float | None
+    lr: float | None
     why: str
 
 
-def rate_at(step: int, steps: int, low: float, high: float) -> float:
+def lr_of_step(step: int, steps: int, low: float, high: float) -> float:
     """Return the learning rate of a step, counted from 0: from `low` to `high` in equal factors."""
     return float(low * (high / low) ** (step / (steps - 1)))
 
@@ -70,16 +70,16 @@ def suggest(test: RangeTest) -> Suggestion:
         why = "the loss does not fall: start with a lower rate (--from), or run more steps (--steps)"
         if not test.diverged and lowest >= 2:
             why = "the loss hardly falls up to the highest rate: raise --to, or run more steps (--steps)"
-        return Suggestion(rate=None, why=why)
-    logs = [math.log(rate) for rate in test.rates[: lowest + 1]]
+        return Suggestion(lr=None, why=why)
+    logs = [math.log(lr) for lr in test.lrs[: lowest + 1]]
     slopes = [
         (smoothed[step + 1] - smoothed[step - 1]) / (logs[step + 1] - logs[step - 1]) for step in range(1, lowest)
     ]
     steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
     end = "diverges after that" if test.diverged else "does not diverge up to the highest learning rate"
     return Suggestion(
-        rate=test.rates[steepest],
-        why=f"the loss falls fastest here; its minimum is at {test.rates[lowest]:.3g}, and it {end}",
+        lr=test.lrs[steepest],
+        why=f"the loss falls fastest here; its minimum is at {test.lrs[lowest]:.3g}, and it {end}",
     )
 
 
@@ -87,12 +87,12 @@ def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
     """Plot as SVG the loss of each step and its moving average over the learning rate, and the suggested rate."""
 
     def draw(axes: "Axes") -> None:
-        points = [(rate, loss) for rate, loss in zip(test.rates, test.losses, strict=True) if math.isfinite(loss)]
-        smoothed = [(rate, loss) for rate, loss in zip(test.rates, test.smoothed, strict=True) if math.isfinite(loss)]
+        points = [(lr, loss) for lr, loss in zip(test.lrs, test.losses, strict=True) if math.isfinite(loss)]
+        smoothed = [(lr, loss) for lr, loss in zip(test.lrs, test.smoothed, strict=True) if math.isfinite(loss)]
         axes.plot(*zip(*points, strict=True), ".", color="0.7", label="loss of a step")
         axes.plot(*zip(*smoothed, strict=True), color="C0", label="moving average")
-        if suggestion.rate is not None:
-            axes.axvline(suggestion.rate, color="C3", linestyle="--", label=f"suggested: {suggestion.rate:.3g}")
+        if suggestion.lr is not None:
+            axes.axvline(suggestion.lr, color="C3", linestyle="--", label=f"suggested: {suggestion.lr:.3g}")
         axes.set_xscale("log")
         later = [loss for _, loss in smoothed[: max(2, len(smoothed) // 2)]]
         axes.set_ylim(top=max(1.3 * smoothed[0][1], 1.05 * max(later)))
@@ -109,14 +109,14 @@ def range_test(session: Session, *, steps: int, low: float, high: float) -> Rang
     startup.done()
     gc.freeze()
     batches, sizes = endless_batches(session), session.sizes
-    rates: list[float] = []
+    lrs: list[float] = []
     losses: list[float] = []
     for step in range(steps):
         images = sizes.images_until(step + 1) - sizes.images_until(step)
         settings = StepSettings(
             images=images,
             passes=sizes.accumulation_steps,
-            lr=rate_at(step, steps, low, high),
+            lr=lr_of_step(step, steps, low, high),
             weight_decay=recipe.at_epoch(0).weight_decay,
             clip_norm=recipe.optim.clip_norm,
             skips_non_finite=recipe.on_nan == "skip",
@@ -125,15 +125,15 @@ def range_test(session: Session, *, steps: int, low: float, high: float) -> Rang
         result = train_step(state, batches, settings, session.task)
         fraction = session.local_batches[rank.rank] / sum(session.local_batches)
         (loss,) = all_reduce_sum(result.loss * fraction)
-        rates.append(settings.lr)
+        lrs.append(settings.lr)
         losses.append(loss if result.finite else math.nan)
-        if RangeTest(rates=tuple(rates), losses=tuple(losses)).diverged:
+        if RangeTest(lrs=tuple(lrs), losses=tuple(losses)).diverged:
             break
     end_group(session.group)
-    return RangeTest(rates=tuple(rates), losses=tuple(losses))
+    return RangeTest(lrs=tuple(lrs), losses=tuple(losses))
 
 
-def find_rate(session: Session, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool) -> None:
+def find_lr(session: Session, steps: int, *, low: float, high: float, picture: Path | None, as_json: bool) -> None:
     """Run a range test as one rank; rank 0 prints the suggestion, and writes the picture if one is named."""
     recipe, batch = session.recipe, session.sizes.global_batch
     test = range_test(session, steps=steps, low=low, high=high)
@@ -145,13 +145,13 @@ def find_rate(session: Session, steps: int, *, low: float, high: float, picture:
         write_text(picture, range_test_svg(title, test, suggestion))
     if as_json:
         losses, smoothed = ([x if math.isfinite(x) else None for x in curve] for curve in (test.losses, test.smoothed))
-        points = zip(test.rates, losses, smoothed, strict=True)
-        values = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch, "rate": suggestion.rate}
-        rows = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
+        points = zip(test.lrs, losses, smoothed, strict=True)
+        values = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch, "rate": suggestion.lr}
+        rows = [{"rate": lr, "loss": loss, "smoothed": mean} for lr, loss, mean in points]
         print(json.dumps({**values, "why": suggestion.why, "steps": rows}, indent=1), flush=True)
         return
-    suggested = "no learning rate" if suggestion.rate is None else f"schedule.peak_rate={suggestion.rate:.3g}"
+    suggested = "no learning rate" if suggestion.lr is None else f"schedule.peak_rate={suggestion.lr:.3g}"
     print(f"{suggested}: {suggestion.why}", flush=True)
-    print(f"{plural(len(test.rates), 'step')} with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
+    print(f"{plural(len(test.lrs), 'step')} with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
     if picture is not None:
         print(picture, flush=True)
