@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity import bind
-from cputrain.affinity.bound_plan import (
-    NOT_SHARED,
-    binding_report,
-    plan_beside,
-    read_host_plan,
-    running_processes,
-)
+from cputrain.affinity.bound_plan import NOT_SHARED, binding_report, plan_beside, read_host_plan, running_processes
 from cputrain.affinity.errors import InputError, RequestError, as_option
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.host_names import (
-    host_key,
-    is_address,
-    is_loopback,
-    is_this_host,
-    network_name,
-    repeated_host,
-)
+from cputrain.affinity.host_names import host_key, is_address, is_loopback, is_this_host, network_name, repeated_host
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Chosen, Compare, Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, plan_json, plan_to_dict, plan_to_json

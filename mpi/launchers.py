@@ -12,17 +12,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.host_names import LOCALHOST, network_name, share_first_label
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.plan_file import request_to_json
-from cputrain.affinity.rank import (
-    ENV,
-    HYDRA,
-    LOOPBACK,
-    MASTER_PORT,
-    SLURM,
-    LauncherVariables,
-    Pods,
-    Rank,
-    rendezvous,
-)
+from cputrain.affinity.rank import ENV, HYDRA, LOOPBACK, MASTER_PORT, SLURM, LauncherVariables, Pods, Rank, rendezvous
 from cputrain.affinity.rank import OPEN_MPI as OPEN_MPI_VARIABLES
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.topology.machine import format_list, format_mask

@@ -27,15 +27,7 @@ from cputrain.affinity.planner.openmp import (
     runtime_reasons,
     worker_environment,
 )
-from cputrain.affinity.planner.request import (
-    SET,
-    Measured,
-    Reason,
-    Request,
-    Unused,
-    check_request,
-    with_defaults,
-)
+from cputrain.affinity.planner.request import SET, Measured, Reason, Request, Unused, check_request, with_defaults
 from cputrain.affinity.planner.rules import (
     CoreRoles,
     WorkerSizes,

@@ -360,9 +360,7 @@ def _work(
     if (array or stage) and (prepare or cmd):
         raise InputError(f"--{'array' if array else 'stage'} is for a recipe's job: remove it")
     if prepare:
-        from cputrain.cli.data import (
-            prepare_command as prepare_command,  # image libraries, only needed here
-        )
+        from cputrain.cli.data import prepare_command as prepare_command  # image libraries, only needed here
 
         work = preparation_work(options, (*prepare, *words, *cmd))
         prepare_command.make_context("cputrain job --prepare", [*prepare, *words, *cmd])  # raises for wrong arguments

@@ -15,12 +15,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, Request
 from cputrain.affinity.rank import ENV, PBS, PREFIXES, SLURM
 from cputrain.affinity.topology.catalog import find_machine
-from cputrain.launch.options import (
-    THIS_MACHINE,
-    PlanningOptions,
-    plan_host,
-    request_of_options,
-)
+from cputrain.launch.options import THIS_MACHINE, PlanningOptions, plan_host, request_of_options
 from cputrain.mpi.supervise.signals import SAVE_S
 
 # These lines cannot be quoted for a shell, so the permitted characters are listed explicitly.

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import RunError
 from cputrain.kernels.batchnorm import FusedBatchNorm2d, residual_alias
-from cputrain.kernels.evidence import (
-    Native,
-    calls_are_plain,
-    is_silent,
-    methods_are_plain,
-    runs_eagerly,
-)
+from cputrain.kernels.evidence import Native, calls_are_plain, is_silent, methods_are_plain, runs_eagerly
 from cputrain.kernels.norms import activate
 from cputrain.kernels.tracing import Read, Reference
 

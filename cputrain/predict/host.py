@@ -14,14 +14,7 @@ from cputrain.affinity.topology.catalog import named_machine, processor_facts
 from cputrain.affinity.topology.machine import Core
 from cputrain.mpi.fabric import FABRICS
 from cputrain.predict.layers import layers_of_workload, read_network
-from cputrain.predict.step_time import (
-    Constants,
-    Setup,
-    Speed,
-    passes_over_weights,
-    seconds_at,
-    solve_core_flops,
-)
+from cputrain.predict.step_time import Constants, Setup, Speed, passes_over_weights, seconds_at, solve_core_flops
 
 if TYPE_CHECKING:
     from cputrain.predict.assumptions import PublishedRun

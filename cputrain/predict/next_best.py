@@ -12,14 +12,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.domains import usable_cores
 from cputrain.affinity.planner.layouts import MAX_CORES_PER_WORKER, SMALL_HOST_CORES, uniform_groups
 from cputrain.affinity.planner.plan import NOTHING_CHOSEN, Chosen, NextBest, Plan, plan_machine
-from cputrain.affinity.planner.request import (
-    COMM_CORES,
-    LOADER_CORES,
-    WORKERS_PER_HOST,
-    Reason,
-    Request,
-    with_defaults,
-)
+from cputrain.affinity.planner.request import COMM_CORES, LOADER_CORES, WORKERS_PER_HOST, Reason, Request, with_defaults
 from cputrain.affinity.planner.rules import MAX_COMM_CORES
 from cputrain.affinity.wording import plural
 from cputrain.predict.host import HostModel, host_model, slowest_part

@@ -24,21 +24,9 @@ from cputrain.checkpoint.writer import CheckpointWriter, wait_until_visible
 from cputrain.comm.group import all_gather, run_on_main_rank
 from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import CHECKPOINTS
-from cputrain.manifest import (
-    Manifest,
-    NetworkRecord,
-    OptimizerRecord,
-    TrainingRecord,
-    first_error,
-)
+from cputrain.manifest import Manifest, NetworkRecord, OptimizerRecord, TrainingRecord, first_error
 from cputrain.training.session import Session
-from cputrain.training.snapshot import (
-    Loaded,
-    TrainProgress,
-    load_newest,
-    optimizer_record,
-    take_snapshot,
-)
+from cputrain.training.snapshot import Loaded, TrainProgress, load_newest, optimizer_record, take_snapshot
 from cputrain.training.state import TrainState
 from cputrain.training.watchers.log import TrainingLog
 

@@ -29,12 +29,7 @@ from cputrain.affinity.topology.machine import format_list, name_cpus
 from cputrain.affinity.wording import plural
 from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
-from cputrain.data.formats.dataset import (
-    Dataset,
-    Points,
-    UserSamples,
-    check_labels,
-)
+from cputrain.data.formats.dataset import Dataset, Points, UserSamples, check_labels
 from cputrain.data.formats.shards import crc32c, images_per_block, split_checksum
 from cputrain.data.formats.source import SPLITS
 from cputrain.data.from_settings import open_data
@@ -50,13 +45,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
 from cputrain.schedule import Schedule
 from cputrain.training.corrupt_images import check_sample
-from cputrain.training.engine import (
-    Engine,
-    agree_on_engine,
-    choose_engine,
-    to_weight_dtype,
-    with_measured_engine,
-)
+from cputrain.training.engine import Engine, agree_on_engine, choose_engine, to_weight_dtype, with_measured_engine
 from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
 
 logger = logging.getLogger(__name__)

@@ -28,15 +28,7 @@ from cputrain.checkpoint.state import (
 )
 from cputrain.comm.group import all_gather
 from cputrain.comm.hooks import Bf16AllReduceHook
-from cputrain.manifest import (
-    EMA,
-    LOSS,
-    Manifest,
-    OptimizerRecord,
-    TrainingRecord,
-    read_file,
-    read_manifest,
-)
+from cputrain.manifest import EMA, LOSS, Manifest, OptimizerRecord, TrainingRecord, read_file, read_manifest
 from cputrain.training.state import Learner, TrainState, mean_statistics
 from cputrain.training.step import EpochMetrics
 

@@ -14,12 +14,7 @@ from cputrain.data.loader import Batch
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.optim import layer_ratios, set_lr_and_decay
 from cputrain.training.engine import autocast
-from cputrain.training.state import (
-    TrainState,
-    copies_of_buffers,
-    restore_buffers,
-    share_buffers,
-)
+from cputrain.training.state import TrainState, copies_of_buffers, restore_buffers, share_buffers
 from cputrain.training.task import Task
 
 

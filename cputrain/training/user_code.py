@@ -17,13 +17,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from cputrain.affinity.binding import bind_process
-from cputrain.affinity.bound_plan import (
-    PLAN_VARIABLE,
-    WORKER_VARIABLE,
-    bound_worker,
-    plan_for_rank,
-    plan_in_memory,
-)
+from cputrain.affinity.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, bound_worker, plan_for_rank, plan_in_memory
 from cputrain.affinity.errors import InputError, SettingsError, as_argument
 from cputrain.affinity.planner.request import Request
 from cputrain.affinity.rank import Rank, rank_from_env

@@ -18,12 +18,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.rank import Rank, rank_from_env
 from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
 from cputrain.mpi.supervise.ranks import RankSupervisor
-from cputrain.mpi.supervise.signals import (
-    FAILURE_GRACE_S,
-    SAVE_S,
-    InterruptedBySignalError,
-    StopSignals,
-)
+from cputrain.mpi.supervise.signals import FAILURE_GRACE_S, SAVE_S, InterruptedBySignalError, StopSignals
 from cputrain.mpi.supervise.wire import (
     HEARTBEAT_TIMEOUT_S,
     TOKEN_VARIABLE,

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.host_names import (
-    find_host,
-    host_key,
-    host_labels,
-    is_loopback,
-    network_name,
-    repeated_host,
-)
+from cputrain.affinity.host_names import find_host, host_key, host_labels, is_loopback, network_name, repeated_host
 from cputrain.affinity.planner.plan_file import plan_of_host
 from tests.support.commands import HANGS_S, need
 

@@ -15,13 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.bound_plan import (
-    Neighbor,
-    contention_warnings,
-    find_neighbors,
-    planned_worker_of,
-    variables_of,
-)
+from cputrain.affinity.bound_plan import Neighbor, contention_warnings, find_neighbors, planned_worker_of, variables_of
 from cputrain.affinity.errors import as_option, as_recipe_key, render_message
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import plan_machine

@@ -13,13 +13,7 @@ from cputrain.affinity.binding import threads_of
 from cputrain.training.core_usage import CoreUsage, pus_left
 from cputrain.training.step import EpochMetrics, StepResult, StepSettings
 from cputrain.training.watchers import stragglers
-from cputrain.training.watchers.stragglers import (
-    EVERY_STEPS,
-    StepStats,
-    StragglerWatch,
-    find_stragglers,
-    to_report,
-)
+from cputrain.training.watchers.stragglers import EVERY_STEPS, StepStats, StragglerWatch, find_stragglers, to_report
 from tests.support.commands import needs_two_cores
 
 TYPICAL = StepStats(

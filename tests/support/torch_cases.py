@@ -24,10 +24,7 @@ os.environ.update(rendezvous(rank, "127.0.0.1", int(os.environ["MASTER_PORT"])))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.nn.functional  # noqa: E402
-from torch.testing._internal.common_distributed import (  # noqa: E402
-    TEST_SKIPS,
-    DistTestCases,
-)
+from torch.testing._internal.common_distributed import TEST_SKIPS, DistTestCases  # noqa: E402
 
 if os.environ["BACKEND"] == "ccl":
     import cputrain.comm.ccl  # noqa: F401

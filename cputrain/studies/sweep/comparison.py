@@ -35,14 +35,7 @@ from cputrain.studies.sweep.results import (
     compare_workers,
     comparison_rows,
 )
-from cputrain.studies.sweep.trainings import (
-    STOPPED,
-    RunResult,
-    Variant,
-    result_in,
-    settings_label,
-    setup_of_run,
-)
+from cputrain.studies.sweep.trainings import STOPPED, RunResult, Variant, result_in, settings_label, setup_of_run
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
 SHARES = ("compute %", "communication wait %", "data wait %")
