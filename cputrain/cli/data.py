@@ -44,7 +44,7 @@ LABELS = click.option(
     "--label-column", metavar="NAME", help="read the labels from this column of Parquet or Arrow files"
 )
 
-QUALITY = 90
+QUALITY = 90  # of JPEGs, 1 to 95
 
 Splits = dict[str, dict[str, Any]]  # of the manifest, by name
 

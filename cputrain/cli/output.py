@@ -20,7 +20,7 @@ from cputrain.affinity.terminal import accept_any_text, discard_output, locale_e
 
 NAMES = ("stdin", "stdout", "stderr")
 F = TypeVar("F", bound=Callable[..., Any])
-WIDTH, HEIGHT = 64, 10
+WIDTH, HEIGHT = 64, 10  # of a curve, in characters
 LEVELS = " ▁▂▃▄▅▆▇█"
 CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 

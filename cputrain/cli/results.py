@@ -25,8 +25,8 @@ from cputrain.training.local import plan_inference
 if TYPE_CHECKING:
     from cputrain.inference import Prediction
 
-BATCH = 32
-MAX_NAME_LENGTH = 60
+BATCH = 32  # images in a forward pass
+MAX_NAME_LENGTH = 60  # characters of an image's name in the aligned column
 FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
 
 

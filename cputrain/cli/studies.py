@@ -82,8 +82,8 @@ WHAT_IF = {
     "workers": "plan.ppn",
     "comm_cores": "plan.comm_cores",
 }
-FEW = 2
-MAX_ROWS = 1000
+MIN_NUMBERS = 2  # before ",...,", which tell how to go on
+MAX_ROWS = 1000  # numbers of hosts
 
 
 @click.command("sweep")
@@ -498,7 +498,7 @@ def numbers_of_hosts(text: str) -> tuple[int, ...]:
     first, _, last = text.partition(",...,")
     numbers = [int(number) for number in first.split(",")]
     if last:
-        if len(numbers) < FEW or numbers[-1] <= numbers[-2] or int(last) <= numbers[-1] or numbers[-2] < 1:
+        if len(numbers) < MIN_NUMBERS or numbers[-1] <= numbers[-2] or int(last) <= numbers[-1] or numbers[-2] < 1:
             raise wrong
         if int(last) <= MAX_HOSTS:  # else rejected below
             numbers = _continued(numbers, int(last))

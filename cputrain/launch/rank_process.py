@@ -27,10 +27,10 @@ from cputrain.mpi.supervise.run import run_local
 from cputrain.mpi.supervise.signals import end_by
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
-WORTH_TELLING_S = 0.1
+WORTH_TELLING_S = 0.1  # of a phase of the start
 SPEC = "spec.json"
 OWN = "cputrain: "  # how messages of a rank about its failure begin
-SIGNALED = 128
+SIGNALED = 128  # exit status of a shell's child that a signal ended, plus the signal
 
 
 def bind_rank(

@@ -59,7 +59,7 @@ Shapes = dict[str, tuple[int, ...]]
 HALF_NORMALIZED = ("googlenet-", "inception_v3_google-")
 HALF = (0.5, 0.5, 0.5)
 HASH = re.compile(r"-([0-9a-f]{8,})\.")  # first digits of the SHA-256 in a file's name
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # read at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

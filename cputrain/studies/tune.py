@@ -59,14 +59,14 @@ NORMAL = 1.4826  # a normal distribution's standard deviation relative to its me
 # In standard errors of a difference: ELIMINATE_SIGMAS makes a candidate significantly slower, even as one of a few
 # dozen; INTERVAL_SIGMAS is half of an interval that contains the true ratio nine times in ten, even after a few rounds.
 ELIMINATE_SIGMAS, INTERVAL_SIGMAS = 3.0, 2.3
-MAX_ROUNDS = 64
+MAX_ROUNDS = 64  # trials of a candidate
 # Times the robust noise that a disturbed cost exceeds its candidate's median, relative to the others of its round.
 DISTURBED = 5.0
 
 Cost = Callable[[int], float | None]
 """Measures a candidate by its index: seconds per image, None if it fails."""
 
-SHOWN = 20
+SHOWN = 20  # plans in the table; the others are counted
 logger = logging.getLogger(__name__)
 WARM_UP = 2  # steps before timing: they allocate memory and generate oneDNN's code
 

@@ -63,12 +63,12 @@ PASSES = 4  # over the arrays, per measurement
 TEST_BYTES = 8 << 20
 OPTIMIZERS: tuple[OptimizerName, ...] = ("momentum", "lars", "adam")
 NETWORK, TEST_NETWORK = "resnet50", "lenet"
-BYTES = 4
+FLOAT_BYTES = 4
 WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
 # These give a photo about as many bytes as ImageNet's: 110 kB, and 28 kB once prepared.
 FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
-COUNT, TEST_COUNT, MAX_PHOTOS = 48, 4, 200
-SIDE = 224
+COUNT, TEST_COUNT, MAX_PHOTOS = 48, 4, 200  # generated ones, and of a folder
+SIDE = 224  # pixels, of crops
 RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
 SHORT_SIDE, QUALITY = 256, 90  # of prepared images
 TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
@@ -79,9 +79,8 @@ SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
 TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
 LARGE = 16 << 20  # bytes from which on latency is negligible; gradient buckets are about this large
 RANKS = 2
-TIMEOUT_S = 300.0
-FLOAT = 4
-US = 1e6
+TIMEOUT_S = 300.0  # of a collective
+US = 1e6  # microseconds in a second
 COMMAND = "cputrain bench comm"
 
 Times = dict[int, dict[str, list[float]]]
@@ -161,7 +160,7 @@ def _place(name: str, cores: Sequence[Core], node: int | None) -> Place:
 
 
 def thread_counts(maximum: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`."""
+    """Return 1, 2, 4, ... and `maximum`."""
     return sorted({1 << k for k in range(maximum.bit_length()) if 1 << k < maximum} | {maximum})
 
 
@@ -230,7 +229,7 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
     model = build_model(ModelSettings(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for parameter in model.parameters():
         parameter.grad = 1e-3 * torch.randn_like(parameter)
-    size = BYTES * sum(parameter.numel() for parameter in model.parameters())
+    size = FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters())
     before, figures = torch.get_num_threads(), []
     for threads in sorted({1, len(machine.allowed_cores)}):
         torch.set_num_threads(threads)
@@ -243,7 +242,7 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
 def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
     runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
     array = TEST_BYTES if quick else MIN_BYTES
-    a, b, c = (torch.full((array // BYTES,), value) for value in (1.0, 2.0, 3.0))
+    a, b, c = (torch.full((array // FLOAT_BYTES,), value) for value in (1.0, 2.0, 3.0))
     runs["triad"] = lambda: seconds_of(lambda: torch.add(b, c, alpha=3.0, out=a))
     times = interleaved(runs, repeats)
     limit = STREAMS["triad"] * array / spread_of(times["triad"])[0] / GB
@@ -481,7 +480,7 @@ def time_all_reduces(arguments: dict[str, Any], context: RankContext) -> Times:
     group = start_group(context.rank, context.worker, arguments["backend"], TIMEOUT_S, context.env)
     times: Times = {}
     for size in arguments["sizes"]:
-        values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
+        values, copied = torch.zeros(size // FLOAT_BYTES), torch.ones(size // FLOAT_BYTES)
         acts = {"all-reduce": partial(dist.all_reduce, values), "copy": partial(copied.copy_, values)}
         times[size] = {name: timed_rounds(act, arguments["rounds"] + 1)[1:] for name, act in acts.items()}
     end_group(group)

@@ -24,7 +24,7 @@ PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer
 """Parts of a step, in order; "other" is the time between them."""
 
 GIGA = 1e9
-SHOWN_LAYERS = 12
+SHOWN_LAYERS = 12  # slowest ones in the text; JSON has all
 FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
 MATRIX = "matrix product"
 
@@ -32,7 +32,7 @@ Ranks = Sequence[dict[str, Any]]
 """Results of each rank: see recorder.measure."""
 
 TRACKS = ("step", "layers", "all-reduce")
-MICRO = 1e6
+MICRO = 1e6  # microseconds in a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,12 +36,12 @@ from cputrain.training.step import StepResult, StepSettings, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX_SIDE, TEST_MATRIX_SIDE = 2048, 256
-MAX_IMAGES = 16
+MAX_IMAGES = 16  # of a convolution that is timed as the limit
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 Span = tuple[str, float, float]
 """Name, start and end, in seconds of the host's monotonic clock."""
 
-LIMIT_ROUNDS = 5
+LIMIT_ROUNDS = 5  # of each kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[fl
 
 
 def measure(arguments: dict[str, Any], context: RankContext) -> dict[str, Any]:
-    """Train a few steps as one rank, and measure what asked["spec"] requests."""
+    """Train a few steps as one rank, and measure what arguments["spec"] requests."""
     recipe, spec = asked_recipe(arguments), Spec(**arguments["spec"])
 
     session = start_session(context, recipe, measured=True)

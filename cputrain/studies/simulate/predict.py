@@ -60,7 +60,7 @@ MAX_SIZE_RATIO = 10  # largest ratio of the sizes of a network and of the one wh
 NO_LINK = link_of("opa")  # placeholder for a single host, which uses no link
 RATE_RANGE = 0.03  # assumed error of a published rate: rounded times, evaluations included
 RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
-IMAGENET_TRAIN, IMAGENET_VAL, POINTS = 1_281_167, 50_000, 100
+IMAGENET_TRAIN, IMAGENET_VAL, POINTS = 1_281_167, 50_000, 100  # samples of an epoch
 SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 

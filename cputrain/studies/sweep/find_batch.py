@@ -26,7 +26,7 @@ from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outc
 from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_named
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
-STEPS, EVERY_S = 3, 0.1
+STEPS, EVERY_S = 3, 0.1  # steps of a trial; seconds between readings of the peak
 TRAINS = "trains"
 logger = logging.getLogger(__name__)
 ENDED_BY = "ended by"
@@ -46,7 +46,7 @@ CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 def next_batch(tried: Mapping[int, bool], start: int, limit: int | None) -> int | None:
     """Return the local batch to try after the ones in `tried` (batch -> whether it trained); None ends the search.
 
-    Doubles from `start` up to `most`, an upper bound (None: unbounded), then bisects between the largest batch that
+    Doubles from `start` up to `limit`, an upper bound (None: unbounded), then bisects between the largest batch that
     trained and the smallest that did not.
     """
     good = max((batch for batch, trained in tried.items() if trained), default=0)
@@ -116,8 +116,8 @@ def peak_file(folder: Path, rank: int | str) -> Path:
 
 
 def train_steps(arguments: dict[str, Any], context: RankContext) -> None:
-    """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
-    0: no limit). The peak memory is written to a file."""
+    """Train as one rank of a trial until STEPS steps are done. arguments["bytes"] limits the process's data
+    (RLIMIT_DATA; 0: no limit). The peak memory is written to a file."""
     from cputrain.training.session import start_session  # imports torch, which must follow the check of the binding
     from cputrain.training.trainer import train_rank
 

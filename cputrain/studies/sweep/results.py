@@ -83,7 +83,7 @@ BASELINE_NOTE = (
 )
 OVERSUBSCRIBE = "plan.oversubscribe"
 MAX_LEGEND_LINES = 24  # lines in a legend; if there are more, it has one entry per optimizer
-DECADE = 10.0
+DECADE = 10.0  # ratio of losses, above which their axis is logarithmic
 PALEST = 0.65  # fraction of white in the color of an optimizer's last line
 DASHES = ("-", "--", ":", "-.")
 

@@ -14,9 +14,8 @@ from cputrain.training.snapshot import TrainProgress
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepResult, StepSettings
 from cputrain.training.watchers.base import Watcher
-from cputrain.training.watchers.log import TrainingLog
+from cputrain.training.watchers.log import RankTimes, TrainingLog
 from cputrain.training.watchers.non_finite import NonFiniteHandler
-from cputrain.training.watchers.rank_times import RankTimes
 from cputrain.training.watchers.replicas import ReplicaCheck
 from cputrain.training.watchers.stragglers import StragglerWatch
 
