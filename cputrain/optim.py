@@ -35,7 +35,7 @@ SAFE_NORMS = (1e-12, 1e18)
 # Squares of float32 gradients are stored in float64 in two cases: if eps, which is added to their root, is too small to
 # hide rounding (the smallest square with full precision has the root 1e-19), and from a gradient of this norm on, as
 # float32 holds the sum of at most a million such squares.
-MIN_ADDED, MAX_SQUARED = 1e-16, 1e16  # epsilons and norms of gradients whose squares float32 can represent
+MIN_ADDED, MAX_SQUARED = 1e-16, 1e16
 MIN_INNER = 1e-8  # factor of a LARS update whose rounding in float32 is harmless
 MAX_SCALE = 1e30  # float32 can represent it and its inverse, also times a value
 LarsVariant = Literal["caffe", "timm", "nus"]
