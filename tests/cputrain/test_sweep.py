@@ -285,7 +285,7 @@ def test_each_optimizer_is_judged_at_its_best_rate_of_each_batch() -> None:
     ]
     found = by_batch(tried)
     chosen = [(64, "momentum", "0.2"), (4096, "momentum", "0.04"), (4096, "lars", "10")]
-    assert [(c.batch, c.optimizer, c.rate) for c in found] == chosen
+    assert [(c.batch, c.optimizer, c.lr) for c in found] == chosen
     assert with_seed(found[0].best.settings, 3).arguments == ("optim.name=momentum", "schedule.peak_rate=0.2", "seed=3")
     rows = large_batch_table(found).cells
     assert rows[1][:6] == ("64", "1", "momentum", "0.2", "99.20", "")
