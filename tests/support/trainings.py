@@ -104,7 +104,7 @@ def poison(step: int) -> None:
     from torch import nn
 
     from cputrain.models.networks import build_model
-    from cputrain.training import task
+    from cputrain.training import session
 
     class Poison(nn.Module):
         passes = 0
@@ -119,7 +119,7 @@ def poison(step: int) -> None:
         model.relu = nn.Sequential(model.relu, Poison())
         return model
 
-    task.build_model = poisoned if step else build_model
+    session.build_model = poisoned if step else build_model
 
 
 if __name__ == "__main__":
