@@ -24,6 +24,8 @@ ATTEMPT, MAX_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RES
 SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its ID
 UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
 
+KERNELS_VARIABLE = "CPUTRAIN_KERNELS"  # auto or off; `import torch` reads it
+
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the relevant variables by name; the value is hidden if the name suggests a secret."""

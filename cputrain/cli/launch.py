@@ -32,11 +32,13 @@ from cputrain.launch.command import (
     program,
     request_of_rank,
     run_launch,
+    with_kernels,
 )
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions, allocation_notes, converted_hostfile
 from cputrain.launch.plan_files import launch_text
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.variables import KERNELS_VARIABLE
 
 # Options about all hosts and ranks; one rank of another launcher's job cannot apply them.
 OF_A_WHOLE_JOB = (
@@ -48,7 +50,7 @@ OF_A_WHOLE_JOB = (
 SECTIONS = {
     "The launch": (
         *("module", "instances", "instance", "output", "dry_run", "restarts", "preflight", "plan_on_host"),
-        *("no_verify", "allow_other_layout"),
+        *("no_verify", "allow_other_layout", "kernels"),
     ),
     **PLANNING,
 }
@@ -82,6 +84,12 @@ EXAMPLES = (
 @click.option(
     "--keep-env", is_flag=True, help="keep inherited OMP_*, KMP_* and GOMP_* variables that contradict the plan"
 )
+@click.option(
+    "--kernels",
+    type=click.Choice(("auto", "off")),
+    help="auto: register fast kernels, as exact as torch's own, below torch's operators; cputrain train decides itself"
+    f"  [default: ${KERNELS_VARIABLE}, else auto]",
+)
 @host_groups_option
 @click.option("--plan-on-host", is_flag=True, help="plan each host separately for --ppn workers; hosts may differ")
 @click.option(
@@ -107,6 +115,7 @@ def launch_command(
     allow_other_layout: bool,
     pin_threads: bool,
     keep_env: bool,
+    kernels: str | None,
     host_groups: tuple[str, ...],
     plan_on_host: bool,
     preflight: bool | None,
@@ -126,7 +135,7 @@ def launch_command(
     base = Request(pin_threads=pin_threads)
     if instance is not None and instances is None:
         raise InputError("--instance selects some of several copies: give their number with --instances")
-    env, report = os.environ, partial(click.echo, err=True)
+    env, report = with_kernels(cmd, os.environ, kernels), partial(click.echo, err=True)
     rank = rank_from_env(env)
     if (rank is None or rank.rank == 0) and (binder := _binder(cmd)):
         report(f"warning: {binder}")

@@ -5,7 +5,7 @@ pickles and torch.compile stay what they are. What they do not cover goes on to 
 """
 
 import ctypes
-import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -19,16 +19,15 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels.build import KERNELS, kernels_path, library_options
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
+from cputrain.variables import KERNELS_VARIABLE
 
-VARIABLE = "CPUTRAIN_KERNELS"
 SOURCES = tuple(KERNELS / name for name in ("operators.cpp", "depthwise.hpp", "vectors.hpp", "rows.hpp", "values.hpp"))
-REQUESTED_BY, ALTERNATIVE = "kernels of operators", f"set {VARIABLE}=off"
+REQUESTED_BY, ALTERNATIVE = "kernels of operators", f"set {KERNELS_VARIABLE}=off"
 # Largest error, of the largest value: in float32 as torch's own, in bfloat16 half a unit in the last place.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 # Kernel size, stride and dilation of layers that are compared: each way through the kernels, and one of torch's.
 CHECKED = ((3, 1, 1), (3, 2, 1), (5, 1, 1), (5, 2, 2), (7, 1, 1))
 
-logger = logging.getLogger(__name__)
 _loaded: dict[Path, ctypes.PyDLL] = {}
 
 
@@ -65,14 +64,17 @@ def calls() -> tuple[int, int]:
 
 
 def enable_if_requested(env: Mapping[str, str]) -> None:
-    """Do what CPUTRAIN_KERNELS says, at `import torch`. A failure is a line, and torch's operators stay."""
-    value = env.get(VARIABLE, "off")
+    """Do what CPUTRAIN_KERNELS says, at `import torch`; rank 0 prints it. A failure is a line, and torch's operators
+    stay."""
+    value = env.get(KERNELS_VARIABLE, "off")
     if value == "off":
         return
     try:
         if value != "auto":
-            raise InputError(f"{VARIABLE}={value}: give auto or off")
-        logger.info("%s", enable(env))
+            raise InputError(f"{KERNELS_VARIABLE}={value}: give auto or off")
+        line = enable(env)
+        if env.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # not in its loader processes
+            print(f"cputrain: {line}", file=sys.stderr)
     except (InputError, RunError) as error:
         print(f"cputrain: torch's operators stay in place: {error}", file=sys.stderr)
 

@@ -54,7 +54,7 @@ from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import free_port, run_local, run_remote
 from cputrain.native_build import COMPILING
 from cputrain.predict.next_best import compare_plan
-from cputrain.variables import restart_variables
+from cputrain.variables import KERNELS_VARIABLE, restart_variables
 
 PYTHON = re.compile(r"python[0-9.]*")
 MAY_USE_CCL = ("python", "cputrain")  # prefixes of programs
@@ -98,6 +98,7 @@ def command_job(
     passed to the other hosts explicitly, because not every launcher passes them on.
     """
     port = port_of(env)
+    kernels = ((KERNELS_VARIABLE, env[KERNELS_VARIABLE]),) if KERNELS_VARIABLE in env else ()
     here = options.on_this_host
     settings = () if here and options.pods == 1 else network_of(options).settings
     # Use its path: Open MPI puts its own directory first on its ranks' PATH, and may have a Python there.
@@ -108,7 +109,7 @@ def command_job(
         log_dir=folder / LOGS,
         master_addr=None if here and options.pods == 1 else env.get("MASTER_ADDR") or None,
         master_port=free_port() if here and port is None else port,
-        variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
+        variables=(*((name, env.get(name, value)) for name, value, _ in settings), *kernels),
         **asdict(switches),
         names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
@@ -120,6 +121,17 @@ def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
     if module:
         return (sys.executable, "-m", *words)
     return (sys.executable, *words) if words[0].endswith(".py") else words
+
+
+def with_kernels(command: tuple[str, ...], env: Mapping[str, str], requested: str | None) -> Mapping[str, str]:
+    """Return the environment in which a command's ranks use kernels below torch's operators ("auto") or not ("off"): as
+    requested, or as it says, else auto. That of `cputrain train`, which decides by the recipe, is left as it is.
+
+    Raises InputError if it says something else."""
+    kernels = requested or env.get(KERNELS_VARIABLE, "auto")
+    if kernels not in ("auto", "off"):
+        raise InputError(f"{KERNELS_VARIABLE}={kernels}: give auto or off")
+    return env if training_arguments(command) is not None else {**env, KERNELS_VARIABLE: kernels}
 
 
 def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:

@@ -22,6 +22,9 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import operators
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.operators import calls, enable_if_requested
+from cputrain.launch.command import with_kernels
+from cputrain.variables import KERNELS_VARIABLE
+from tests.support.commands import cputrain as launched
 
 pytestmark = pytest.mark.slow
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
@@ -279,10 +282,68 @@ print(ours is not None, ours is not None and ours.calls()[0] > 0)
 )
 def test_a_program_has_them_if_the_environment_says_so(value: str | None, printed: str, tmp_path: Path) -> None:
     """Without the variable nothing of cputrain is imported."""
-    env = {name: text for name, text in os.environ.items() if name != operators.VARIABLE}
-    env |= {} if value is None else {operators.VARIABLE: value}
+    env = {name: text for name, text in os.environ.items() if name != KERNELS_VARIABLE}
+    env |= {} if value is None else {KERNELS_VARIABLE: value}
     done = subprocess.run([sys.executable, "-c", STRANGER], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == printed, done.stderr
+
+
+TRAINING = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 5, groups=16), nn.Flatten()
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(4, 3, 12, 12)).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+import sys
+ours = sys.modules.get("cputrain.kernels.operators")
+print(f"loss {loss.item():.4f}, kernels called: {ours is not None and ours.calls()[0] >= 4}", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_launch_registers_them_for_a_script_that_knows_nothing_of_them(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(TRAINING)
+    losses = []
+    for words, called in [((), True), (("--kernels", "off"), False)]:
+        done = launched("launch", *words, "--ppn", "1", "--", "x.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        loss, _, printed = done.stdout.strip().rpartition(", kernels called: ")
+        assert printed == str(called)
+        assert done.stderr.count("cputrain: kernels below torch's operators: ") == called
+        losses.append(float(loss.rpartition("loss ")[2]))
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    dry = launched("launch", "--dry-run", "--", "x.py", cwd=tmp_path, CPUTRAIN_KERNELS="off")
+    assert "CPUTRAIN_KERNELS=off" in dry.stdout
+    wrong = launched("launch", "--", "x.py", cwd=tmp_path, CPUTRAIN_KERNELS="on")
+    assert wrong.returncode == 2 and "CPUTRAIN_KERNELS" in wrong.stderr, wrong.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_same_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(TRAINING)
+    run = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ways = [("x.py",), ("--no-python", sys.executable, "-m", "cputrain", "launch", "--", "x.py")]
+    for words, variables in zip(ways, ({"CPUTRAIN_KERNELS": "auto"}, {}), strict=True):
+        env = {**os.environ, **variables}
+        done = subprocess.run((*run, *words), cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout.count("kernels called: True") == 2, done.stderr
+
+
+def test_the_trainer_decides_itself() -> None:
+    env = {"PATH": "/bin"}
+    assert with_kernels(("python", "x.py"), env, "auto") == {**env, "CPUTRAIN_KERNELS": "auto"}
+    assert with_kernels(("python", "-m", "cputrain", "train", "demo-digits"), env, "auto") == env
 
 
 def test_without_a_compiler_or_with_a_wrong_word_torch_s_operators_stay(
@@ -292,8 +353,8 @@ def test_without_a_compiler_or_with_a_wrong_word_torch_s_operators_stay(
     bare = {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)}
     with pytest.raises(InputError, match="kernels of operators: no C"):
         cputrain.kernels.enable(bare)
-    enable_if_requested({**bare, operators.VARIABLE: "auto"})
-    enable_if_requested({**bare, operators.VARIABLE: "yes"})
+    enable_if_requested({**bare, KERNELS_VARIABLE: "auto"})
+    enable_if_requested({**bare, KERNELS_VARIABLE: "yes"})
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("cputrain: torch's operators stay in place: kernels of operators: no C++ compiler on PATH")
     assert second == "cputrain: torch's operators stay in place: CPUTRAIN_KERNELS=yes: give auto or off"
