@@ -29,6 +29,8 @@ POLICIES = {"default": 0, "preferred": 1, "bind": 2, "interleave": 3}
 MAX_NODES = 1024
 WORD_BITS = 64
 FORBIDDEN = (errno.ENOSYS, errno.EPERM)
+PR_SET_NAME = 15
+DATA_THREAD = "cputrain-data"  # name of the thread that reads the data set of `cputrain.train`'s caller
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,11 @@ def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
         if error.errno != errno.EINVAL:
             raise
         _warn_of_lost(pus, tuple(sorted(os.sched_getaffinity(0))))
+
+
+def name_thread(name: str) -> None:
+    """Name the calling thread for /proc/PID/task/TID/comm, at most 15 bytes; before Python 3.14 threading does not."""
+    _libc().prctl(PR_SET_NAME, name.encode())
 
 
 @cache

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cputrain.affinity.binding import bind_thread
+from cputrain.affinity.binding import DATA_THREAD, bind_thread, name_thread
 from cputrain.affinity.bound_plan import bound_worker
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.rank import rank_from_env
@@ -140,7 +140,7 @@ def decoded_batches(
                 return buffer
         return np.empty((count, side, side, 3), dtype=np.uint8)
 
-    with _loader_threads(threads, cpus) as pool:
+    with _threads("loader", threads, cpus) as pool:
         waiting: deque[tuple[Indices, Pixels, list[Future[list[str | None]]]]] = deque()
 
         def start(indices: Indices) -> None:
@@ -176,15 +176,16 @@ def decoded_batches(
             pool.shutdown(cancel_futures=True)
 
 
-def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
-    """Create a pool of threads bound to these CPUs (() = unbound)."""
+def _threads(name: str, count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
+    """Create a pool of threads of this name, bound to these CPUs (() = unbound)."""
     numbers = count_up()
 
     def bind() -> None:
+        name_thread(name)
         if cpus:
             bind_thread(cpus, next(numbers))
 
-    return ThreadPoolExecutor(count, thread_name_prefix="loader", initializer=bind)
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=bind)
 
 
 def batches_ahead(batch_bytes: int) -> int:
@@ -219,7 +220,7 @@ def own_batch(samples: UserSamples, numbers: Sequence[int]) -> Batch:
 def own_batches(samples: UserSamples, batches: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
     """Yield one batch per share of user samples, in order. A thread on `cpus` collates ahead; its errors are raised
     here."""
-    with _loader_threads(1, cpus) as pool:
+    with _threads(DATA_THREAD, 1, cpus) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
             for indices in batches:

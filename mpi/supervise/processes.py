@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE, STATE_FILE, STATE_VARIABLE
+from cputrain.affinity.binding import DATA_THREAD
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_bytes
 from cputrain.affinity.terminal import printable
@@ -38,10 +39,12 @@ OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines f
 STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
 ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewhat later
 STACK_POLL_S = 0.02
 
+ITS_DATA_THREAD = "its data thread at "  # the last line of a stack, if that thread is at work
 NO_ANSWER = "an unknown line, as it does not respond"  # in place of the stack of a process that can dump it
 TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call's number
 
@@ -239,13 +242,12 @@ class WatchedFiles:
         """The variables that tell the rank of its files."""
         return {STACK_VARIABLE: str(self.stack), STATE_VARIABLE: str(self.state)}
 
-    def ask(self, pids: Iterable[int]) -> None:
-        """Request the stack of the first of a rank's processes that can dump it, if one can and none is requested."""
-        pid = next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None)
-        if pid is not None and self.asked is None:
+    def ask(self, pid: int, thread: int) -> None:
+        """Request the stack of a process's thread, unless one is requested."""
+        if self.asked is None:
             size = os.fstat(self.stack).st_size
             with suppress(ProcessLookupError):  # ended meanwhile
-                signal_main_thread(pid, STACK_SIGNAL)
+                signal_thread(pid, thread, STACK_SIGNAL)
                 self.asked = size
 
     def close(self) -> None:
@@ -254,33 +256,71 @@ class WatchedFiles:
         os.close(self.state)
 
 
-def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread. Any thread may take one that is sent to the process, for example once a
-    stopped process continues. Raises ProcessLookupError if it has ended."""
+def signal_thread(pid: int, thread: int, number: int) -> None:
+    """Send a signal to a process's thread; its main thread has the number `pid`. Any thread may take one that is sent
+    to the process, for example once a stopped process continues. Raises ProcessLookupError if it has ended."""
     call = TGKILL.get(platform.machine())
     if call is None:
         os.kill(pid, number)
-    elif ctypes.CDLL(None, use_errno=True).syscall(call, pid, pid, number) < 0:
+    elif ctypes.CDLL(None, use_errno=True).syscall(call, pid, thread, number) < 0:
         raise ProcessLookupError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tuple[str, ...]]:
     """Return the Python stack of each rank, innermost frame first, given its processes and files: empty if none of them
-    can dump its stack, NO_ANSWER if none does within ANSWER_S."""
-    for pids, files in ranks:
-        files.ask(pids)
-    requested = [files for _, files in ranks if files.asked is not None]
+    can dump its stack, NO_ANSWER if none does within ANSWER_S. If it has a data thread that is at work, the last line
+    is ITS_DATA_THREAD and that thread's innermost frame outside Python's library."""
+    able = [(next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None), files) for pids, files in ranks]
+    for pid, files in able:
+        if pid is not None:
+            files.ask(pid, pid)
+    dumps = _answers([files for _, files in able])
+    answered = [(pid, files) for pid, files in able if pid is not None and files.asked is None]
+    for pid, files in answered:
+        if (thread := data_thread(pid)) is not None:
+            files.ask(pid, thread)
+    of_threads = _answers([files for _, files in answered])
+    for _, files in answered:
+        files.asked = None  # next time the main thread is asked again
+    return [
+        (NO_ANSWER,) if files.asked is not None else (*with_wait(dump), *_at_work(of_threads.get(files.stack, ())))
+        for (_, files), dump in zip(able, (dumps.get(files.stack, ()) for _, files in able), strict=True)
+    ]
+
+
+def _answers(requested: Sequence[WatchedFiles]) -> dict[int, tuple[str, ...]]:
+    """Return the frames that have been written to these files when all are complete, or after ANSWER_S."""
+    waiting = [files for files in requested if files.asked is not None]
     deadline, texts = time.monotonic() + ANSWER_S, dict[int, bytes]()
-    while any(files.asked is not None for files in requested) and time.monotonic() < deadline:
+    while any(files.asked is not None for files in waiting) and time.monotonic() < deadline:
         time.sleep(STACK_POLL_S)
-        for files in requested:
+        for files in waiting:
             if files.asked is not None:
                 text = os.pread(files.stack, MAX_STACK_BYTES, files.asked)
                 if text and text == texts.get(files.stack):
                     files.asked = None
                 texts[files.stack] = text
-    stacks = [with_wait(frames(texts.get(files.stack, b"").decode(errors="replace"))) for _, files in ranks]
-    return [stack if files.asked is None else (NO_ANSWER,) for stack, (_, files) in zip(stacks, ranks, strict=True)]
+    return {stack: frames(text.decode(errors="replace")) for stack, text in texts.items()}
+
+
+def data_thread(pid: int) -> int | None:
+    """Return the number of a process's thread that reads a caller's data set; None if it has none."""
+    for name in PROC.glob(f"{pid}/task/*/comm"):
+        with suppress(OSError):  # ended meanwhile
+            if name.read_text(encoding="utf-8").startswith(DATA_THREAD):
+                return int(name.parent.name)
+    return None
+
+
+def _at_work(stack: Sequence[str]) -> tuple[str, ...]:
+    """Return the line about a data thread with this stack; nothing while it waits for work."""
+    frame = place(stack)
+    return () if frame is None else (ITS_DATA_THREAD + frame,)
+
+
+def place(stack: Sequence[str]) -> str | None:
+    """Return the innermost frame outside Python's standard library."""
+    return next((line for line in stack if not OF_PYTHON.search(line)), None)
 
 
 def frames(text: str) -> tuple[str, ...]:

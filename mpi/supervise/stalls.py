@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cputrain.affinity.wording import first_named, plural
-from cputrain.mpi.supervise.processes import IN_WAIT, NO_ANSWER, JobFailedError, RankExit, describe_exit
+from cputrain.mpi.supervise.processes import (
+    IN_WAIT,
+    ITS_DATA_THREAD,
+    NO_ANSWER,
+    JobFailedError,
+    RankExit,
+    describe_exit,
+    place,
+)
 from cputrain.mpi.supervise.wire import Activity
 
 STOPPED_S = 8.0  # limit for a stopped rank; it is noticed up to six seconds later, in jobs of thousands of ranks eight
@@ -23,7 +31,6 @@ WITHOUT_STACK_S = 30.0  # the first part of it, in which a rank may not yet be a
 SETTLES_S = 2.0  # after a rank has waited for WAITING_S, for other ranks to have done the same thing for half as long
 ASK_AGAIN_S, MAX_ASK_AGAIN_S = 2.0, 60.0  # after stacks that import, compile or prove nothing; doubled each time
 IMPORTING = "<frozen importlib."  # occurs in a stack during an import
-OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 # Innermost frames of a call that waits for other ranks: of torch, and of cputrain's groups and their store.
 WAITS = re.compile(
     r"/torch/(distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives|nn/functional)\.py"
@@ -182,7 +189,7 @@ def idle_ranks(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall | No
     if any(rank.activity.collective for rank in active):
         return None
     awaited = active or [rank for rank in rank_states if rank.finished]
-    lines_reached = {_place(lines) for lines in stacks.values() if lines}
+    lines_reached = {place(lines) for lines in stacks.values() if lines}
     if not idle or len(awaited) > len(idle) or (not awaited and len(lines_reached) < 2):
         return None
     return Stall(waiting=tuple(idle), awaited=tuple(awaited), rank_states=rank_states, proven=False)
@@ -215,8 +222,13 @@ def describe_stall(stall: Stall, stacks: Stacks) -> str:
     """Describe in one line which ranks wait, what the awaited ranks do instead, and where their code is; they may be
     right."""
     shown = stall.awaited if stall.proven else (*stall.awaited[:1], *stall.waiting)
-    lines = [(rank.rank, _place(stacks.get(rank.rank, ()))) for rank in shown[:MAX_STACKS]]
-    positions = [f"rank {rank} is at {position}" for rank, position in sorted(lines) if position]
+    positions = [
+        ", ".join(
+            (f"rank {number} is at {place(stack)}", *(line for line in stack if line.startswith(ITS_DATA_THREAD)))
+        )
+        for number in sorted(rank.rank for rank in shown[:MAX_STACKS])
+        if place(stack := stacks.get(number, ()))
+    ]
     return _stalled(stall) + (f" ({', '.join(positions)})" if positions else "")
 
 
@@ -251,11 +263,6 @@ def _stalled(stall: Stall) -> str:
     if stall.proven:
         return f"{begun} waited {seconds} for {names}" + (f", which {what}" if what else "")
     return f"{begun} been idle for {seconds}, " + (f"and {names} {what}" if what else f"unlike {names}")
-
-
-def _place(lines: Sequence[str]) -> str | None:
-    """Return the innermost frame outside Python's standard library."""
-    return next((line for line in lines if not OF_PYTHON.search(line)), None)
 
 
 def describe_failure(cause: RankExit, rank_states: Sequence[RankState], stall: Stall | None, stacks: Stacks) -> str:

@@ -94,11 +94,13 @@ def check(row: Row, seconds: float, line: str) -> None:
     if way == "stop":
         assert line.startswith(f"rank {rank} on ") and "has been stopped for" in line, (row, line)
         return
-    doing = {"loop": "computes", "page": r"(is blocked|is slow)"}.get(way, "is blocked")
+    # How long a thread that is not the main thread waits for a core is unknown, so it may be slow on a busy host.
+    busy = "(computes|is slow)" if phase == "data" else "computes"
+    doing = {"loop": busy, "page": "(is blocked|is slow)"}.get(way, "is blocked")
     assert re.search(rf" ha(s|ve) waited \d+ s for rank {rank} on \S+, which {doing} ", line), (row, line)
     # In cputrain.train a thread reads the data, for which the main thread waits.
-    where = "cputrain/data/loader.py" if phase == "data" else "tests/support/stalls.py"
-    assert re.search(rf"\(rank {rank} is at \S*{where}:", line), (row, line)
+    at = "is at .*, its data thread at" if phase == "data" else "is at"
+    assert re.search(rf"\(rank {rank} {at} \S*tests/support/stalls.py:", line), (row, line)
 
 
 def name_the_ranks(rows: Sequence[Row], place: Path, *, at_once: bool = False) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from _cputrain_autoload import STACK_VARIABLE
 from cputrain.mpi.supervise import activity, processes, ranks
 from cputrain.mpi.supervise.activity import ActivityMeter, process_tree
-from cputrain.mpi.supervise.processes import RankExit, WatchedFiles, frames, read_stacks
+from cputrain.mpi.supervise.processes import ITS_DATA_THREAD, RankExit, WatchedFiles, frames, read_stacks
 from cputrain.mpi.supervise.signals import RunningClock
 from cputrain.mpi.supervise.stalls import (
     STARTING_S,
@@ -28,6 +28,7 @@ from cputrain.mpi.supervise.stalls import (
     Stall,
     StallWatch,
     describe_failure,
+    describe_stall,
     find_absent_ranks,
     idle_ranks,
     ranks_outside,
@@ -406,6 +407,43 @@ def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(
     files.close()
     for stack in stacks:
         assert [frame.rpartition(" ")[2] for frame in stack][-2:] == (["forever", "<module>"] if words else [])
+
+
+READING = """
+import ctypes, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from _cputrain_autoload import offer_stack
+from cputrain.affinity.binding import DATA_THREAD, name_thread
+offer_stack(os.environ)
+def read():
+    print(flush=True)
+    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+pool = ThreadPoolExecutor(1, initializer=name_thread, initargs=(DATA_THREAD,))
+pool.submit(print, end="").result()
+pool.submit(read if sys.argv[1] == "busy" else print).result()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_a_data_thread_at_work_is_in_the_stack(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ANSWER_S", HANGS_S)
+    files = WatchedFiles.create()
+    argv = [sys.executable, "-c", READING, state]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, env={**os.environ, **files.variables}, pass_fds=(files.stack,), stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (stack,) = read_stacks([([process.pid], files)])
+        process.kill()
+    files.close()
+    assert [line for line in stack if line.startswith(ITS_DATA_THREAD)] == (
+        ["its data thread at <string>:9 in read"] if state == "busy" else []
+    )
+    assert "<module>" in " ".join(stack)
+    awaited = rank_states(at(21, waited_s=9.0), at(20, idle_s=9.0))
+    line = describe_stall(Stall(waiting=awaited[:1], awaited=awaited[1:], rank_states=awaited), {1: stack})
+    assert line.endswith(", its data thread at <string>:9 in read)") == (state == "busy")
 
 
 def test_a_rank_that_does_not_answer_in_time_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
