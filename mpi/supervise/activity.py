@@ -27,8 +27,8 @@ SILENT_S = 3 * HEARTBEAT_S  # since a heartbeat, after which it does not tell wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTime:
-    """CPU time of one or more processes in seconds, with ended children's, the time that the main threads waited for a
-    core, and whether one of the processes is stopped."""
+    """CPU time of one or more processes in seconds, with ended children's, the time that their threads, or their main
+    threads alone, waited for a core, and whether one of the processes is stopped."""
 
     cpu_s: float
     waited_s: float
@@ -54,8 +54,9 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
 class ActivityMeter:
     """Measure the activity of the rank whose first process is `pid`. Times are in seconds of one clock.
 
-    Descendants are read only while that process itself is idle: a process that waits for a child, such as a shell, is
-    as busy as the child. The rank copies its heartbeats to the open file `state`; None if it has no such file.
+    Other threads and descendants are read only while that process itself seems idle: one that waits for a child, such
+    as a shell, or for a thread that reads data, is as busy as these. The rank copies its heartbeats to the open file
+    `state`; None if it has no such file.
     """
 
     def __init__(self, pid: int, now: float, state: int | None = None) -> None:
@@ -63,7 +64,7 @@ class ActivityMeter:
         self._at = self._idle_since = self._busy_since = now
         self._stopped_since: float | None = None
         self._root = read_process(pid)
-        self._below: ProcessTime | None = None
+        self._tree: ProcessTime | None = None
         self._beat: Heartbeat | None = None
         self._beat_at = now
         self.activity = Activity()
@@ -74,21 +75,21 @@ class ActivityMeter:
             return
         seconds = now - self._at
         demand = root.demand_since(self._root) if self._root else 0.0
-        below = read_below(self._pid) if demand < IDLE_CORES * seconds else None
-        if below is not None and self._below is not None:
-            demand += below.demand_since(self._below)
+        tree = read_tree(self._pid) if demand < IDLE_CORES * seconds else None
+        if tree is not None and self._tree is not None:
+            demand = tree.demand_since(self._tree)
             idle, busy = demand < IDLE_CORES * seconds, demand >= BUSY_CORES * seconds
-        else:  # nothing is known about the children yet
-            idle, busy = False, below is None and demand >= BUSY_CORES * seconds
+        else:  # nothing is known about threads and children yet
+            idle, busy = False, tree is None and demand >= BUSY_CORES * seconds
         self._idle_since = self._idle_since if idle else now
         self._busy_since = self._busy_since if busy else now
-        if not (root.stopped or (idle and below is not None and below.stopped)):
+        if not (root.stopped or (idle and tree is not None and tree.stopped)):
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = self._at
         elif root.stopped and self._root and root.cpu_s > self._root.cpu_s:  # it ran, and was stopped again
             self._stopped_since = now
-        self._at, self._root, self._below = now, root, below
+        self._at, self._root, self._tree = now, root, tree
         activity = Activity(
             stopped_s=0.0 if self._stopped_since is None else now - self._stopped_since,
             idle_s=now - self._idle_since,
@@ -127,8 +128,9 @@ def read_heartbeat(file: int | None) -> Heartbeat | None:
         return None
 
 
-def read_process(pid: int) -> ProcessTime | None:
-    """Read a process's times; None if it has ended."""
+def read_process(pid: int, threads: str = "schedstat") -> ProcessTime | None:
+    """Read a process's times, with the waiting of its main thread or of the `threads` whose files this pattern of names
+    matches; None if it has ended."""
     try:
         stat = read_stat(pid)
     except OSError:
@@ -137,7 +139,8 @@ def read_process(pid: int) -> ProcessTime | None:
         return None
     waited_s = 0.0
     with suppress(OSError, IndexError):  # a kernel without scheduler statistics
-        waited_s = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) * NANOSECOND_S
+        for file in Path(f"/proc/{pid}").glob(threads):
+            waited_s += int(file.read_text(encoding="utf-8").split()[1]) * NANOSECOND_S
     return ProcessTime(cpu_s=stat.cpu_s, waited_s=waited_s, stopped=stat.state == STOPPED)
 
 
@@ -150,9 +153,9 @@ def process_tree(pid: int) -> list[int]:
     return pids
 
 
-def read_below(pid: int) -> ProcessTime:
-    """Return the summed times of all descendants of this process."""
-    read = [process for child in process_tree(pid)[1:] if (process := read_process(child))]
+def read_tree(pid: int) -> ProcessTime:
+    """Return the summed times of this process and all its descendants, with the waiting of all their threads."""
+    read = [process for each in process_tree(pid) if (process := read_process(each, "task/*/schedstat"))]
     return ProcessTime(
         cpu_s=sum(process.cpu_s for process in read),
         waited_s=sum(process.waited_s for process in read),

@@ -378,6 +378,36 @@ def test_the_kernel_tells_what_a_rank_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [*programs.values()]
 
 
+CROWDED = """
+import os, threading
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+def loop():
+    print(flush=True)
+    while True: pass
+thread = threading.Thread(target=loop)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_that_waits_for_a_core_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of eight on one core, in each of which the main thread sleeps."""
+    monkeypatch.setattr(activity, "READ_S", 0.7)
+    with ExitStack() as stack:
+        started = [subprocess.Popen([sys.executable, "-c", CROWDED], stdout=subprocess.PIPE) for _ in range(8)]
+        for process in started:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            process.stdout.readline()
+        meter = ActivityMeter(started[0].pid, time.monotonic())
+        idle_s = []
+        for _ in range(4):
+            time.sleep(activity.READ_S)
+            meter.read(time.monotonic())
+            idle_s.append(meter.activity.idle_s)
+    assert idle_s == [0.0] * 4
+
+
 SHOWING = """
 import os, sys
 from _cputrain_autoload import offer_stack
