@@ -112,6 +112,12 @@ class Stall:
         """How long all of the waiting ranks have waited."""
         return min(rank.waited_s for rank in self.waiting)
 
+    @property
+    def lasts_s(self) -> float:
+        """How long the stall has lasted as far as is known: the longest that one of its ranks has waited or been
+        idle."""
+        return max(rank.waited_s for rank in (*self.waiting, *self.awaited))
+
     def now(self, rank_states: tuple[RankState, ...]) -> "Stall":
         """Return the same stall with later states of the ranks."""
         state = {rank.rank: rank for rank in rank_states}
@@ -348,8 +354,8 @@ class StallWatch:
         awaited = tuple(rank.rank for rank in stall.awaited)
         if awaited == self._reported:
             return None
-        if stall.seconds < self._waiting_s:
-            self._ask_at = now + self._waiting_s - stall.seconds
+        if stall.lasts_s < self._waiting_s:
+            self._ask_at = now + self._waiting_s - stall.lasts_s
             return None
         self._reported, self._waiting_s = awaited, 2 * self._waiting_s
         return describe_stall(stall, stacks)

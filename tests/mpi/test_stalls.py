@@ -265,6 +265,13 @@ def test_a_stall_is_said_once_and_the_next_one_later() -> None:
     assert watch.take(longer, 38.0, lambda _: shown) is not None
 
 
+def test_stacks_that_prove_a_stall_need_not_be_asked_for_again() -> None:
+    """A request may interrupt the call in C that a rank is blocked in: then the next stack proves nothing."""
+    blocked = rank_states(Activity(idle_s=5.0), Activity(idle_s=9.0), Activity(idle_s=7.0))
+    told = StallWatch().take(blocked, 40.0, lambda _: {0: (C10D,), 1: (READS,), 2: (C10D,)})
+    assert told is not None and told.startswith("rank 0, rank 2 have waited 5 s for rank 1 on h1, which is blocked (")
+
+
 IMPORTS = ("/a/torch/_ops.py:9 in load", "<frozen importlib._bootstrap>:241 in _call_with_frames_removed")
 COMPILES = ("/usr/lib/python3.11/subprocess.py:550 in run", "/a/kernels/build.py:128 in _compile")
 
