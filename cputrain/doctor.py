@@ -420,7 +420,7 @@ def _native(env: Env) -> Found:
 
     facts_of_native: Found = {}
     with suppress(RunError):  # no cache folder
-        facts_of_native["native kernels"] = is_usable(batchnorm.built_path(env))
+        facts_of_native["native kernels"] = is_usable(batchnorm.LIBRARY.path(env))
         facts_of_native["fast decoder"] = is_usable(pixels.decoder_path(env))
     return facts_of_native
 

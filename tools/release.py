@@ -1,10 +1,12 @@
 """Make a release: python -m tools.release [--untagged]
 
-Checks the version, writes the manual pages, builds wheel and sdist into dist/, checks their contents, installs the
-wheel into a new environment and runs it there, and builds the documentation. --untagged works at any commit.
+Checks the version, writes the manual pages, builds sdist and wheel into dist/, and a wheel for this architecture that
+has the kernels compiled; checks their contents, installs the wheel into a new environment and runs it there, uses the
+compiled kernels without a compiler, and builds the documentation. --untagged works at any commit.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +19,8 @@ from email.parser import Parser
 from pathlib import Path
 
 from cputrain import __version__
+from cputrain.kernels import batchnorm, convolution, operators
+from cputrain.kernels.build import COMPILED, INSTRUCTION_SETS
 from tools.man_pages import main as write_man_pages
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +42,15 @@ TRIED = (
     ("launch", "--dry-run", "--", "true"),
     ("job", "slurm", "imagefolder", "data.path=synthetic", "--nodes", "2", "--time", "1:00:00"),
 )
+LIBRARIES = (batchnorm.LIBRARY, convolution.LIBRARY, operators.LIBRARY)
+# A process without a compiler and with an empty cache prints where its kernels are.
+WITHOUT_COMPILER = """
+import cputrain
+from cputrain.kernels import batchnorm, convolution, operators
+cputrain.kernels.enable()
+kernels = batchnorm.load({}), convolution.load_convolutions({})
+print(*(kernel.path for kernel in kernels), operators.LIBRARY.path({}), sep="\\n")
+"""
 
 
 class ReleaseError(Exception):
@@ -97,16 +110,46 @@ def release() -> None:
     write_man_pages(ROOT / "man")
     for source in (ROOT, ROOT / "compat"):
         _run(sys.executable, "-m", "build", "--outdir", str(dist), str(source))
+    wheel = next(path for path in dist.iterdir() if path.name.startswith("cputrain-") and path.suffix == ".whl")
+    compiled = build_compiled(dist)
     built = sorted(dist.iterdir())
     _run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
-    wheel = next(path for path in built if path.name.startswith("cputrain-") and path.suffix == ".whl")
     sdist = next(path for path in built if path.name == f"cputrain-{__version__}.tar.gz")
     check_contents(wheel, sdist, _git(ROOT, "ls-files").splitlines())
     with tempfile.TemporaryDirectory(prefix="cputrain-release-") as folder:
         try_wheel(wheel, Path(folder))
+        try_compiled(compiled, Path(folder, "compiled"))
     _run(sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html")
     print("\n".join(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.2f} MB" for path in built))
     print(f"upload with: twine upload dist/*{__version__}*")
+
+
+def build_compiled(dist: Path) -> Path:
+    """Build the wheel whose kernels are compiled, for each set of instructions and this torch; return its path."""
+    shutil.rmtree(COMPILED, ignore_errors=True)
+    try:
+        for library in LIBRARIES:
+            for instructions in INSTRUCTION_SETS:
+                print(f"compiling {library.name} for {instructions.name}", flush=True)
+                library.compile_for(instructions, os.environ)
+        _run(sys.executable, "-m", "build", "--wheel", "--outdir", str(dist), str(ROOT))
+    finally:
+        shutil.rmtree(COMPILED, ignore_errors=True)  # a checkout compiles its own
+    return next(path for path in dist.glob("cputrain-*.whl") if "manylinux" in path.name)
+
+
+def try_compiled(wheel: Path, folder: Path) -> None:
+    """Use a wheel's compiled kernels with this environment's torch. Raises ReleaseError if another file is used."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    env = {"PATH": "/nowhere", "CPUTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True
+    )
+    for path in done.stdout.splitlines():
+        if not path.startswith(f"{folder}/cputrain/kernels/compiled/"):
+            raise ReleaseError(f"{wheel.name}: {path} is used in place of its compiled kernels")
+        print(f"{path.removeprefix(f'{folder}/')}: used")
 
 
 def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:

@@ -20,9 +20,9 @@ from torch.nn import functional
 from cputrain.affinity.errors import RunError
 from cputrain.kernels.build import (
     KERNELS,
+    KernelLibrary,
     NativeKernels,
     kernels_extension,
-    kernels_path,
     library_options,
     load_kernels,
 )
@@ -154,7 +154,7 @@ def load(env: Mapping[str, str]) -> Kernels:
 
     Raises InputError if there is no compiler, RunError if it fails or torch's OpenMP threads cannot be used.
     """
-    kernels: Kernels = load_kernels(Kernels, ensure_compiled(EXTENSION, built_path(env), env))
+    kernels: Kernels = load_kernels(Kernels, ensure_compiled(EXTENSION, LIBRARY.path(env), env))
     if not kernels.has_threads:
         raise RunError("native kernels: torch's OpenMP runtime is not visible to other libraries: use torch's layers")
     return kernels
@@ -167,11 +167,7 @@ def command_line(cxx: str, output: Path) -> tuple[str, ...]:
 
 
 EXTENSION = Kernels.extension = kernels_extension("the batch-norm kernels", command_line)
-
-
-def built_path(env: Mapping[str, str]) -> Path:
-    """Return the path of the compiled library."""
-    return kernels_path("batchnorm", SOURCES, command_line("", Path()), env)
+LIBRARY = KernelLibrary(name="batchnorm", sources=SOURCES, extension=EXTENSION)
 
 
 def residual_alias(images: Tensor) -> Tensor:

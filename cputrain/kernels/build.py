@@ -1,30 +1,91 @@
-"""Compile the kernels for this CPU, and load them."""
+"""Compile the kernels for this CPU, or take the wheel's, and load them."""
 
 import ctypes
+import hashlib
+import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cputrain.affinity.errors import RunError
-from cputrain.native_build import NativeExtension, library_path, loading
+from cputrain.native_build import NativeExtension, ensure_compiled, is_intact, library_path, loading
 
 KERNELS = Path(__file__).parent / "native"
+COMPILED = Path(__file__).parent / "compiled"  # in a wheel of `make release`
 CPUINFO = Path("/proc/cpuinfo")
+NATIVE = "-march=native"
 
 
 def library_options() -> tuple[str, ...]:
     """Return the compiler options of all kernels, for this CPU."""
     # By default, compilers use 256-bit vectors on AVX-512, with which bfloat16 runs at 0.8 to 0.9 times the speed.
     wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
-    return ("-std=c++20", "-O3", "-march=native", *wide, "-fPIC", "-shared")
+    return ("-std=c++20", "-O3", NATIVE, *wide, "-fPIC", "-shared")
 
 
-def kernels_path(name: str, sources: tuple[Path, ...], command: tuple[str, ...], env: Mapping[str, str]) -> Path:
-    """Return the path of compiled kernels, which depend on sources, command line and CPU flags."""
-    texts = (path.read_text(encoding="utf-8") for path in sources)
-    return library_path(name, (*texts, *command, platform.machine(), _cpu_flags()), env)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionSet:
+    """Instructions for which a wheel has compiled kernels: the flags of a CPU that has them, the compiler's options."""
+
+    name: str
+    flags: frozenset[str]
+    options: tuple[str, ...]
+
+
+AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+INSTRUCTION_SETS = (  # the first one that a CPU has is used
+    InstructionSet(name="avx512_bf16", flags=AVX512 | {"avx512_bf16"}, options=("-march=x86-64-v4", "-mavx512bf16")),
+    InstructionSet(name="avx512", flags=AVX512, options=("-march=x86-64-v4",)),
+    InstructionSet(name="avx2", flags=AVX2, options=("-march=x86-64-v3",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLibrary:
+    """Kernels compiled into one library from `sources`; `depends_on` are texts that its code depends on, too."""
+
+    name: str
+    sources: tuple[Path, ...]
+    extension: NativeExtension
+    depends_on: tuple[str, ...] = ()
+
+    def path(self, env: Mapping[str, str]) -> Path:
+        """Return the path of the library: the one in the wheel for this CPU, else one in the cache, to be compiled."""
+        flags = _cpu_flags()
+        best = next((each for each in INSTRUCTION_SETS if each.flags.issubset(flags.split())), None)
+        if best is not None and is_intact(compiled := self.compiled_path(best)):
+            return compiled
+        return library_path(self.name, (*self._parts(), flags), env)
+
+    def compiled_path(self, instructions: InstructionSet) -> Path:
+        """Return the path of the library that a wheel has for these instructions."""
+        key = hashlib.sha256("\n".join(self._parts()).encode()).hexdigest()[:16]
+        return COMPILED / f"{self.name}-{key}" / f"{instructions.name}.so"
+
+    def compile_for(self, instructions: InstructionSet, env: Mapping[str, str]) -> None:
+        """Compile the library for a wheel. Raises the errors of `ensure_compiled`."""
+        argv, parts = self.extension.argv, self.extension.parts
+
+        def for_these(command: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(each for word in command for each in (instructions.options if word == NATIVE else (word,)))
+
+        extension = replace(
+            self.extension,
+            argv=lambda cxx, output: for_these(argv(cxx, output)),
+            parts=lambda cxx, output: tuple(map(for_these, parts(cxx, output))),
+        )
+        ensure_compiled(extension, self.compiled_path(instructions), env)
+
+    def _parts(self) -> tuple[str, ...]:
+        """Texts of all that the code depends on but the CPU and where the sources are."""
+        texts = (path.read_text(encoding="utf-8") for path in self.sources)
+        commands = (*self.extension.parts("", Path("x")), self.extension.argv("", Path("x")))
+        words = (word for command in commands for word in command if os.sep not in word)
+        return (*texts, *words, platform.machine(), *self.depends_on)
 
 
 def _cpu_flags() -> str:

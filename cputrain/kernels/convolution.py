@@ -25,9 +25,9 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError
 from cputrain.kernels.build import (
     KERNELS,
+    KernelLibrary,
     NativeKernels,
     kernels_extension,
-    kernels_path,
     library_options,
     load_kernels,
 )
@@ -207,6 +207,7 @@ def command_line(cxx: str, output: Path) -> tuple[str, ...]:
 
 
 EXTENSION = ConvolutionKernels.extension = kernels_extension("the convolution kernels", command_line)
+LIBRARY = KernelLibrary(name="convolution", sources=SOURCES, extension=EXTENSION)
 
 
 def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
@@ -215,8 +216,8 @@ def load_convolutions(env: Mapping[str, str]) -> ConvolutionKernels:
     Raises InputError if there is no compiler; RunError if it fails, or if a value differs by more than rounding because
     of a broken compiler or another CPU's code.
     """
-    path = kernels_path("convolution", SOURCES, command_line("", Path()), env)
-    kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, ensure_compiled(EXTENSION, path, env))
+    path = ensure_compiled(EXTENSION, LIBRARY.path(env), env)
+    kernels: ConvolutionKernels = load_kernels(ConvolutionKernels, path)
     kernels.check(_difference(kernels))
     return kernels
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.kernels.build import KERNELS, kernels_path, library_options
+from cputrain.kernels.build import KERNELS, KernelLibrary, library_options
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 from cputrain.variables import KERNELS_VARIABLE
 
@@ -42,9 +42,9 @@ def enable(env: Mapping[str, str] = os.environ) -> str:
     Raises InputError without a C++ compiler, RunError if compilation or the comparison fails; torch's kernels are then
     in place.
     """
-    path = _path(env)
+    path = LIBRARY.path(env)
     if path not in _loaded:
-        _loaded[path] = _checked(ensure_compiled(_extension(), path, env))
+        _loaded[path] = _checked(ensure_compiled(LIBRARY.extension, path, env))
     _loaded[path].set_operators(1)
     slow = "" if _has_avx512() else ", and bfloat16 in float32 as this CPU has no AVX-512"
     return f"kernels below torch's operators: depthwise convolutions{slow} ({ALTERNATIVE} for torch's own)"
@@ -93,12 +93,6 @@ def _checked(path: Path) -> ctypes.PyDLL:
     return library
 
 
-def _extension() -> NativeExtension:
-    return NativeExtension(
-        title="kernels of operators", requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_command
-    )
-
-
 def _command(cxx: str, output: Path) -> tuple[str, ...]:
     root = Path(torch.__file__).parent
     include = (f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", "-DAT_PER_OPERATOR_HEADERS")
@@ -106,8 +100,14 @@ def _command(cxx: str, output: Path) -> tuple[str, ...]:
     return (cxx, *library_options(), *include, str(SOURCES[0]), *libraries, "-o", str(output))
 
 
-def _path(env: Mapping[str, str]) -> Path:
-    return kernels_path("operators", SOURCES, (*library_options(), torch.__version__), env)
+LIBRARY = KernelLibrary(
+    name="operators",
+    sources=SOURCES,
+    extension=NativeExtension(
+        title="kernels of operators", requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_command
+    ),
+    depends_on=(torch.__version__.partition("+")[0],),  # the CPU's part is the same in builds with CUDA
+)
 
 
 def _has_avx512() -> bool:

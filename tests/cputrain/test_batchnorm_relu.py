@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.kernels.batchnorm import EXTENSION, FUSED, FusedBatchNorm2d, built_path, load
+from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
@@ -418,7 +418,7 @@ def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: P
 def test_the_library_links_no_openmp_runtime_of_its_own() -> None:
     load(os.environ)
     needed = subprocess.run(
-        ["readelf", "-d", built_path(os.environ)], capture_output=True, text=True, check=True
+        ["readelf", "-d", LIBRARY.path(os.environ)], capture_output=True, text=True, check=True
     ).stdout
     assert "libstdc++" in needed and "omp" not in needed.replace("compression", "")
-    assert "-fopenmp" not in EXTENSION.argv("g++", built_path(os.environ))
+    assert "-fopenmp" not in EXTENSION.argv("g++", LIBRARY.path(os.environ))
