@@ -14,7 +14,7 @@ errors       InputError, RunError
 Everything else is internal and may change. The command `cputrain --help` lists what needs no script.
 """
 
-# No imports here: only __main__.py protects the command from a user's typing.py or enum.py.
+# Nothing is imported here: before __main__.py protects the command, a user's typing.py would replace Python's.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -54,8 +54,8 @@ EXAMPLES = (
     "cputrain train runs/imagefolder --resume",
 )
 
-RECIPE = "demo-digits"
-IMAGES = "data/digits-folder"  # data.path gets the shards
+DEMO_RECIPE = "demo-digits"
+DEMO_IMAGES = "data/digits-folder"  # data.path gets the shards
 
 
 @click.command("train", cls=SectionedCommand, sections={}, examples=EXAMPLES)
@@ -67,7 +67,9 @@ IMAGES = "data/digits-folder"  # data.path gets the shards
 @no_verify_option
 @click.option("--dry-run", is_flag=True, help="print the plan and the derived sizes; start and write nothing")
 @click.option("--quiet", "-q", is_flag=True, help="print only warnings, errors and the summary")
-@click.option("--prepared", is_flag=True, hidden=True)
+@click.option(
+    "--prepared", is_flag=True, hidden=True
+)  # set for ranks whose run folder and signals are their launcher's
 def train_command(
     recipe: str,
     settings: tuple[str, ...],
@@ -333,12 +335,12 @@ def demo_command(settings: tuple[str, ...]) -> None:
     from cputrain.cli.data import prepare_command  # the image libraries
     from cputrain.cli.plan import plan_command
 
-    shards = str(load_recipe(RECIPE, settings).data.path)
-    for each, words in ((plan_command, ("plan",)), (prepare_command, ("prepare", "digits", IMAGES, shards))):
+    shards = str(load_recipe(DEMO_RECIPE, settings).data.path)
+    for each, words in ((plan_command, ("plan",)), (prepare_command, ("prepare", "digits", DEMO_IMAGES, shards))):
         click.echo(f"cputrain {shlex.join(words)}")
         each.main(args=list(words[1:]), prog_name="cputrain", standalone_mode=False)
     both = len(this_machine().allowed_cores) > 1 and not any(each.startswith("plan.ppn=") for each in settings)
-    training = ("train", RECIPE, *(("plan.ppn=2",) if both else ()), *settings, "--overwrite")
+    training = ("train", DEMO_RECIPE, *(("plan.ppn=2",) if both else ()), *settings, "--overwrite")
     click.echo(f"cputrain {shlex.join(training)}")
     sys.stdout.flush()
     os.execv(sys.executable, (*isolated_command("cputrain"), *training))

@@ -90,7 +90,8 @@ def convolutions_channels_last(network: nn.Module) -> None:
 
 
 def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> None:
-    """Replace the layers of a plan. Raises InputError if it is of another network, and changes nothing then."""
+    """Replace the layers of a plan, except by kernels that are not loaded. Raises InputError if it has a layer that the
+    network lacks, and changes nothing then."""
     names = dict(network.named_modules())
     if unknown := [choice.layer for choice in plan.replaced if choice.layer not in names]:
         raise InputError(f"the kernel plan is of another network, which has a layer {unknown[0]}: plan this one")
@@ -98,7 +99,7 @@ def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> N
     if loaded.norms is not None:
         replace_norms(network, list(plan.layers(BATCHNORM)), loaded.norms)
         fused = [names[name] for name in plan.layers(FUSED)]
-        traced = all(module in plan.forwards for module in fused)  # not so of a plan of another network
+        traced = all(module in plan.forwards for module in fused)  # a plan of another process has no traces
         forwards = plan.forwards if traced else fused_forwards(network)
         fuse_forwards({module: forwards[module] for module in fused if module in forwards})
     for name in plan.layers(PRODUCT):
@@ -110,17 +111,15 @@ def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> N
             use_winograd(names[name], loaded.convolutions)
 
 
-def agreed(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
-    """Return rank 0's plan without kernels that any rank misses, if there is a process group; all ranks must call this.
-
-    Else return the plan.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return plan
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (plan.as_json(), dict(missing)))
-    first = KernelPlan.from_json(by_rank[0][0])
-    lacking = {kernel: f"rank {rank}: {why}" for rank, (_, no) in enumerate(by_rank) for kernel, why in no.items()}
+def agree_on_plan(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
+    """Return the plan without kernels that are missing here or, in a process group, rank 0's without those that any
+    rank misses; all ranks must call this."""
+    first, lacking = plan, dict(missing)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (plan.as_json(), dict(missing)))
+        first = KernelPlan.from_json(by_rank[0][0])
+        lacking = {kernel: f"rank {rank}: {why}" for rank, (_, no) in enumerate(by_rank) for kernel, why in no.items()}
     dropped = tuple(replace(item, why=lacking[item.kernel]) for item in first.replaced if item.kernel in lacking)
     used = tuple(item for item in first.replaced if item.kernel not in lacking)
     return replace(first, replaced=used, kept=(*first.kept, *dropped), forwards=plan.forwards)
@@ -178,7 +177,7 @@ def optimize(
     winograd = isinstance(choose, KernelPlan) and bool(choose.layers(WINOGRAD))
     loaded = load_for(target, env, winograd=winograd or sample_input is not None)
     plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded, env)
-    plan = agreed(plan, loaded.missing)
+    plan = agree_on_plan(plan, loaded.missing)
     if why := next((why for why in loaded.missing.values()), ""):
         logger.warning("cputrain.optimize: torch's layers stay: %s", why)
     apply_plan(model, plan, loaded)

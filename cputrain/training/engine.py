@@ -23,7 +23,7 @@ from cputrain.affinity.planner.records import ENGINE, Records, read_records
 from cputrain.affinity.planner.request import Request, tuning_name
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.comm.group import all_gather
-from cputrain.kernels.apply import LoadedKernels, agreed, apply_plan, convolutions_channels_last, load_for
+from cputrain.kernels.apply import LoadedKernels, agree_on_plan, apply_plan, convolutions_channels_last, load_for
 from cputrain.kernels.convolution import has_amx, winograd_shapes
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
@@ -205,7 +205,7 @@ def plan_network(
         gains = {name: gain(shape) for name, shape in shapes.items()}
     if problems and dist.get_rank() == 0:
         logger.warning("cputrain: Winograd's algorithm is not used for convolutions: %s", problems[0])
-    plan = agreed(plan_kernels(network, target, gains, missing), missing)
+    plan = agree_on_plan(plan_kernels(network, target, gains, missing), missing)
     return engine, plan, plan.speedups(WINOGRAD) if used else None
 
 

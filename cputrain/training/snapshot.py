@@ -54,6 +54,10 @@ class TrainProgress:
     diverged: bool = False
     rollbacks: dict[str, int] = field(default_factory=dict)
 
+    def improves(self, score: float) -> bool:
+        """Return whether a score is the best so far; NaN never is."""
+        return not math.isnan(score) and not score <= self.best_score
+
     def add_step(self, metrics: EpochMetrics) -> None:
         """Count a step and add its sums to the epoch's."""
         self.epoch.add(metrics)

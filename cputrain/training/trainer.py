@@ -118,8 +118,10 @@ class Trainer:
         recipe, sizes = self.session.recipe, self.session.sizes
         last_step = sizes.last_step(recipe.max_steps)
         trained_s, accuracy = 0.0, None
-        at_end = self.step > 0 and self.step % sizes.steps_per_epoch == 0 and not self.position.epoch_done
-        for epoch in range(self.step // sizes.steps_per_epoch - at_end, recipe.epochs):
+        first = self.step // sizes.steps_per_epoch
+        if self.step > 0 and self.step % sizes.steps_per_epoch == 0 and not self.position.epoch_done:
+            first -= 1  # resumed after an epoch's last step, before its evaluation
+        for epoch in range(first, recipe.epochs):
             if self.preempted or (self.step >= last_step and self.position.epoch_done):
                 break
             accuracy, seconds = self._run_epoch(epoch, last_step)
@@ -146,9 +148,9 @@ class Trainer:
         self.state.average_batchnorm()
         accuracy = self._evaluate() if evaluates else None
         self._log_epoch(epoch, sums, accuracy)
-        best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= position.best_score
-        if accuracy is not None and best:
-            position.best_score = accuracy.score
+        best = False
+        if accuracy is not None and accuracy.images > 0 and position.improves(accuracy.score):
+            position.best_score, best = accuracy.score, True
         position.end_epoch()
         self.preemption.agree(self.step, ends_epoch=True)
         self.preempted = not ends and self.preemption.should_stop_after(self.step)

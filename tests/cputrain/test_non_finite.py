@@ -1,7 +1,9 @@
 """NaN, Inf and diverging losses: they are reported, and handled as on_nan requests."""
 
+import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from cputrain.runs.events import read_events
@@ -24,6 +26,18 @@ def lossy(on_nan: str) -> tuple[str, ...]:
 
 def warnings(run: Path) -> list[str]:
     return [event["what"] for event in read_events(run) if event["event"] == "warning"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"), [([math.nan, 1.0, math.nan, 0.5, 2.0], [1.0, 2.0]), ([math.nan] * 2, []), ([0.0, 0.0], [0.0])]
+)
+def test_nan_is_never_the_best_score(scores: list[float], best: list[float]) -> None:
+    position, found = TrainProgress(), []
+    for score in scores:
+        if position.improves(score):
+            position.best_score = score
+            found.append(score)
+    assert found == best
 
 
 def test_nan_is_reported_and_handled_as_on_nan_requests(place: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import cputrain
 from cputrain.affinity.errors import InputError
-from cputrain.kernels.apply import fuse_optimizer, plan_of
+from cputrain.kernels.apply import agree_on_plan, fuse_optimizer, plan_of
 from cputrain.kernels.plan import KernelPlan
 from cputrain.kernels.tracing import trace
 from cputrain.models.vision import import_torchvision
@@ -380,6 +380,14 @@ def test_forward_passes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert [type(module) for module in other.modules()] == [type(module) for module in network.modules()]
 
 
+def test_a_plan_of_another_process_leaves_out_kernels_that_are_missing_here() -> None:
+    plan = plan_of(cputrain.optimize(ResNet()))
+    assert plan is not None and plan.layers("batch-norm")
+    here = agree_on_plan(plan, {"batch-norm": "no compiler"})
+    assert not [*here.layers("batch-norm")]
+    assert {item.layer for item in here.kept if item.why == "no compiler"} == {*plan.layers("batch-norm")}
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda found: torch.optim.SGD(found, lr=0.1),
     "momentum": lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -475,7 +483,7 @@ from tests.cputrain.test_optimize import ResNet, images, off, built, step
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-plan = apply.agreed(apply.plan_of(cputrain.optimize(ResNet())), {"batch-norm": "broken"} if rank else {})
+plan = apply.agree_on_plan(apply.plan_of(cputrain.optimize(ResNet())), {"batch-norm": "broken"} if rank else {})
 lines = [f"{plan.layers('batch-norm')} {plan.kept[-1].why}"]
 results = []
 for optimizes in (False, True):
