@@ -55,7 +55,7 @@ class KernelLibrary:
 
     def path(self, env: Mapping[str, str]) -> Path:
         """Return the path of the library: the one in the wheel for this CPU, else one in the cache, to be compiled."""
-        flags = _cpu_flags()
+        flags = cpu_flags()
         best = next((each for each in INSTRUCTION_SETS if each.flags.issubset(flags.split())), None)
         if best is not None and is_intact(compiled := self.compiled_path(best)):
             return compiled
@@ -88,7 +88,8 @@ class KernelLibrary:
         return (*texts, *words, platform.machine(), *self.depends_on)
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
+    """Return the line of /proc/cpuinfo with the CPU's flags, "" if there is none."""
     lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 

@@ -9,58 +9,61 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.kernels.build import KERNELS, KernelLibrary, library_options
-from cputrain.native_build import NativeExtension, ensure_compiled, loading
+from cputrain.files import write_text
+from cputrain.kernels import operators_table
+from cputrain.kernels.build import KERNELS, KernelLibrary, cpu_flags, library_options
+from cputrain.kernels.operators_table import TABLE, Kernel, wrong_result
+from cputrain.native_build import NativeExtension, checksum_file, ensure_compiled, library_path, loading, object_file
 from cputrain.variables import KERNELS_VARIABLE
 
-SOURCES = tuple(KERNELS / name for name in ("operators.cpp", "depthwise.hpp", "vectors.hpp", "rows.hpp", "values.hpp"))
+OPERATORS, CODE = KERNELS / "operators.cpp", KERNELS / "operator_kernels.cpp"
+HEADERS = (
+    *("operators.hpp", "convolution_operators.hpp", "depthwise_operators.hpp", "grouped_operators.hpp"),
+    *("norm_operators.hpp", "product_operators.hpp", "operator_kernels.hpp", "depthwise.hpp", "depthwise_direct.hpp"),
+    *("grouped.hpp", "batch_norm.hpp", "backward.hpp", "forward.hpp", "vectors.hpp", "rows.hpp", "values.hpp"),
+)
+SOURCES = (OPERATORS, CODE, *(KERNELS / name for name in HEADERS))
 REQUESTED_BY, ALTERNATIVE = "kernels of operators", f"set {KERNELS_VARIABLE}=off"
-# Largest error, of the largest value: in float32 as torch's own, in bfloat16 half a unit in the last place.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
-# Kernel size, stride and dilation of layers that are compared: each way through the kernels, and one of torch's.
-CHECKED = ((3, 1, 1), (3, 2, 1), (5, 1, 1), (5, 2, 2), (7, 1, 1))
-
-_loaded: dict[Path, ctypes.PyDLL] = {}
 
 
 def enable(env: Mapping[str, str] = os.environ) -> str:
     """Compile the kernels once per host, compare them with float64 and register them; return a line that names them.
 
-    They compute depthwise convolutions (their gradients in float32 and bfloat16) and, on CPUs without AVX-512,
-    bfloat16 convolutions, products of matrices and attention's gradients, in float32 and rounded once. Errors are no
-    larger than torch's own. Every thread of the process uses them until `disable()`; calling this twice changes
+    They are those of `operators_table.TABLE`; one that gives wrong results on this CPU is left out and named. Errors
+    are no larger than torch's own. Every thread of the process uses them until `disable()`; calling this twice changes
     nothing. All ranks of a job must do the same.
 
-    Raises InputError without a C++ compiler, RunError if compilation or the comparison fails; torch's kernels are then
-    in place.
+    Raises InputError without a C++ compiler, RunError if compilation fails or no kernel is left; torch's kernels are
+    then in place.
     """
     path = LIBRARY.path(env)
     if path not in _loaded:
-        _loaded[path] = _checked(ensure_compiled(LIBRARY.extension, path, env))
-    _loaded[path].set_operators(1)
-    slow = "" if _has_avx512() else ", and bfloat16 in float32 as this CPU has no AVX-512"
-    return f"kernels below torch's operators: depthwise convolutions{slow} ({ALTERNATIVE} for torch's own)"
+        _loaded[path] = _checked(ensure_compiled(LIBRARY.extension, path, env), env)
+    library = _loaded[path]
+    library.register(library.kernels)
+    wrong = "".join(f"; left out: {name} ({reason})" for name, reason in library.left_out.items())
+    covered = ", ".join(kernel.covers for kernel in library.kernels)
+    return f"kernels below torch's operators: {covered} ({ALTERNATIVE} for torch's own){wrong}"
 
 
 def disable() -> None:
     """Take the kernels away: torch's operators are used again. Without `enable` before, nothing changes."""
     for library in _loaded.values():
-        library.set_operators(0)
+        library.register(())
 
 
-def calls() -> tuple[int, int]:
-    """Return how often the kernels have computed a depthwise convolution (or gradients of one), and how often bfloat16
-    in float32."""
-    libraries = _loaded.values()
-    return sum(lib.calls_of_depthwise() for lib in libraries), sum(lib.calls_in_float32() for lib in libraries)
+def calls() -> dict[str, int]:
+    """Return how many calls of torch's operators each kernel has computed."""
+    return {kernel.name: sum(library.calls(kernel) for library in _loaded.values()) for kernel in TABLE}
 
 
 def enable_if_requested(env: Mapping[str, str]) -> None:
@@ -79,70 +82,92 @@ def enable_if_requested(env: Mapping[str, str]) -> None:
         print(f"cputrain: torch's operators stay in place: {error}", file=sys.stderr)
 
 
-def _checked(path: Path) -> ctypes.PyDLL:
-    """Load the kernels and compare them."""
+@dataclass
+class _Library:
+    """The loaded code, the kernels that are right on this CPU, and why others are left out."""
+
+    code: ctypes.PyDLL
+    kernels: tuple[Kernel, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.code.kernel_name.restype = ctypes.c_char_p
+        self.code.kernel_calls.restype = ctypes.c_int64
+        self.code.set_kernels.argtypes = [ctypes.c_uint64]
+        names = takewhile(bool, map(self.code.kernel_name, count()))
+        self.numbers = {name.decode(): number for number, name in enumerate(names)}
+
+    def register(self, kernels: tuple[Kernel, ...]) -> None:
+        """Register these kernels, and no others."""
+        self.code.set_kernels(sum(1 << self.numbers[kernel.name] for kernel in kernels))
+
+    def calls(self, kernel: Kernel) -> int:
+        return int(self.code.kernel_calls(self.numbers[kernel.name]))
+
+
+_loaded: dict[Path, _Library] = {}
+
+
+def _checked(path: Path, env: Mapping[str, str]) -> _Library:
+    """Load the kernels, and compare each alone unless it was right in an earlier process on this type of CPU."""
     with loading(path, REQUESTED_BY, ALTERNATIVE):
-        library = ctypes.PyDLL(str(path))  # registration needs the interpreter's lock; the kernels do not
-    for function in (library.calls_of_depthwise, library.calls_in_float32):
-        function.restype = ctypes.c_int64
-    library.set_operators(1)
-    try:
-        _check(library)
-    finally:
-        library.set_operators(0)
+        library = _Library(ctypes.PyDLL(str(path)))  # registration needs the interpreter's lock; the kernels do not
+    file = _file_of_right(path, env)
+    known = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for kernel in TABLE:
+        if kernel.applies():
+            wrong = "" if kernel.name in known else _wrong(kernel, library)
+            if wrong:
+                library.left_out[kernel.name] = wrong
+            else:
+                library.kernels += (kernel,)
+    if not library.kernels:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in library.left_out.items())
+        raise RunError(f"{REQUESTED_BY}: none is right on this CPU ({reasons}): {ALTERNATIVE}")
+    right = [kernel.name for kernel in library.kernels]
+    if right != known:
+        with suppress(OSError):  # without a writable cache, the next process compares again
+            write_text(file, "".join(f"{name}\n" for name in right))
     return library
 
 
-def _command(cxx: str, output: Path) -> tuple[str, ...]:
-    root = Path(torch.__file__).parent
-    include = (f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", "-DAT_PER_OPERATOR_HEADERS")
-    libraries = (f"-L{root}/lib", "-ltorch_cpu", "-lc10")
-    return (cxx, *library_options(), *include, str(SOURCES[0]), *libraries, "-o", str(output))
+def _wrong(kernel: Kernel, library: _Library) -> str:
+    """Compare a kernel with float64; say what is wrong, "" if it is right."""
+    library.register((kernel,))
+    try:
+        return wrong_result(kernel, partial(library.calls, kernel))
+    finally:
+        library.register(())
+
+
+def _file_of_right(path: Path, env: Mapping[str, str]) -> Path:
+    """Return the file with the names of the compiled kernels that were right on this type of CPU with this torch."""
+    comparison = Path(operators_table.__file__).read_text(encoding="utf-8")
+    depends_on = (checksum_file(path).read_text(encoding="ascii"), torch.__version__, cpu_flags(), comparison)
+    return library_path("operators-right", depends_on, env).with_suffix(".txt")
+
+
+def _compile(cxx: str, output: Path) -> tuple[tuple[str, ...], ...]:
+    """The code with all optimization, and apart from it what torch's headers make slow to compile."""
+    include = Path(torch.__file__).parent / "include"
+    options = (f"-I{include}", f"-I{include}/torch/csrc/api/include", "-DAT_PER_OPERATOR_HEADERS")
+    commands = (
+        (cxx, "-std=c++20", "-O1", "-fPIC", *options, str(OPERATORS)),
+        (cxx, *(option for option in library_options() if option != "-shared"), str(CODE)),
+    )
+    return tuple((*command, "-c", "-o", str(object_file(output, number))) for number, command in enumerate(commands))
+
+
+def _link(cxx: str, output: Path) -> tuple[str, ...]:
+    libraries = (f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10")
+    return (cxx, "-shared", *(str(object_file(output, number)) for number in range(2)), *libraries, "-o", str(output))
 
 
 LIBRARY = KernelLibrary(
     name="operators",
     sources=SOURCES,
     extension=NativeExtension(
-        title="kernels of operators", requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_command
+        title="kernels of operators", requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_link, parts=_compile
     ),
     depends_on=(torch.__version__.partition("+")[0],),  # the CPU's part is the same in builds with CUDA
 )
-
-
-def _has_avx512() -> bool:
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
-
-
-def _check(library: ctypes.PyDLL) -> None:
-    """Raise RunError if the registered kernels are not used, or differ from float64 by more than their tolerance."""
-    before = library.calls_of_depthwise()
-    generator = torch.Generator().manual_seed(1)
-    for dtype, tolerance in TOLERANCE.items():
-        for size, stride, dilation in CHECKED:
-            images = torch.randn(2, 24, 13, 11, generator=generator).to(dtype)
-            weight = torch.randn(24, 1, size, size, generator=generator).to(dtype)
-            settings: dict[str, Any] = {"stride": stride, "padding": size // 2, "dilation": dilation, "groups": 24}
-            shape = functional.conv2d(images.double(), weight.double(), **settings).shape
-            scale = torch.randn(shape, generator=generator).to(dtype)
-            results = (
-                _results(images, weight, scale, settings),
-                _results(images.double(), weight.double(), scale.double(), settings),
-            )
-            for made, exact in zip(*results, strict=True):
-                error = float((made.double() - exact).abs().max() / exact.abs().max())
-                if not error <= tolerance:
-                    raise RunError(
-                        f"{REQUESTED_BY}: a {size} x {size} depthwise convolution of stride {stride} in {dtype} "
-                        f"differs from float64 by {error:.1e} on this CPU, more than {tolerance:.1e}: {ALTERNATIVE}"
-                    )
-    if library.calls_of_depthwise() == before:
-        raise RunError(f"{REQUESTED_BY}: torch {torch.__version__} does not call registered kernels: {ALTERNATIVE}")
-
-
-def _results(images: Tensor, weight: Tensor, scale: Tensor, settings: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Output, and gradients of images and weight for the outputs' gradient `scale`."""
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        leaves = images.detach().requires_grad_(), weight.detach().requires_grad_()
-        made = functional.conv2d(*leaves, **settings)
-        return made.detach(), *torch.autograd.grad(made, leaves, scale)

@@ -50,7 +50,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wheel_has_the_library_for_this_cpu(
     flags: str, used: str | None, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(build, "cpu_flags", lambda: flags)
     path = library(wheel).path({"CPUTRAIN_CACHE": str(wheel / "cache")})
     assert path.stem == used if used else path.is_relative_to(wheel / "cache")
 
@@ -58,7 +58,7 @@ def test_a_wheel_has_the_library_for_this_cpu(
 def test_other_code_options_or_versions_and_damaged_files_are_compiled(
     wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_cpu_flags", lambda: FLAGS["avx2"])
+    monkeypatch.setattr(build, "cpu_flags", lambda: FLAGS["avx2"])
     env = {"CPUTRAIN_CACHE": str(wheel / "cache")}
     same = library(wheel)
     own = same.path(env)

@@ -52,6 +52,7 @@ FOREIGN = {
     "--of",
     "--pid",
     "--pty",
+    "--rounds",
     "--side",
     "--torch-backend",
     "--untagged",

@@ -7,17 +7,11 @@
 
 #pragma once
 
+#include "depthwise_direct.hpp"
 #include "rows.hpp"
 #include "vectors.hpp"
 
 namespace {
-
-// One layer: sizes of its input, output and kernel, stride, padding and dilation (down, then across), and threads.
-struct DepthwiseConvolution {
-  size_t images, height, width, channels, out_height, out_width;
-  size_t kernel[2], stride[2], padding[2], dilation[2];
-  int bfloat16, threads;
-};
 
 constexpr size_t kLanes = 2 * kWidth;  // channels in a block
 constexpr size_t kTile = 6;            // neighboring outputs whose sums are in registers
@@ -122,16 +116,18 @@ struct Tap {
   const float* weights;
 };
 
-// Writes kCount outputs, `out_step` values apart, whose taps read inputs `step` floats apart.
+// Writes kCount outputs, `out_step` values apart, whose taps read inputs `step` floats apart, `shift` floats after the
+// taps' own.
 template <size_t kCount, typename Value>
-void outputs(const Tap* taps, size_t count, size_t step, const float* bias, size_t width, Value* out, size_t out_step) {
+[[gnu::noinline]] void outputs(const Tap* taps, size_t count, size_t shift, size_t step, const float* bias,
+                               size_t width, Value* out, size_t out_step) {
   Vector sums[kCount][2];
   for (size_t t = 0; t < kCount; ++t) {
     for (size_t v = 0; v < 2; ++v) sums[t][v] = bias == nullptr ? Vector{} : read(bias + v * kWidth);
   }
   for (size_t i = 0; i < count; ++i) {
     const Vector low = read(taps[i].weights), high = read(taps[i].weights + kWidth);
-    const float* input = taps[i].input;
+    const float* input = taps[i].input + shift;
 #pragma GCC unroll 8
     for (size_t t = 0; t < kCount; ++t) {
       sums[t][0] += read(input + t * step) * low;
@@ -142,15 +138,15 @@ void outputs(const Tap* taps, size_t count, size_t step, const float* bias, size
 }
 
 template <typename Value>
-void outputs(size_t tile, const Tap* taps, size_t count, size_t step, const float* bias, size_t width, Value* out,
-             size_t out_step) {
+void outputs(size_t tile, const Tap* taps, size_t count, size_t shift, size_t step, const float* bias, size_t width,
+             Value* out, size_t out_step) {
   switch (tile) {
-    case 6: return outputs<6>(taps, count, step, bias, width, out, out_step);
-    case 5: return outputs<5>(taps, count, step, bias, width, out, out_step);
-    case 4: return outputs<4>(taps, count, step, bias, width, out, out_step);
-    case 3: return outputs<3>(taps, count, step, bias, width, out, out_step);
-    case 2: return outputs<2>(taps, count, step, bias, width, out, out_step);
-    default: return outputs<1>(taps, count, step, bias, width, out, out_step);
+    case 6: return outputs<6>(taps, count, shift, step, bias, width, out, out_step);
+    case 5: return outputs<5>(taps, count, shift, step, bias, width, out, out_step);
+    case 4: return outputs<4>(taps, count, shift, step, bias, width, out, out_step);
+    case 3: return outputs<3>(taps, count, shift, step, bias, width, out, out_step);
+    case 2: return outputs<2>(taps, count, shift, step, bias, width, out, out_step);
+    default: return outputs<1>(taps, count, shift, step, bias, width, out, out_step);
   }
 }
 
@@ -173,6 +169,7 @@ template <typename Value>
 void forward(const Layer& layer, const Value* x, const float* weights, const float* bias, Value* out) {
   const Axis down(layer, 0), across(layer, 1);
   const size_t channels = layer.channels, taps = layer.kernel[0] * layer.kernel[1];
+  if (is_direct(layer) && all_finite(weights, taps * channels)) return direct_forward(layer, x, weights, bias, out);
   const size_t slots = static_cast<size_t>((down.taps - 1) * down.dilation + 1);
   const ptrdiff_t after = across.read(across.out - 1, across.taps - 1) - (across.in - 1);
   share_rows(layer, layer.out_height, [&](size_t image, size_t first, size_t width, size_t begin, size_t end) {
@@ -186,20 +183,24 @@ void forward(const Layer& layer, const Value* x, const float* weights, const flo
     const size_t most = finite ? kTile : 1;
     for (size_t i = begin; i < end; ++i) {
       Value* to = out + (image * layer.out_height + i) * layer.out_width * channels + first;
+      size_t count = 0;
       for (size_t j = 0, tile = 0; j < layer.out_width; j += tile) {
         tile = std::min(most, layer.out_width - j);
-        size_t count = 0;
-        for (ptrdiff_t r = 0; r < down.taps; ++r) {
-          const ptrdiff_t row = down.read(i, r);
-          if (row < 0 || row >= down.in) continue;
-          const float* at = rows[row];
-          for (ptrdiff_t s = 0; s < across.taps; ++s) {
-            const ptrdiff_t column = across.read(j, s);
-            if (!finite && (column < 0 || column >= across.in)) continue;
-            read_by[count++] = {at + column * kStep, packed + (r * across.taps + s) * kLanes};
+        if (!finite || j == 0) {  // other outputs of the row read as far behind the first one's inputs
+          count = 0;
+          for (ptrdiff_t r = 0; r < down.taps; ++r) {
+            const ptrdiff_t row = down.read(i, r);
+            if (row < 0 || row >= down.in) continue;
+            const float* at = rows[row];
+            for (ptrdiff_t s = 0; s < across.taps; ++s) {
+              const ptrdiff_t column = across.read(j, s);
+              if (!finite && (column < 0 || column >= across.in)) continue;
+              read_by[count++] = {at + column * kStep, packed + (r * across.taps + s) * kLanes};
+            }
           }
         }
-        outputs(tile, read_by, count, layer.stride[1] * kLanes, added, width, to + j * channels, channels);
+        outputs(tile, read_by, count, finite ? j * layer.stride[1] * kLanes : 0, layer.stride[1] * kLanes, added, width,
+                to + j * channels, channels);
       }
     }
   });
@@ -213,6 +214,7 @@ template <typename Value>
 void input_gradient(const Layer& layer, const Value* g, const float* weights, Value* out) {
   const Axis down(layer, 0), across(layer, 1);
   const size_t channels = layer.channels, taps = layer.kernel[0] * layer.kernel[1];
+  if (turns(layer) && all_finite(weights, taps * channels)) return direct_input_gradient(layer, g, weights, out);
   const size_t slots = static_cast<size_t>((down.taps - 1) * down.dilation / down.stride + 1);
   const ptrdiff_t before = -floor_divide(across.padding - (across.taps - 1) * across.dilation, across.stride);
   const ptrdiff_t after = (across.in - 1 + across.padding) / across.stride - (across.out - 1);
@@ -228,23 +230,27 @@ void input_gradient(const Layer& layer, const Value* g, const float* weights, Va
       // Columns phase, phase + stride, ... read neighboring outputs by the same taps.
       for (ptrdiff_t phase = 0; phase < std::min(across.stride, across.in); ++phase) {
         const ptrdiff_t columns = (across.in - phase + across.stride - 1) / across.stride;
+        size_t count = 0;
         for (ptrdiff_t n = 0, tile = 0; n < columns; n += tile) {
           tile = std::min(most, columns - n);
           const ptrdiff_t j = phase + n * across.stride;
-          size_t count = 0;
-          for (ptrdiff_t r = 0; r < down.taps; ++r) {
-            const ptrdiff_t row = static_cast<ptrdiff_t>(i) + down.padding - r * down.dilation;
-            if (row < 0 || row % down.stride != 0 || row / down.stride >= down.out) continue;
-            const float* at = rows[row / down.stride];
-            for (ptrdiff_t s = 0; s < across.taps; ++s) {
-              const ptrdiff_t column = j + across.padding - s * across.dilation;
-              const ptrdiff_t place = floor_divide(column, across.stride);
-              if (place * across.stride != column) continue;
-              if (!finite && (place < 0 || place >= across.out)) continue;
-              read_by[count++] = {at + place * kStep, packed + (r * across.taps + s) * kLanes};
+          if (!finite || n == 0) {
+            count = 0;
+            for (ptrdiff_t r = 0; r < down.taps; ++r) {
+              const ptrdiff_t row = static_cast<ptrdiff_t>(i) + down.padding - r * down.dilation;
+              if (row < 0 || row % down.stride != 0 || row / down.stride >= down.out) continue;
+              const float* at = rows[row / down.stride];
+              for (ptrdiff_t s = 0; s < across.taps; ++s) {
+                const ptrdiff_t column = j + across.padding - s * across.dilation;
+                const ptrdiff_t place = floor_divide(column, across.stride);
+                if (place * across.stride != column) continue;
+                if (!finite && (place < 0 || place >= across.out)) continue;
+                read_by[count++] = {at + place * kStep, packed + (r * across.taps + s) * kLanes};
+              }
             }
           }
-          outputs(tile, read_by, count, kLanes, nullptr, width, to + j * channels, across.stride * channels);
+          outputs(tile, read_by, count, finite ? n * kLanes : 0, kLanes, nullptr, width, to + j * channels,
+                  across.stride * channels);
         }
       }
     }

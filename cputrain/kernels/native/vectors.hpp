@@ -37,4 +37,15 @@ inline void write(Bfloat16* to, Vector value) {  // rounds like store()
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
 }
 
+// Whether all values are finite.
+inline bool all_finite(const float* values, size_t count) {
+  Vector zeros{};
+  size_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) zeros += read(values + i) * 0.0F;
+  float sum = 0;
+  for (; i < count; ++i) sum += values[i] * 0.0F;
+  for (size_t lane = 0; lane < kWidth; ++lane) sum += zeros[lane];
+  return sum == 0.0F;
+}
+
 }  // namespace

@@ -1,0 +1,54 @@
+// aten::convolution and aten::convolution_backward: the first kernel that covers the layer, or torch's.
+
+#pragma once
+
+#include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/convolution_compositeexplicitautograd_dispatch.h>
+
+#include "depthwise_operators.hpp"
+#include "grouped_operators.hpp"
+#include "product_operators.hpp"
+
+namespace {
+
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, Sizes stride, Sizes padding,
+                   Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups) {
+  if (depthwise_kernel.on) {
+    const Depthwise layer(x, w, stride, padding, dilation, transposed, groups);
+    if (auto made = depthwise_forward(x, w, bias, layer)) return *made;
+  }
+  const bool biased = bias.has_value() && bias->defined();
+  if (in_float32(x, w) && (!biased || is_slow(*bias))) {
+    return counted(narrow(convolution(wide(x), wide(w), wide(bias), stride, padding, dilation, transposed,
+                                      output_padding, groups)));
+  }
+  if (auto made = grouped_output(x, w, bias, Grouped(x, w, stride, padding, dilation, transposed, groups))) {
+    return *made;
+  }
+  return at::compositeexplicitautograd::convolution_symint(x, w, bias, stride, padding, dilation, transposed,
+                                                           output_padding, groups);
+}
+
+Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor& w, at::OptionalSymIntArrayRef bias,
+                               Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+                               c10::SymInt groups, std::array<bool, 3> mask) {
+  const auto by_torch = [&](const Tensor& gradients, const Tensor& images, const Tensor& weights,
+                            std::array<bool, 3> wanted) {
+    return at::compositeexplicitautograd::convolution_backward_symint(
+        gradients, images, weights, bias, stride, padding, dilation, transposed, output_padding, groups, wanted);
+  };
+  if (depthwise_kernel.on) {
+    const Depthwise layer(x, w, stride, padding, dilation, transposed, groups);
+    if (auto made = depthwise_backward(grad, x, w, mask, layer, by_torch)) return *made;
+  }
+  if (in_float32(grad, x, w)) {
+    auto [input, weight, added] = convolution_backward(wide(grad), wide(x), wide(w), bias, stride, padding, dilation,
+                                                       transposed, output_padding, groups, mask);
+    return counted(Gradients{narrow(input), narrow(weight), narrow(added)});
+  }
+  const Grouped layer(x, w, stride, padding, dilation, transposed, groups);
+  if (auto made = grouped_backward(grad, x, w, mask, layer, by_torch)) return *made;
+  return by_torch(grad, x, w, mask);
+}
+
+}  // namespace

@@ -1,0 +1,117 @@
+// Grouped convolutions of torch's float32 images on AVX2, in groups of 4 to 24 channels: oneDNN reaches 10 to 45 % of a
+// core's speed; ours take 0.65 to 0.95 of its time, gradients included (1.2 to 1.9 if images had to be copied).
+
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/flip.h>
+
+#include "depthwise_operators.hpp"
+
+namespace {
+
+Kernel grouped_kernel("grouped");
+
+// A grouped convolution of maps (N, C, H, W) with as many outputs as inputs.
+struct Grouped {
+  GroupedConvolution layer{};
+  bool covered = false;
+
+  Grouped(const Tensor& x, const Tensor& w, Sizes stride, Sizes padding, Sizes dilation, bool transposed,
+          const c10::SymInt& groups) {
+    if (!grouped_kernel.on || transposed || x.dim() != 4 || w.dim() != 4 || !is_dense(x) || !is_dense(w) ||
+        x.scalar_type() != at::kFloat || w.scalar_type() != at::kFloat || x.numel() == 0 || w.numel() == 0 ||
+        !x.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+        w.size(0) != x.size(1) || groups < 2 || w.size(1) * groups.expect_int() != x.size(1) || stride.size() > 2) {
+      return;
+    }
+    layer.images = x.size(0), layer.channels = x.size(1), layer.height = x.size(2), layer.width = x.size(3);
+    layer.groups = groups.expect_int(), layer.threads = at::get_num_threads();
+    for (size_t axis = 0; axis < 2; ++axis) {
+      layer.kernel[axis] = w.size(axis + 2);
+      layer.stride[axis] = stride[stride.size() == 1 ? 0 : axis].expect_int();
+      layer.padding[axis] = padding[padding.size() == 1 ? 0 : axis].expect_int();
+      layer.dilation[axis] = dilation[dilation.size() == 1 ? 0 : axis].expect_int();
+    }
+    layer.out_height = out_size(0, layer.height), layer.out_width = out_size(1, layer.width);
+    covered = layer.out_height > 0 && layer.out_width > 0 && layer.kernel[0] * layer.kernel[1] <= kMostTaps &&
+              grouped_covers(layer.channels, layer.groups);
+  }
+
+  size_t reach(size_t axis) const { return layer.dilation[axis] * (layer.kernel[axis] - 1); }
+  size_t out_size(size_t axis, size_t size) const {
+    const size_t padded = size + 2 * layer.padding[axis];
+    return padded < reach(axis) + 1 ? 0 : (padded - reach(axis) - 1) / layer.stride[axis] + 1;
+  }
+  // Whether the input gradient is a convolution of the outputs' gradients, padded by at least nothing.
+  bool turns() const {
+    return layer.stride[0] == 1 && layer.stride[1] == 1 && layer.padding[0] <= reach(0) && layer.padding[1] <= reach(1);
+  }
+  // The layer whose outputs are the input gradient.
+  GroupedConvolution turned() const {
+    GroupedConvolution other = layer;
+    other.height = layer.out_height, other.width = layer.out_width;
+    other.out_height = layer.height, other.out_width = layer.width;
+    for (size_t axis = 0; axis < 2; ++axis) other.padding[axis] = reach(axis) - layer.padding[axis];
+    return other;
+  }
+};
+
+// Weights as (block, group of the block, output, input, tap).
+Tensor by_group(const GroupedConvolution& layer, const Tensor& w) {
+  const int64_t channels = w.size(1), together = grouped_block(channels);
+  return w.contiguous().view({w.size(0) / channels / together, together, channels, channels, -1});
+}
+
+Tensor grouped_result(const GroupedConvolution& layer, const Tensor& x, const Tensor& weights, const Tensor& bias) {
+  const Tensor images = x.contiguous(at::MemoryFormat::ChannelsLast);
+  Tensor made = at::empty({x.size(0), x.size(1), static_cast<int64_t>(layer.out_height),
+                           static_cast<int64_t>(layer.out_width)}, x.options(), at::MemoryFormat::ChannelsLast);
+  grouped_convolution(layer, images.const_data_ptr<float>(), weights.const_data_ptr<float>(),
+                      bias.defined() ? bias.const_data_ptr<float>() : nullptr, made.mutable_data_ptr<float>());
+  return made;
+}
+
+bool is_finite(const Tensor& dense) { return are_finite(dense.const_data_ptr<float>(), dense.numel()); }
+
+std::optional<Tensor> grouped_output(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                                     const Grouped& grouped) {
+  const bool biased = bias.has_value() && bias->defined();
+  if (!grouped.covered || (biased && (bias->scalar_type() != at::kFloat || !is_dense(*bias)))) return std::nullopt;
+  const Tensor weights = by_group(grouped.layer, w).permute({0, 4, 3, 1, 2}).contiguous();
+  if (!is_finite(weights)) return std::nullopt;
+  ++grouped_kernel.calls;
+  return grouped_result(grouped.layer, x, weights, biased ? bias->contiguous() : Tensor())
+      .contiguous(format_of(x, w));
+}
+
+// Gradients; torch computes the input's at a stride.
+template <typename ByTorch>
+std::optional<Gradients> grouped_backward(const Tensor& grad, const Tensor& x, const Tensor& w,
+                                          std::array<bool, 3> mask, const Grouped& grouped, const ByTorch& by_torch) {
+  if (!grouped.covered || grad.scalar_type() != at::kFloat || !is_dense(grad) || grad.dim() != 4) return std::nullopt;
+  const GroupedConvolution& layer = grouped.layer;
+  const auto last = at::MemoryFormat::ChannelsLast;
+  const Tensor gradients = grad.contiguous(last);
+  const Tensor weights = at::flip(by_group(layer, w), {4}).permute({0, 4, 2, 1, 3}).contiguous();
+  const bool input = mask[0] && grouped.turns();
+  if ((!input && !mask[1]) || !is_finite(gradients) || (input && !is_finite(weights))) return std::nullopt;
+  ++grouped_kernel.calls;
+  Gradients made;
+  if (mask[0] && !input) made = by_torch(grad, x, w, {true, false, false});
+  if (mask[2]) std::get<2>(made) = channel_sums(grad);
+  if (input) {
+    std::get<0>(made) = grouped_result(grouped.turned(), gradients, weights, Tensor()).contiguous(format_of(x, w));
+  }
+  if (mask[1]) {
+    const Tensor groups = by_group(layer, w), images = x.contiguous(last);
+    Tensor sums = at::empty({groups.size(0), groups.size(4), groups.size(3), groups.size(1), groups.size(2)},
+                            w.options());
+    grouped_weight_gradients(layer, images.const_data_ptr<float>(), gradients.const_data_ptr<float>(),
+                             sums.mutable_data_ptr<float>());
+    std::get<1>(made) = sums.permute({0, 3, 4, 2, 1}).reshape(w.sizes()).contiguous(format_of(x, w));
+  }
+  return made;
+}
+
+}  // namespace

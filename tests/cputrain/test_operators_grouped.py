@@ -1,0 +1,152 @@
+"""Grouped convolutions below torch's operators: torch's results, to rounding, whatever their tensors are."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import cputrain
+from cputrain.kernels.operators import calls
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("AVX512" in torch.backends.cpu.get_cpu_capability(), reason="torch's are used with AVX-512"),
+]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
+PAIRS = st.tuples(*(st.sampled_from([1, 2, 3]),) * 2)
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    cputrain.kernels.enable()
+    yield
+    cputrain.kernels.disable()
+
+
+def results(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, options: tuple[object, ...]) -> list[Tensor]:
+    gradients = torch.ops.aten.convolution_backward(grad, x, w, [w.shape[0]], *options, [True, True, True])
+    return [torch.ops.aten.convolution(x, w, bias, *options), *gradients]
+
+
+@settings(deadline=None, max_examples=int(os.environ.get("CPUTRAIN_FUZZ", "100")))
+@given(
+    count=st.sampled_from([1, 2, 5]),
+    each=st.sampled_from([4, 8, 16, 24]),
+    groups=st.sampled_from([2, 3, 4]),
+    sides=st.tuples(*(st.integers(1, 17),) * 2),
+    kernel=PAIRS,
+    stride=PAIRS,
+    padding=st.tuples(*(st.integers(0, 3),) * 2),
+    dilation=PAIRS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    last=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_grouped_convolutions_are_right_in_every_shape_and_layout(
+    count: int,
+    each: int,
+    groups: int,
+    sides: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    dtype: torch.dtype,
+    last: tuple[bool, bool, bool],
+) -> None:
+    """Outputs and gradients against float64, in the memory format that torch's own have."""
+    channels = each * groups
+    options = (stride, padding, dilation, False, [0, 0], groups)
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(count, channels, *sides, generator=generator).to(dtype)
+    w = torch.randn(channels, each, *kernel, generator=generator).to(dtype)
+    bias = torch.randn(channels, generator=generator).to(dtype)
+    try:
+        shape = torch.ops.aten.convolution(x.double(), w.double(), None, *options).shape
+    except RuntimeError as error:  # a kernel larger than the image: the same error
+        with pytest.raises(RuntimeError, match=str(error)[:20]):
+            torch.ops.aten.convolution(x, w, bias, *options)
+        return
+    grad = torch.randn(shape, generator=generator).to(dtype)
+    x, w, grad = (
+        value.contiguous(memory_format=torch.channels_last if one else torch.contiguous_format)
+        for value, one in zip((x, w, grad), last, strict=True)
+    )
+    exact = results(x.double(), w.double(), bias.double(), grad.double(), options)
+    before = calls()["grouped"]
+    made = results(x, w, bias, grad, options)
+    covered = x.is_contiguous(memory_format=torch.channels_last) and not (each == 4 and groups == 3)
+    assert calls()["grouped"] == before + 2 * covered
+    cputrain.kernels.disable()
+    theirs = results(x, w, bias, grad, options)
+    cputrain.kernels.enable()
+    for ours, value, torchs in zip(made, exact, theirs, strict=True):
+        assert float((ours.double() - value).abs().max()) <= TOLERANCE[dtype] * float(value.abs().max())
+        assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
+        for format_ in (torch.contiguous_format, *([torch.channels_last] if ours.dim() == 4 else [])):
+            assert ours.is_contiguous(memory_format=format_) == torchs.is_contiguous(memory_format=format_)
+
+
+@pytest.mark.parametrize("place", ["x", "w", "grad"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_what_torch_lets_them_reach(place: str, value: float) -> None:
+    torch.manual_seed(1)
+    tensors = {"x": torch.randn(2, 32, 9, 9), "w": torch.randn(32, 8, 3, 3), "grad": torch.randn(2, 32, 9, 9)}
+    tensors[place].view(-1)[77] = value
+    x, w, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors.values())
+    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+    made = results(x, w, torch.zeros(32), grad, options)
+    cputrain.kernels.disable()
+    for ours, theirs in zip(made, results(x, w, torch.zeros(32), grad, options), strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
+@pytest.mark.parametrize(
+    "kind", ["float64", "groups of 5", "more outputs", "transposed", "three axes", "no images", "contiguous"]
+)
+def test_what_is_not_covered_is_torch_s_bit_for_bit(kind: str) -> None:
+    torch.manual_seed(1)
+    layer = nn.Conv2d(16, 32 if kind == "more outputs" else 16, 3, padding=1, groups=2)
+    x = torch.randn(2, 16, 9, 9)
+    if kind != "contiguous":
+        x = x.contiguous(memory_format=torch.channels_last)
+    if kind == "float64":
+        layer, x = layer.double(), x.double()
+    elif kind == "groups of 5":
+        layer, x = nn.Conv2d(20, 20, 3, groups=4), torch.randn(2, 20, 9, 9)
+    elif kind == "transposed":
+        layer = nn.ConvTranspose2d(16, 16, 3, groups=2)
+    elif kind == "three axes":
+        layer, x = nn.Conv3d(16, 16, 3, groups=2), torch.randn(2, 16, 5, 5, 5)
+    elif kind == "no images":
+        x = x[:0]
+
+    def compute() -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        made = layer(leaf)
+        return [made, *torch.autograd.grad(made.square().sum(), [leaf, *layer.parameters()])]
+
+    before = calls()["grouped"]
+    made = compute()
+    assert calls()["grouped"] == before
+    cputrain.kernels.disable()
+    for ours, theirs in zip(made, compute(), strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    torch.manual_seed(1)
+    x, w, grad = torch.randn(5, 48, 20, 20), torch.randn(48, 24, 3, 3), torch.randn(5, 48, 20, 20)
+    x = x.contiguous(memory_format=torch.channels_last)
+    used, made = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            made.append(results(x, w, torch.zeros(48), grad, ([1, 1], [1, 1], [1, 1], False, [0, 0], 2)))
+    finally:
+        torch.set_num_threads(used)
+    for other in made[1:]:
+        assert all(map(torch.equal, made[0][:3], other[:3]))
