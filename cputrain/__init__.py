@@ -6,7 +6,7 @@ kernels      optimize, explain, restore, KernelPlan
 data         ImageLoader, Transform, Augmentation
 optimizers   Lars, Lamb, AdagradDA, param_groups
 schedules    Schedule, lr_at
-comm         the backend "ccl" (import cputrain.comm.ccl), compress_bf16
+comm         the backend "ccl" (import cputrain.comm.ccl), compress_bf16, reduce_float32
 checkpoints  AsyncCheckpoint, Restored
 training     train, TrainResult, Accuracy
 errors       InputError, RunError
@@ -34,7 +34,7 @@ NAMES = {
     "data.settings": ("Augmentation",),
     "optim": ("Lars", "Lamb", "AdagradDA", "param_groups"),
     "schedule": ("Schedule", "lr_at"),
-    "comm.hooks": ("compress_bf16",),
+    "comm.hooks": ("compress_bf16", "reduce_float32"),
     "checkpoint.async_checkpoint": ("AsyncCheckpoint", "Restored"),
     "training.user_code": ("train",),
     "training.step": ("TrainResult", "Accuracy"),

@@ -7,7 +7,7 @@ large batches.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from cputrain.kernels.split_optimizers import SplitSteps
+from cputrain.kernels.split_weights import SplitParameter
 from cputrain.optim_settings import OptimSettings
 
 __all__ = [
@@ -40,14 +42,19 @@ MIN_INNER = 1e-8  # factor of a LARS update whose rounding in float32 is harmles
 MAX_SCALE = 1e30  # float32 can represent it and its inverse, also times a value
 LarsVariant = Literal["caffe", "timm", "nus"]
 ParamGroups = list[dict[str, Any]]
+CACHED_WEIGHTS = 1 << 19  # split weights that are updated together: 4 MiB in float32, with their gradients
 
 
 class GroupOptimizer(Optimizer):
     """Optimizer that updates the parameters with gradients, group by group.
 
     bfloat16 and float16 parameters are updated in float32 and have float32 state, so that increments smaller than their
-    last digit accumulate. Squares that float32 cannot represent are float64.
+    last digit accumulate; split weights (`cputrain.optimize(..., master_weights="split")`) are updated exactly. Squares
+    that float32 cannot represent are float64.
     """
+
+    updates_split_weights = True
+    split_steps: SplitSteps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group.
@@ -84,10 +91,15 @@ class GroupOptimizer(Optimizer):
                     f"{type(self).__name__} does not support the sparse gradient of a parameter of shape "
                     f"{tuple(p.shape)}: use torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for it"
                 )
-        for group, params in zip(self.param_groups, trained, strict=True):
+        for group, with_gradient in zip(self.param_groups, trained, strict=True):
+            options = {**group, "lr": float(group["lr"])}  # a float32 tensor times a trust ratio may underflow
+            for splits in _in_batches(p for p in with_gradient if isinstance(p, SplitParameter)):
+                wide, grads = self.split_steps.read(splits)
+                self._step_group(options, [self.state[p] for p in splits], wide, grads)
+                self.split_steps.write(splits, wide)
+            params = [p for p in with_gradient if not isinstance(p, SplitParameter)]
             if params:
                 wide = [widened(p) for p in params]
-                options = {**group, "lr": float(group["lr"])}  # a float32 tensor times a trust ratio may underflow
                 grads = [p.grad.to(w.dtype) for p, w in zip(params, wide, strict=True)]
                 self._step_group(options, [self.state[p] for p in params], wide, grads)
                 for p, updated in zip(params, wide, strict=True):
@@ -123,6 +135,18 @@ class GroupOptimizer(Optimizer):
         self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
     ) -> None:
         """Update the parameters of a group that have gradients; there is at least one."""
+
+
+def _in_batches(weights: Iterable[SplitParameter]) -> Iterator[list[SplitParameter]]:
+    """Yield weights whose float32 values stay in the cache together; a larger one is alone."""
+    batch: list[SplitParameter] = []
+    for weight in weights:
+        if batch and sum(p.numel() for p in batch) + weight.numel() > CACHED_WEIGHTS:
+            yield batch
+            batch = []
+        batch.append(weight)
+    if batch:
+        yield batch
 
 
 def state_of(
@@ -181,7 +205,9 @@ def check_below_one(**options: float) -> None:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a bfloat16 or float16 tensor in float32, any other unchanged."""
+    """Return a bfloat16 or float16 tensor, or a split weight, in float32, any other unchanged."""
+    if isinstance(tensor, SplitParameter):
+        return tensor.joined()
     return tensor.float() if tensor.dtype in FEW_DIGITS else tensor
 
 

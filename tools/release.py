@@ -19,7 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from cputrain import __version__
-from cputrain.kernels import batchnorm, convolution, operators
+from cputrain.kernels import batchnorm, convolution, operators, split_optimizers
 from cputrain.kernels.build import COMPILED, INSTRUCTION_SETS
 from tools.man_pages import main as write_man_pages
 
@@ -42,13 +42,13 @@ TRIED = (
     ("launch", "--dry-run", "--", "true"),
     ("job", "slurm", "imagefolder", "data.path=synthetic", "--nodes", "2", "--time", "1:00:00"),
 )
-LIBRARIES = (batchnorm.LIBRARY, convolution.LIBRARY, operators.LIBRARY)
+LIBRARIES = tuple(module.LIBRARY for module in (batchnorm, convolution, operators, split_optimizers))
 # A process without a compiler and with an empty cache prints where its kernels are.
 WITHOUT_COMPILER = """
 import cputrain
-from cputrain.kernels import batchnorm, convolution, operators
+from cputrain.kernels import batchnorm, convolution, operators, split_optimizers
 cputrain.kernels.enable()
-kernels = batchnorm.load({}), convolution.load_convolutions({})
+kernels = batchnorm.load({}), convolution.load_convolutions({}), split_optimizers.load_split_steps({})
 print(*(kernel.path for kernel in kernels), operators.LIBRARY.path({}), sep="\\n")
 """
 
@@ -143,9 +143,8 @@ def try_compiled(wheel: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     env = {"PATH": "/nowhere", "CPUTRAIN_CACHE": str(folder / "cache"), "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER], cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True
-    )
+    words = (sys.executable, "-c", WITHOUT_COMPILER)
+    done = subprocess.run(words, cwd=folder, env=env, check=True, stdout=subprocess.PIPE, encoding="utf-8")
     for path in done.stdout.splitlines():
         if not path.startswith(f"{folder}/cputrain/kernels/compiled/"):
             raise ReleaseError(f"{wheel.name}: {path} is used in place of its compiled kernels")

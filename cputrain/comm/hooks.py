@@ -132,6 +132,21 @@ class Bf16AllReduceHook(AllReduceHook):
         return residual
 
 
+class Float32AllReduceHook(AllReduceHook):
+    """All-reduce hook that sums in float32, also gradients of bfloat16 weights; they become the mean over ranks."""
+
+    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+        """All-reduce a bucket of float32 or bfloat16 gradients."""
+        self.last_ready_s, self.finished = time.perf_counter(), bucket.is_last()
+        gradients = bucket.buffer()
+        finish = partial(_mean, gradients, dist.get_world_size(group))
+        return self._all_reduce(gradients.float(), bucket, group, finish)
+
+
+def _mean(gradients: Tensor, ranks: int, summed: Tensor) -> Tensor:
+    return gradients.copy_(summed.div_(ranks))
+
+
 def _itself(summed: Tensor) -> Tensor:
     return summed
 
@@ -161,3 +176,14 @@ def compress_bf16(ddp: DistributedDataParallel) -> Bf16AllReduceHook:
     hook = Bf16AllReduceHook(mean=True, parameters=tuple(ddp.parameters()))
     ddp.register_comm_hook(None, hook.hook)
     return hook
+
+
+def reduce_float32(ddp: DistributedDataParallel) -> None:
+    """Sum the gradients of a DistributedDataParallel network over ranks in float32, also those of bfloat16 weights
+    (`cputrain.optimize(..., master_weights="split")`), whose sums are rounded once, to nearest.
+
+    ddp: a network before its first backward pass. As without this, gradients are the mean over ranks; torch would send
+    and sum those of bfloat16 weights as bfloat16.
+    Raises DDP's RuntimeError if it has a hook already.
+    """
+    ddp.register_comm_hook(None, Float32AllReduceHook().hook)

@@ -30,6 +30,7 @@ from cputrain.kernels.plan import (
     BATCHNORM,
     FUSED,
     PRODUCT,
+    SPLIT,
     WEIGHT_GRADIENT,
     WINOGRAD,
     KernelPlan,
@@ -37,13 +38,17 @@ from cputrain.kernels.plan import (
     explain_network,
     plan_kernels,
     rule,
+    with_split_weights,
 )
 from cputrain.kernels.rewriting import fuse_forwards, fused_forwards, replace_norms
+from cputrain.kernels.split_optimizers import check_optimizer, load_split_steps, update_splits
+from cputrain.kernels.split_weights import join_weights, split_weights
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Choose = Literal["rules", "measure"] | KernelPlan
+MasterWeights = Literal["split"] | None
 PLAN = "_cputrain_kernel_plan"
 """Attribute of an optimized network."""
 
@@ -109,6 +114,7 @@ def apply_plan(network: nn.Module, plan: KernelPlan, loaded: LoadedKernels) -> N
             native_weight_gradients(names[name], loaded.convolutions)
         for name in plan.layers(WINOGRAD):
             use_winograd(names[name], loaded.convolutions)
+    split_weights(network, plan.layers(SPLIT))
 
 
 def agree_on_plan(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
@@ -127,13 +133,25 @@ def agree_on_plan(plan: KernelPlan, missing: Mapping[str, str]) -> KernelPlan:
 
 @overload
 def optimize(
-    model: M, optimizer: None = None, *, dtype: torch.dtype = ..., sample_input: Any = None, choose: Choose = "rules"
+    model: M,
+    optimizer: None = None,
+    *,
+    dtype: torch.dtype = ...,
+    sample_input: Any = None,
+    choose: Choose = "rules",
+    master_weights: None = None,
 ) -> M: ...
 
 
 @overload
 def optimize(
-    model: M, optimizer: Optimizer, *, dtype: torch.dtype = ..., sample_input: Any = None, choose: Choose = "rules"
+    model: M,
+    optimizer: Optimizer,
+    *,
+    dtype: torch.dtype = ...,
+    sample_input: Any = None,
+    choose: Choose = "rules",
+    master_weights: MasterWeights = None,
 ) -> tuple[M, Optimizer]: ...
 
 
@@ -144,6 +162,7 @@ def optimize(
     dtype: torch.dtype = torch.float32,
     sample_input: Any = None,
     choose: "Literal['rules', 'measure'] | KernelPlan" = "rules",
+    master_weights: Literal["split"] | None = None,
 ) -> M | tuple[M, Optimizer]:
     """Let native kernels compute the layers of a network, in any loop. Returns model, or (model, optimizer) if given.
 
@@ -160,6 +179,10 @@ def optimize(
     `choose`: "rules" for this CPU, from our measurements; "measure", some seconds, kept for the next start on this
     host; or the KernelPlan of another process, `cputrain.kernels.apply.plan_of(model)`.
 
+    `master_weights="split"`, with dtype=torch.bfloat16: the weights that autocast would cast are bfloat16, and so are
+    their gradients. The rest of their float32 values is kept beside them, so that torch.optim's SGD, Adam and AdamW,
+    and Lars and Lamb update them as in float32, bit for bit. State dicts, copies and pickles have the float32 values.
+
     Raises InputError if an argument is not as described.
     """
     if isinstance(model, DistributedDataParallel):
@@ -170,13 +193,22 @@ def optimize(
         raise InputError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if not isinstance(choose, KernelPlan) and choose not in ("rules", "measure"):
         raise InputError(f'choose={choose!r}: give "rules", "measure" or a KernelPlan')
+    if master_weights not in (None, "split"):
+        raise InputError(f'master_weights={master_weights!r}: give "split", or None for float32 weights')
+    if master_weights and dtype != torch.bfloat16:
+        raise InputError(f'master_weights="split" needs dtype=torch.bfloat16, not {dtype}')
+    if master_weights:
+        check_optimizer(optimizer)
     _check_parameters(model)
     if PLAN in vars(model):
         restore(model)
     target, env = Target.here(dtype), os.environ
+    steps = load_split_steps(env) if master_weights else None
     winograd = isinstance(choose, KernelPlan) and bool(choose.layers(WINOGRAD))
     loaded = load_for(target, env, winograd=winograd or sample_input is not None)
     plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded, env)
+    if optimizer is not None and steps is not None and not plan.layers(SPLIT):
+        plan = with_split_weights(plan, model, [value for group in optimizer.param_groups for value in group["params"]])
     plan = agree_on_plan(plan, loaded.missing)
     if why := next((why for why in loaded.missing.values()), ""):
         logger.warning("cputrain.optimize: torch's layers stay: %s", why)
@@ -185,6 +217,8 @@ def optimize(
     if optimizer is None:
         return model
     fuse_optimizer(optimizer)
+    if steps is not None:
+        update_splits(optimizer, steps)
     return model, optimizer
 
 
@@ -260,4 +294,5 @@ def explain(model: nn.Module) -> None:
 def restore(model: nn.Module) -> None:
     """Undo `optimize`: all layers get the classes back that they had. Weights and statistics stay."""
     evidence.restore(model)
+    join_weights(model)
     vars(model).pop(PLAN, None)

@@ -1,13 +1,13 @@
 """The plan of a network's kernels: what computes each layer, and why."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cputrain.affinity.errors import InputError
@@ -22,9 +22,11 @@ from cputrain.kernels.convolution import (
 )
 from cputrain.kernels.evidence import Native, departure
 from cputrain.kernels.rewriting import Forward, fused_forwards, native_norms, obstacles
+from cputrain.kernels.split_weights import divisible
 
 BATCHNORM, FUSED, WINOGRAD = "batch-norm", "fused forward", "winograd"
 WEIGHT_GRADIENT, PRODUCT, CONVOLUTION = "bf16 weight gradient", "matrix product", "convolution"
+SPLIT = "bfloat16 weights"
 SEPARATE = "ReLU or addition after batch-norm"
 Gain = tuple[float | None, str]
 """Speedup of a kernel over torch's, and why: measured, or None if a rule says yes and 0 if it says no."""
@@ -167,6 +169,21 @@ def plan_kernels(
         elif isinstance(layer, nn.Conv2d) and not isinstance(layer, Native) and (winograd or target.is_bf16):
             _choose_convolution(name, layer, target, winograd, choose)
     return KernelPlan(target=target, replaced=tuple(replaced), kept=tuple(kept), forwards=forwards)
+
+
+def with_split_weights(plan: KernelPlan, network: nn.Module, trained: Collection[Tensor]) -> KernelPlan:
+    """Return a plan in which weights that autocast casts are bfloat16, and `trained`, an optimizer's parameters, have
+    the rest of their float32 values beside them."""
+    wide = {
+        name: f"its kernel, {kernel}, reads float32"
+        for kernel in (WINOGRAD, WEIGHT_GRADIENT)
+        for name in plan.layers(kernel)
+    }
+    replaced, kept = list(plan.replaced), list(plan.kept)
+    for name, no in divisible(network, trained, wide).items():
+        why = no or "autocast casts none at each use; the optimizer has their float32 values"
+        (kept if no else replaced).append(Choice(layer=name, kernel=SPLIT, why=why))
+    return replace(plan, replaced=tuple(replaced), kept=tuple(kept))
 
 
 def _fused(forward: Forward) -> str:

@@ -68,7 +68,7 @@ MISSING_MODULES = {
         ("oneccl_bindings_for_pytorch", "torch_ccl"),
         'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") does not need it',
     ),
-    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, which cputrain[ipex] supports",
+    "intel_extension_for_pytorch": 'it ended at PyTorch 2.8: pip install "cputrain[compat]" provides its API',
 }
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "read_plan",
         "bind_process",
     ),
-    "Communication": ("comm.ccl", "compress_bf16"),
+    "Communication": ("comm.ccl", "compress_bf16", "reduce_float32"),
     "Errors": ("InputError", "RunError"),
 }
 """Names in `cputrain`, by topic."""

@@ -50,10 +50,10 @@ def test_the_guide_s_loop_trains_on_two_ranks(tmp_path: Path) -> None:
 
 def test_the_guide_s_other_blocks_run_and_its_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/guides/parts.md").read_text()
-    kernels, loop, opened = (block.partition("```")[0] for block in page.split("```python\n")[2:5])
+    kernels, narrow, loop, opened = (block.partition("```")[0] for block in page.split("```python\n")[2:6])
     made = "import torch\nmodel, images = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3)), torch.zeros(4, 3, 16, 16)\n"
     made += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    with forked("-c", made + kernels, cwd=tmp_path) as process:
+    with forked("-c", made + kernels + narrow, cwd=tmp_path) as process:
         end = ended(process)
     assert end.status == 0 and end.out.startswith("kernels for float32"), end.err
     found = []

@@ -1,0 +1,3 @@
+"""`runtime` and `launch` of IPEX for CPUs."""
+
+from . import runtime as runtime

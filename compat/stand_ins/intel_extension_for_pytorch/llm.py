@@ -1,0 +1,5 @@
+"""Not in the stand-in: each name says what to use instead."""
+
+from ._absent import absent
+
+__getattr__ = absent(__name__, {}, "transformers on PyTorch's own kernels, or vLLM's CPU backend")
