@@ -208,6 +208,6 @@ def test_a_module_of_intel_s_time_that_is_missing_is_named_with_the_remedy() -> 
     assert told("oneccl_bindings_for_pytorch").startswith(
         'oneccl_bindings_for_pytorch: pip install "cputrain[compat]" provides it'
     )
-    assert "remove the import" in told("intel_extension_for_pytorch")
+    assert told("intel_extension_for_pytorch").endswith('pip install "cputrain[compat]" provides its API')
     for other in ("numpy", "oneccl_bindings"):
         assert told(other) == "rank 0 exited with status 1"

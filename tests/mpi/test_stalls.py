@@ -457,7 +457,7 @@ def read():
     ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
 pool = ThreadPoolExecutor(1, initializer=name_thread, initargs=(DATA_THREAD,))
 pool.submit(print, end="").result()
-pool.submit(read if sys.argv[1] == "busy" else print).result()
+pool.submit(read if sys.argv[1] == "busy" else lambda: print(flush=True)).result()
 time.sleep(600)
 """
 
