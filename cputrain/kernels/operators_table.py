@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cputrain.kernels.build import CPUINFO
+
 # Largest error, of the largest value: in float32 as torch's own, in bfloat16 a unit in the last place.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
@@ -37,6 +39,16 @@ class Kernel:
 def has_avx512() -> bool:
     """Whether torch computes bfloat16 by oneDNN on this CPU."""
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+def has_amx() -> bool:
+    """Whether torch multiplies bfloat16 matrices by AMX on this CPU."""
+    return has_avx512() and torch.cpu._is_amx_tile_supported()
+
+
+def is_intel() -> bool:
+    """Whether this is a CPU of Intel, for which MKL, with which torch multiplies float32 matrices, is made."""
+    return "GenuineIntel" in CPUINFO.read_text(encoding="utf-8")
 
 
 def wrong_result(kernel: Kernel, calls: Callable[[], int]) -> str:
@@ -107,13 +119,19 @@ TABLE = (
     Kernel(
         name="grouped",
         covers="grouped convolutions",
-        applies=lambda: not has_avx512(),
         dtypes=(torch.float32,),
         cases=tuple(
             _convolution(f"convolution of groups of {each}", (4 * each,) * 2, 3, stride, groups=4)
             for each in (4, 8, 16, 24)
             for stride in (1, 2)
         ),
+    ),
+    Kernel(
+        name="pointwise",
+        covers="1 x 1 convolutions as products",
+        applies=lambda: has_avx512() and is_intel(),
+        dtypes=(torch.float32,),
+        cases=tuple(_convolution("convolution", (12, 20), 1, stride) for stride in (1, 2)),
     ),
     Kernel(
         name="batch-norm",
@@ -133,6 +151,17 @@ TABLE = (
             Case(label="a product", function=_product, shapes=((17, 33), (33, 9))),
             Case(label="a batch of products", function=_product, shapes=((3, 17, 33), (3, 33, 9))),
             Case(label="attention", function=_attention, shapes=((2, 3, 17, 16),) * 3),
+        ),
+    ),
+    Kernel(
+        name="bfloat16 on AMX",
+        covers="weight gradients, 1 x 1 convolutions and attention's gradients in bfloat16 on AMX",
+        applies=has_amx,
+        dtypes=(torch.bfloat16,),
+        cases=(
+            *(_convolution("convolution", (40, 24), 1, stride) for stride in (1, 2)),
+            Case(label="a product", function=_product, shapes=((150, 40), (40, 36))),
+            Case(label="attention", function=_attention, shapes=((2, 3, 70, 16),) * 3),
         ),
     ),
 )

@@ -7,6 +7,7 @@
 
 #include "depthwise_operators.hpp"
 #include "grouped_operators.hpp"
+#include "pointwise_operators.hpp"
 #include "product_operators.hpp"
 
 namespace {
@@ -17,6 +18,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
     const Depthwise layer(x, w, stride, padding, dilation, transposed, groups);
     if (auto made = depthwise_forward(x, w, bias, layer)) return *made;
   }
+  if (auto made = pointwise_output(x, w, bias, Pointwise(x, w, stride, padding, transposed, groups))) return *made;
   const bool biased = bias.has_value() && bias->defined();
   if (in_float32(x, w) && (!biased || is_slow(*bias))) {
     return counted(narrow(convolution(wide(x), wide(w), wide(bias), stride, padding, dilation, transposed,
@@ -41,6 +43,8 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor
     const Depthwise layer(x, w, stride, padding, dilation, transposed, groups);
     if (auto made = depthwise_backward(grad, x, w, mask, layer, by_torch)) return *made;
   }
+  const Pointwise places(x, w, stride, padding, transposed, groups);
+  if (auto made = pointwise_backward(grad, x, w, mask, places, by_torch)) return *made;
   if (in_float32(grad, x, w)) {
     auto [input, weight, added] = convolution_backward(wide(grad), wide(x), wide(w), bias, stride, padding, dilation,
                                                        transposed, output_padding, groups, mask);
@@ -48,6 +52,11 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor
   }
   const Grouped layer(x, w, stride, padding, dilation, transposed, groups);
   if (auto made = grouped_backward(grad, x, w, mask, layer, by_torch)) return *made;
+  const int64_t merged = merged_groups(x, w, transposed, groups);
+  if (auto made = merged_backward(grad, x, w, stride, padding, dilation, output_padding, groups, mask, merged,
+                                  by_torch)) {
+    return *made;
+  }
   return by_torch(grad, x, w, mask);
 }
 

@@ -2,6 +2,7 @@
 
 #include "operator_kernels.hpp"
 
+#include "attention.hpp"
 #include "batch_norm.hpp"
 #include "depthwise.hpp"
 #include "grouped.hpp"
@@ -70,3 +71,38 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 }
 
 bool are_finite(const float* values, size_t count) { return all_finite(values, count); }
+
+void transpose_halves(const void* from, size_t rows, size_t columns, size_t step, int threads, void* to) {
+  transpose(static_cast<const uint16_t*>(from), rows, columns, step, threads, static_cast<uint16_t*>(to));
+}
+
+void pair_rows(const void* from, size_t rows, size_t columns, size_t step, void* to) {
+  pair_rows(static_cast<const Bfloat16*>(from), rows, columns, step, static_cast<uint32_t*>(to));
+}
+
+void pair_columns(const void* from, size_t rows, size_t columns, size_t step, void* to) {
+  pair_columns(static_cast<const Bfloat16*>(from), rows, columns, step, static_cast<uint32_t*>(to));
+}
+
+void softmax_gradients(const Scores& block, const float* scores, const float* products, const float* logsumexp,
+                       int64_t logsumexp_step, const void* grad, int64_t grad_step, const void* out, int64_t out_step,
+                       int64_t size, void* probabilities, void* score_gradients) {
+  Bfloat16 *p = static_cast<Bfloat16*>(probabilities), *ds = static_cast<Bfloat16*>(score_gradients);
+  for (int64_t row = 0; row < block.rows; ++row, p += block.step, ds += block.step) {
+    if (row >= block.queries) {
+      std::fill(p, p + block.step, Bfloat16{0});
+      std::fill(ds, ds + block.step, Bfloat16{0});
+      continue;
+    }
+    const float delta = dot(static_cast<const Bfloat16*>(grad) + row * grad_step,
+                            static_cast<const Bfloat16*>(out) + row * out_step, static_cast<size_t>(size));
+    const int64_t seen = std::min(block.keys, block.first + row + 1);
+    softmax_gradient(scores + row * block.keys, products + row * block.keys, static_cast<size_t>(seen),
+                     static_cast<size_t>(block.step), block.scale, logsumexp[row * logsumexp_step], delta, p, ds);
+  }
+}
+
+void narrow_rows(const float* from, size_t rows, size_t columns, void* to, size_t step) {
+  Bfloat16* narrow = static_cast<Bfloat16*>(to);
+  for (size_t row = 0; row < rows; ++row) narrow_row(from + row * columns, columns, narrow + row * step);
+}

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 // One depthwise layer: sizes of its input, output and kernel, stride, padding and dilation (down, then across), and
 // threads.
@@ -60,3 +61,27 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 
 // Returns whether all values are finite: zeros around an image are multiplied by them.
 bool are_finite(const float* values, size_t count);
+
+// Writes a matrix of 16-bit values, `step` values from row to row, as (columns, rows).
+void transpose_halves(const void* from, size_t rows, size_t columns, size_t step, int threads, void* to);
+
+// Writes rows of `columns` bfloat16 values as pairs of rows, (rows / 2, columns, 2), and their transpose as pairs of
+// its rows, (columns / 2, rows, 2).
+void pair_rows(const void* from, size_t rows, size_t columns, size_t step, void* to);
+void pair_columns(const void* from, size_t rows, size_t columns, size_t step, void* to);
+
+// A block of attention's scores, float32: queries and, of the matrices that are written, rows; keys and values from row
+// to row; the first query's number if later keys are hidden from it, else `keys`; and the scores' factor.
+struct Scores {
+  int64_t queries, rows, keys, step, first;
+  float scale;
+};
+
+// Writes the probabilities and the scores' gradients in bfloat16, zero beyond queries and keys, from the products of
+// queries and keys, those of the outputs' gradients and values, and rows of `size` outputs and their gradients.
+void softmax_gradients(const Scores& block, const float* scores, const float* products, const float* logsumexp,
+                       int64_t logsumexp_step, const void* grad, int64_t grad_step, const void* out, int64_t out_step,
+                       int64_t size, void* probabilities, void* score_gradients);
+
+// Rounds rows of `columns` values to bfloat16.
+void narrow_rows(const float* from, size_t rows, size_t columns, void* to, size_t step);

@@ -13,7 +13,8 @@
 namespace {
 
 // The kernels, in the order of their bits in set_kernels.
-Kernel* const kKernels[] = {&depthwise_kernel, &grouped_kernel, &batch_norm_kernel, &float32_kernel};
+Kernel* const kKernels[] = {&depthwise_kernel,  &grouped_kernel, &pointwise_kernel,
+                             &batch_norm_kernel, &float32_kernel, &amx_kernel};
 
 template <auto function>
 void add(torch::Library& library, const char* name) {
@@ -27,18 +28,19 @@ struct Operator {
   std::vector<const Kernel*> kernels;
 };
 
-const std::vector<const Kernel*> kConvolutions{&depthwise_kernel, &grouped_kernel, &float32_kernel};
+const std::vector<const Kernel*> kConvolutions{&depthwise_kernel, &grouped_kernel, &pointwise_kernel,
+                                               &float32_kernel, &amx_kernel};
 
 const Operator kOperators[] = {
     {"convolution", add<convolution>, kConvolutions},
     {"convolution_backward", add<convolution_backward>, kConvolutions},
     {"native_batch_norm", add<batch_norm>, {&batch_norm_kernel}},
     {"native_batch_norm_backward", add<batch_norm_backward>, {&batch_norm_kernel}},
-    {"mm", add<mm>, {&float32_kernel}},
+    {"mm", add<mm>, {&float32_kernel, &amx_kernel}},
     {"bmm", add<bmm>, {&float32_kernel}},
     {"addmm", add<addmm>, {&float32_kernel}},
     {"baddbmm", add<baddbmm>, {&float32_kernel}},
-    {"_scaled_dot_product_flash_attention_for_cpu_backward", add<attention_backward>, {&float32_kernel}},
+    {"_scaled_dot_product_flash_attention_for_cpu_backward", add<attention_backward>, {&float32_kernel, &amx_kernel}},
 };
 
 class Silent : public c10::WarningHandler {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
 
 #include <array>
 #include <atomic>
@@ -32,6 +33,12 @@ bool has_avx512() {
 #else
   return true;  // torch asks the CPU for its own instructions
 #endif
+}
+
+// Whether oneDNN multiplies bfloat16 matrices by AMX.
+bool has_amx() {
+  static const bool found = at::native::cpublas::could_pack(at::kBFloat16);
+  return found;
 }
 
 bool is_dense(const Tensor& value) { return value.layout() == at::kStrided && value.device().is_cpu(); }

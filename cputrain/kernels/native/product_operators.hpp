@@ -1,5 +1,5 @@
-// Products of matrices and attention's gradients in bfloat16 on CPUs without AVX-512, where torch leaves oneDNN:
-// computed in float32 and rounded once.
+// Products of matrices and attention's gradients in bfloat16. On CPUs without AVX-512, where torch leaves oneDNN, they
+// are computed in float32 and rounded once; on AMX a first matrix that is stored by columns is transposed.
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include "attention_operators.hpp"
 #include "operators.hpp"
 
 namespace {
@@ -28,6 +29,10 @@ Value counted(Value made) {
 }
 
 Tensor mm(const Tensor& a, const Tensor& b) {
+  if (is_stored_by_columns(a, b)) {
+    ++amx_kernel.calls;
+    return product_of_transposed(a.t(), b);
+  }
   return in_float32(a, b) ? counted(narrow(at::cpu::mm(wide(a), wide(b)))) : at::cpu::mm(a, b);
 }
 
@@ -48,6 +53,10 @@ Tensor baddbmm(const Tensor& c, const Tensor& a, const Tensor& b, const at::Scal
 Gradients attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                              const Tensor& out, const Tensor& logsumexp, double dropout, bool causal,
                              const std::optional<Tensor>& mask, std::optional<double> scale) {
+  if (is_attention_covered(grad, query, key, value, out, logsumexp, dropout, mask)) {
+    ++amx_kernel.calls;
+    return attention_gradients(grad, query, key, value, out, logsumexp, causal, scale);
+  }
   const auto by_torch = at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward;
   if (!in_float32(grad, query, key, value, out)) {
     return by_torch(grad, query, key, value, out, logsumexp, dropout, causal, mask, scale);
