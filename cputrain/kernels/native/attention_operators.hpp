@@ -3,13 +3,13 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
 
 #include "amx_products.hpp"
+#include "rows.hpp"
 
 namespace {
 
@@ -121,10 +121,11 @@ Gradients attention_gradients(const Tensor& grad, const Tensor& query, const Ten
   };
   Gradients made{like(query), like(key), like(value)};
   const float factor = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(size))));
-  at::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
+  const size_t all = batch * heads, scores = all * queries * keys;
+  share(all, scores, at::get_num_threads(), [&](size_t begin, size_t end) {
     AttentionMemory memory(keys, size);
-    for (int64_t number = begin; number < end; ++number) {
-      const int64_t b = number / heads, h = number % heads;
+    for (size_t number = begin; number < end; ++number) {
+      const int64_t b = static_cast<int64_t>(number) / heads, h = static_cast<int64_t>(number) % heads;
       const auto head = [&](const Tensor& of) { return Head(of, b, h); };
       head_gradients(head(grad), head(query), head(key), head(value), head(out), logsumexp[b][h], queries, keys, size,
                      causal, factor, memory, head(std::get<0>(made)), head(std::get<1>(made)), head(std::get<2>(made)));

@@ -7,6 +7,7 @@
 
 #include "depthwise_operators.hpp"
 #include "grouped_operators.hpp"
+#include "patch_operators.hpp"
 #include "pointwise_operators.hpp"
 #include "product_operators.hpp"
 
@@ -45,6 +46,8 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor
   }
   const Pointwise places(x, w, stride, padding, transposed, groups);
   if (auto made = pointwise_backward(grad, x, w, mask, places, by_torch)) return *made;
+  const Patched patched(grad, x, w, stride, padding, dilation, transposed, groups);
+  if (auto made = patched_backward(grad, x, w, mask, patched, by_torch)) return *made;
   if (in_float32(grad, x, w)) {
     auto [input, weight, added] = convolution_backward(wide(grad), wide(x), wide(w), bias, stride, padding, dilation,
                                                        transposed, output_padding, groups, mask);

@@ -72,6 +72,33 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 
 bool are_finite(const float* values, size_t count) { return all_finite(values, count); }
 
+bool are_finite_halves(const void* values, size_t count) {
+  const Bfloat16* const halves = static_cast<const Bfloat16*>(values);
+  return std::none_of(halves, halves + count, [](Bfloat16 value) { return (value & 0x7f80) == 0x7f80; });
+}
+
+void patches(const Patches& layer, const void* x, void* out) {
+  const size_t lines = layer.images * layer.out_height, taps = layer.kernel[0] * layer.kernel[1];
+  share(lines, lines * layer.out_width * taps * layer.channels, layer.threads, [&](size_t begin, size_t end) {
+    Bfloat16* to = static_cast<Bfloat16*>(out) + begin * layer.out_width * taps * layer.channels;
+    for (size_t place = begin * layer.out_width; place < end * layer.out_width; ++place) {
+      const size_t column = place % layer.out_width, line = place / layer.out_width;
+      const size_t image = line / layer.out_height, row = line % layer.out_height;
+      for (size_t tap = 0; tap < taps; ++tap, to += layer.channels) {
+        // Places above and to the left of the image wrap around to large numbers.
+        const size_t i = row * layer.stride[0] + tap / layer.kernel[1] * layer.dilation[0] - layer.padding[0];
+        const size_t j = column * layer.stride[1] + tap % layer.kernel[1] * layer.dilation[1] - layer.padding[1];
+        if (i < layer.height && j < layer.width) {
+          const size_t at = (image * layer.height + i) * layer.width + j;
+          std::copy_n(static_cast<const Bfloat16*>(x) + at * layer.channels, layer.channels, to);
+        } else {
+          std::fill_n(to, layer.channels, Bfloat16{0});
+        }
+      }
+    }
+  });
+}
+
 void transpose_halves(const void* from, size_t rows, size_t columns, size_t step, int threads, void* to) {
   transpose(static_cast<const uint16_t*>(from), rows, columns, step, threads, static_cast<uint16_t*>(to));
 }

@@ -61,6 +61,16 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 
 // Returns whether all values are finite: zeros around an image are multiplied by them.
 bool are_finite(const float* values, size_t count);
+bool are_finite_halves(const void* values, size_t count);  // bfloat16
+
+// One layer, its bfloat16 images (N, H, W, C): `patches` writes what each output reads, (N x out height x out width,
+// kernel height, kernel width, C), zeros outside the image.
+struct Patches {
+  size_t images, height, width, channels, out_height, out_width;
+  size_t kernel[2], stride[2], padding[2], dilation[2];
+  int threads;
+};
+void patches(const Patches& layer, const void* x, void* out);
 
 // Writes a matrix of 16-bit values, `step` values from row to row, as (columns, rows).
 void transpose_halves(const void* from, size_t rows, size_t columns, size_t step, int threads, void* to);
