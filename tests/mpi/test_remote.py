@@ -295,7 +295,7 @@ def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
         assert "mpirun" not in shown.stdout and "env RANK=0 " in shown.stdout, shown.stdout
 
 
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+@pytest.mark.parametrize("name", [pytest.param("openmpi", marks=pytest.mark.long), "mpich"])
 def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Rank 0's host has to be given, by hand or by launch.sh; the port is one that all ranks find by themselves."""
     (tmp_path / "sum.py").write_text(ALL_REDUCE if name == "openmpi" else SUM)
