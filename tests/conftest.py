@@ -24,6 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # pytest keeps the tests as it has rewritten them; without that, each process of tests rewrites all of them for 10 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # for the commands of tests, and the workers of pytest-xdist
+# Tests run side by side on all cores, where OpenMP threads that spin as they wait take three times the CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 gc.disable()  # until all tests are collected: of what that makes, nothing is garbage
 collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["cputrain/test_tensorflow.py"]  # see there
 

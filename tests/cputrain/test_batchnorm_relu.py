@@ -192,9 +192,9 @@ def pair(name: str, side: int = 32, **options: object) -> tuple[nn.Module, nn.Mo
     ("name", "side", "relus"),
     [
         ("resnet18", 32, 0),
-        ("resnet50", 32, 0),
+        pytest.param("resnet50", 32, 0, marks=pytest.mark.long),
         ("alexnet-bn", 64, 2),
-        ("torchvision:densenet121", 32, 0),
+        pytest.param("torchvision:densenet121", 32, 0, marks=pytest.mark.long),
         ("torchvision:mobilenet_v3_small", 32, 9),
     ],
 )
@@ -404,7 +404,11 @@ def compiler_that(place: Path, does: str) -> dict[str, str]:
             "sed -i 's/ + shift\\[c\\]//' forward.hpp",
             r"\(output in float32 is .* off\): remove /.*, or (use torch's layers|set engine=eager)",
         ),
-        ("sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp", r"\(gradient in float32 is .* off\)"),
+        pytest.param(
+            "sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp",
+            r"\(gradient in float32 is .* off\)",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: Path, does: str, why: str) -> None:

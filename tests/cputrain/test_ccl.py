@@ -142,7 +142,7 @@ NIGHTLY = [pytest.mark.long, pytest.mark.nightly]
 @pytest.mark.parametrize(
     ("name", "transport", "forks"),
     [
-        ("intelmpi", "mpi", False),
+        pytest.param("intelmpi", "mpi", False, marks=pytest.mark.long),  # also below, from a folder with a space
         ("openmpi", "ofi", True),
         pytest.param("mpich", "mpi", False, marks=pytest.mark.long),
         *(pytest.param(name, "ofi", False, marks=NIGHTLY) for name in ("openmpi", "openmpi4")),

@@ -41,6 +41,8 @@ DIFFERENT = {
     "uneven_batches": "rank 1 in BARRIER #",
     "skipped_layer": "rank 0 in _ALLGATHER_BASE #",
 }
+KINDS = ("sizes", "types", "operators", "barrier", "roots", "long_lists", "rows", "skipped_layer")
+"""One case of each kind of difference; the others are those of further collectives."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,21 @@ def assert_differ(found: dict[int, Said], expected: str) -> None:
         assert said.seconds < 40  # the timeout is 60 s
 
 
+@pytest.mark.long
+def test_what_differs_in_any_collective_is_said_on_all_ranks() -> None:
+    names = [name for name in DIFFERENT if name not in KINDS]
+    with started(PROGRAM, *cases_of(*names), **QUIET) as processes:
+        found = said_by(*processes)
+    for name in names:
+        assert_differ(found[name], DIFFERENT[name])
+
+
 def test_what_differs_between_ranks_is_said_on_all_of_them_at_once(tmp_path: Path) -> None:
     """And no rank gets a sum of different things. A checkpoint's thread on the training's group is told to take one."""
-    with started(PROGRAM, *cases_of(*DIFFERENT, "checkpoint_thread"), CHECKPOINT=str(tmp_path), **QUIET) as processes:
+    with started(PROGRAM, *cases_of(*KINDS, "checkpoint_thread"), CHECKPOINT=str(tmp_path), **QUIET) as processes:
         found = said_by(*processes)
-    for name, expected in DIFFERENT.items():
-        assert_differ(found[name], expected)
+    for name in KINDS:
+        assert_differ(found[name], DIFFERENT[name])
     seen_by = (
         "rank 0 sends 8 bytes to rank 1, which expects 8, and expects 8 bytes from it, which sends 12",
         "rank 1 sends 12 bytes to rank 0, which expects 8, and expects 8 bytes from it, which sends 8",

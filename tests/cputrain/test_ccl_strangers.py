@@ -72,6 +72,7 @@ def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
         assert sorted(passed(under_mpi)) == sorted(2 * GOOD)
 
 
+@pytest.mark.long
 def test_mpi_ends_with_a_communicator_that_only_one_rank_has_left() -> None:
     """Rank 0 has asked all for a message; rank 2 sent none. Where rank 0 does not end MPI, mpirun kills the others."""
     left = mpirun("messages_are_left", ranks=3)
@@ -79,7 +80,7 @@ def test_mpi_ends_with_a_communicator_that_only_one_rank_has_left() -> None:
         assert passed(job) == ["messages_are_left"] * 3
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_over_mpi_a_rank_that_leaves_an_operation_in_flight_ends_with_its_own_status(status: int) -> None:
     """mpirun returns it; it would return 255 if the rank did not end MPI."""
     left = mpirun("leaves_in_flight", str(status))

@@ -14,7 +14,8 @@ from cputrain.affinity import bound_plan
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.cli import main
 from cputrain.mpi.supervise.run import free_port
-from tests.support.commands import CORES, PYTHON, cputrain, here, mpi_path, refused
+from tests.support.commands import CORES, PYTHON, here, mpi_path, refused
+from tests.support.forked import in_fork
 from tests.support.images import survey, write_images
 
 
@@ -299,7 +300,7 @@ def test_a_rank_cannot_share_the_host() -> None:
 def test_a_rank_names_an_unknown_network_before_it_reads_the_data(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     settings = ("model.name=torchvision:resnet5o", "data.path=absent", f"output={tmp_path}/run")
-    done = cputrain("train", "imagefolder", *settings, **rank, MASTER_PORT=str(free_port()))
+    done = in_fork("train", "imagefolder", *settings, cwd=tmp_path, **rank, MASTER_PORT=str(free_port()))
     assert "torchvision:resnet5o is not a classifier of torchvision (did you mean resnet50" in refused(done)
 
 

@@ -42,10 +42,10 @@ def trained(name: str, side: int) -> nn.Module:
     ("name", "side", "convolutions"),
     [
         ("resnet18", 64, 20),
-        ("resnet50", 32, 53),
+        pytest.param("resnet50", 32, 53, marks=pytest.mark.long),
         ("alexnet-bn", 96, 5),
         ("torchvision:mobilenet_v2", 32, 52),
-        ("torchvision:densenet121", 32, 59),
+        pytest.param("torchvision:densenet121", 32, 59, marks=pytest.mark.long),
     ],
 )
 @torch.inference_mode()
@@ -112,7 +112,7 @@ def test_batch_norm_that_is_used_without_relu_keeps_it_apart() -> None:
 
 
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 @torch.inference_mode()
 def test_winograd_layers_are_folded_with_bias_relu_and_residual(name: str) -> None:
     network = trained(name, 64)

@@ -144,7 +144,8 @@ def test_what_is_no_file_is_no_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["safetensors", "state-dict", "torchscript", pytest.param("onnx", marks=pytest.mark.long)]
+    "name",
+    ["safetensors", "torchscript", *(pytest.param(name, marks=pytest.mark.long) for name in ("state-dict", "onnx"))],
 )
 def test_each_export_has_eval_s_logits_for_any_batch_and_says_what_it_takes(
     place: Path, best: Path, tmp_path: Path, name: str

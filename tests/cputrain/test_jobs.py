@@ -251,15 +251,6 @@ def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> Non
         assert printed[0][4:] == printed[1][4:] and printed[0][4] == "n1" and 20_000 <= int(printed[0][5]) < 30_000
 
 
-TOGETHER = """
-import os, torch, torch.distributed as dist, torch.distributed.nn.functional
-dist.init_process_group("gloo")
-sum = torch.ones(1)
-dist.all_reduce(sum)
-os.write(1, f"rank {dist.get_rank()} sum {int(sum)} pus {sorted(os.sched_getaffinity(0))}\\n".encode())
-dist.destroy_process_group()
-"""
-
 CONNECTED = """
 import os, socket, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -292,10 +283,11 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
     assert printed == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]
     fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
-    failed = slurm.run(*launch, *fails, cwd=tmp_path)
+    failed = slurm.run(*launch[:-1], "1", *fails, cwd=tmp_path)
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
-    listed = slurm.run(*launch, "--no-preflight", "--", sys.executable, "-c", PS_SHOWS_TOKEN, cwd=tmp_path)
-    assert listed.stdout.count("agents True, token False") == 2 * CORES, listed.stdout + listed.stderr
+    shows = ("--no-preflight", "--", sys.executable, "-c", PS_SHOWS_TOKEN)
+    listed = slurm.run(*launch[:-1], "1", *shows, cwd=tmp_path)
+    assert listed.stdout.count("agents True, token False") == 2, listed.stdout + listed.stderr
 
 
 def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
@@ -312,7 +304,7 @@ def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
 def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
     alone = ("--directive", "--export=NONE")  # what the script sets reaches the ranks all the same
     hosts = ("--nodes", "2", "--ppn", str(CORES))
-    printed = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
+    printed = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-IS", "-c", CONNECTED)
     ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", printed))
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
     assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], printed
@@ -323,6 +315,7 @@ def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
     assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
 
 
+@pytest.mark.long
 def test_srun_starts_more_ranks_than_cores(slurm: Slurm, tmp_path: Path) -> None:
     request = Request(ppn=CORES + 1, oversubscribe=True)
     launch = ("cputrain", "launch", "--ppn", str(CORES + 1), "--oversubscribe", "--no-preflight")

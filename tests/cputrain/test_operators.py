@@ -25,8 +25,11 @@ from cputrain.kernels import operators, operators_table
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.operators import calls, enable_if_requested
 from cputrain.launch.command import with_kernels
+from cputrain.mpi.supervise.run import free_port
 from cputrain.variables import KERNELS_VARIABLE
+from tests.support.ccl_jobs import ran
 from tests.support.commands import cputrain as launched
+from tests.support.commands import here
 
 pytestmark = pytest.mark.slow
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
@@ -280,7 +283,12 @@ print(ours is not None, ours is not None and ours.calls()["depthwise"] > 0)
 
 
 @pytest.mark.parametrize(
-    ("value", "printed"), [(None, "False False\n"), ("off", "False False\n"), ("auto", "True True\n")]
+    ("value", "printed"),
+    [
+        (None, "False False\n"),
+        pytest.param("off", "False False\n", marks=pytest.mark.long),  # as of launch --kernels off, below
+        ("auto", "True True\n"),
+    ],
 )
 def test_a_program_has_them_if_the_environment_says_so(value: str | None, printed: str, tmp_path: Path) -> None:
     """Without the variable nothing of cputrain is imported."""
@@ -315,18 +323,19 @@ print(f"loss {loss.item():.4f}, kernels called: {ours is not None and ours.calls
 @pytest.mark.processes
 def test_launch_registers_them_for_a_script_that_knows_nothing_of_them(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(TRAINING)
-    losses = []
-    for words, called in [((), True), (("--kernels", "off"), False)]:
-        done = launched("launch", *words, "--ppn", "1", "--", "x.py", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        loss, _, printed = done.stdout.strip().rpartition(", kernels called: ")
-        assert printed == str(called)
-        assert done.stderr.count("cputrain: kernels below torch's operators: ") == called
-        losses.append(float(loss.rpartition("loss ")[2]))
+    done = launched("launch", "--ppn", "1", "--", "x.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    loss, _, called = done.stdout.strip().rpartition(", kernels called: ")
+    assert called == "True" and done.stderr.count("cputrain: kernels below torch's operators: ") == 1
+    plain = ran(TRAINING, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    theirs, _, called = plain.out.strip().rpartition(", kernels called: ")
+    assert called == "False", plain.err
+    losses = [float(text.rpartition("loss ")[2]) for text in (loss, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
-    dry = launched("launch", "--dry-run", "--", "x.py", cwd=tmp_path, CPUTRAIN_KERNELS="off")
-    assert "CPUTRAIN_KERNELS=off" in dry.stdout
-    wrong = launched("launch", "--", "x.py", cwd=tmp_path, CPUTRAIN_KERNELS="on")
+    for words, variables in ((("--kernels", "off"), {}), ((), {"CPUTRAIN_KERNELS": "off"})):
+        dry = here("launch", *words, "--dry-run", "--", "x.py", cwd=tmp_path, **variables)
+        assert "CPUTRAIN_KERNELS=off" in dry.stdout, dry.stderr
+    wrong = here("launch", "--", "x.py", cwd=tmp_path, CPUTRAIN_KERNELS="on")
     assert wrong.returncode == 2 and "CPUTRAIN_KERNELS" in wrong.stderr, wrong.stderr
 
 

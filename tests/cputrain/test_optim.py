@@ -1,8 +1,6 @@
 """The optimizers of recipes, torch's and LAMB: each against its definition, step by step; the public names."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -255,15 +253,6 @@ def test_lamb_and_adagrad_da_carry_their_options_in_their_state() -> None:
         for each in (optimizer, resumed):
             each.step()
         assert torch.equal(model.weight, other.weight)
-
-
-def test_importing_an_optimizer_loads_torch_and_no_recipe() -> None:
-    code = """
-import sys
-from cputrain.optim import Lars
-assert "torch" in sys.modules and "cputrain.recipe" not in sys.modules and "pydantic" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 OPTIONS: list[State] = [

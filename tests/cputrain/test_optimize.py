@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +170,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+COSTLY = ("timm's ResNet", "timm's RegNet", "timm's DenseNet", "detection backbone")
+
+
 def images(count: int = 4, side: int = 32) -> Tensor:
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(2))
 
@@ -203,10 +204,7 @@ def off(values: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in ("timm's ResNet", "timm's DenseNet") else ())
-        for name in NETWORKS
-    ],
+    [pytest.param(name, marks=pytest.mark.long if name in COSTLY else ()) for name in NETWORKS],
 )
 def test_a_foreign_network_trains_as_with_torch_s_layers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, said = NETWORKS[name]
@@ -512,13 +510,3 @@ def test_ranks_agree_on_the_kernels_and_train_alike(tmp_path: Path) -> None:
     assert end.out.count("() rank 1: broken") == 2
     assert end.out.count("True") == 2
     assert end.out.count("model is in DistributedDataParallel already: call cputrain.optimize(model) before it") == 2
-
-
-def test_importing_the_kernels_loads_little_else() -> None:
-    code = "import sys, cputrain; cputrain.optimize; print(*(n for n in sys.modules if n.startswith('cputrain.')));"
-    code += "print(*{'pydantic', 'click', 'torch._dynamo', 'torchvision'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules, others = found.stdout.split("\n")[:2]
-    assert others == ""
-    outside = [name for name in modules.split() if not name.startswith("cputrain.kernels")]
-    assert len(outside) <= 9, outside

@@ -46,7 +46,7 @@ def test_a_product_is_the_convolution(stride: int | tuple[int, int], bias: bool)
 @pytest.mark.parametrize(
     ("name", "products"),
     [
-        ("resnet50", 36),
+        pytest.param("resnet50", 36, marks=pytest.mark.long),
         ("resnet18", 3),
         ("torchvision:mobilenet_v2", 34),
         pytest.param("torchvision:resnext50_32x4d", 36, marks=(pytest.mark.long, pytest.mark.nightly)),

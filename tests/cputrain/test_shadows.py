@@ -46,7 +46,10 @@ def run_well(folder: Path, *argv: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", [("plan",), ("launch", "--ppn", "1", "--", "sh", "-c", "echo well"), ("recipes",)])
+LAUNCH = ("launch", "--ppn", "1", "--", "sh", "-c", "echo well")
+
+
+@pytest.mark.parametrize("command", [("plan",), LAUNCH, pytest.param(("recipes",), marks=pytest.mark.long)])
 @pytest.mark.parametrize("program", [(f"{BIN}/cputrain",), (sys.executable, "-m", "cputrain")])
 def test_commands_import_nothing_of_the_working_folder(
     folder: Path, command: tuple[str, ...], program: tuple[str, ...]
@@ -54,7 +57,7 @@ def test_commands_import_nothing_of_the_working_folder(
     assert run_well(folder, *program, *command)
 
 
-@pytest.mark.parametrize("command", [("plan",), ("launch", "--ppn", "1", "--", "sh", "-c", "echo well"), ("doctor",)])
+@pytest.mark.parametrize("command", [("plan",), LAUNCH, pytest.param(("doctor",), marks=pytest.mark.long)])
 def test_commands_import_nothing_of_pythonpath(folder: Path, command: tuple[str, ...]) -> None:
     (folder / "sitecustomize.py").unlink()  # Python itself imports it there, before the console script
     (folder / "usercustomize.py").unlink()

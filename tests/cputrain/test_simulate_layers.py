@@ -46,7 +46,14 @@ def test_the_layers_are_exact_at_any_side(name: str, side: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small", "regnet_x_400mf", "swin_t", "vit_b_32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mobilenet_v3_small",
+        "vit_b_32",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("googlenet", "regnet_x_400mf", "swin_t")),
+    ],
+)
 def test_so_are_those_of_torchvision_s_classifiers(name: str) -> None:
     assert differences(f"torchvision:{name}") == []
     assert workload_of(recipe_of(f"torchvision:{name}")).assumed is False
@@ -54,7 +61,13 @@ def test_so_are_those_of_torchvision_s_classifiers(name: str) -> None:
 
 @pytest.mark.slow
 @needs_timm
-@pytest.mark.parametrize("name", ["convnext_atto", "vit_tiny_patch16_224", "mobilenetv3_small_100"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convnext_atto",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("vit_tiny_patch16_224", "mobilenetv3_small_100")),
+    ],
+)
 def test_so_are_those_of_timm_s(name: str) -> None:
     assert differences(f"timm:{name}") == []
     assert workload_of(recipe_of(f"timm:{name}.some_weights")).assumed is False

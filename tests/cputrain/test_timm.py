@@ -171,6 +171,7 @@ def test_a_user_s_batch_norm_with_activation_is_native_if_its_options_are(option
     assert type(native[1]) is layers.BatchNormAct2d
 
 
+@pytest.mark.long
 def test_a_network_of_timm_from_training_to_export(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=6, val=4)
     network = ("model.name=timm:test_efficientnet", "model.zero_gamma=none", "data.crop=32")

@@ -167,9 +167,13 @@ def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
-    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", sys.executable, "-c"]
+    argv = [sys.executable, "-m", "cputrain", "launch", "--ppn", str(PPN), "--output", "out", "--"]
     process = subprocess.Popen(
-        [*argv, SPAWN + "time.sleep(300)"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*argv, sys.executable, "-c", SPAWN + "time.sleep(300)"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for _ in this_machine().allowed_cores[:PPN]:
@@ -204,7 +208,7 @@ def kill_with_families(process: subprocess.Popen[str], ranks: int) -> None:
 
 
 def test_a_killed_launcher_takes_its_workers_and_their_children_along(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", "sh", "-c", FAMILY]
+    argv = [sys.executable, "-m", "cputrain", "launch", "--ppn", str(PPN), "--output", "out", "--", "sh", "-c", FAMILY]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     kill_with_families(process, PPN)
 

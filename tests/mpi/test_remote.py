@@ -71,9 +71,8 @@ os.write(1, f"rank {rank} on {socket.gethostname()} of {ranks} sum {total}\\n".e
 
 
 def launch(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return cputrain(
-        "launch", "--launcher", name.removesuffix("4"), "--output", "out", *arguments, cwd=cwd, **mpi_path(name)
-    )
+    options = ("--launcher", name.removesuffix("4"), "--ppn", str(PPN), "--output", "out")
+    return cputrain("launch", *options, *arguments, cwd=cwd, **mpi_path(name))
 
 
 @pytest.mark.parametrize("name", launchers("mpich"))
@@ -145,8 +144,8 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
 def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     code = "import os; print('rank', os.environ['RANK'], flush=True)"
-    launch_ = ("launch", "--launcher", "torchrun", "--output", "out", "--", sys.executable, "-c", code)
-    result = cputrain(*launch_, cwd=tmp_path, PATH=path)
+    launch_ = ("launch", "--launcher", "torchrun", "--ppn", str(PPN), "--output", "out", "--")
+    result = cputrain(*launch_, sys.executable, "-c", code, cwd=tmp_path, PATH=path)
     assert result.returncode == 0, result.stderr
     assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(PPN)}
     refused = here("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
@@ -155,7 +154,8 @@ def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
 
 def test_a_signal_ends_everything(tmp_path: Path) -> None:
     env = {**os.environ, **mpi_path("openmpi4")}
-    argv = [sys.executable, "-m", "cputrain", "launch", "--launcher", "openmpi", "--output", "out", "--"]
+    options = ("--launcher", "openmpi", "--ppn", str(PPN), "--output", "out")
+    argv = [sys.executable, "-m", "cputrain", "launch", *options, "--"]
     code = f"import subprocess, time; p = subprocess.Popen(['sleep', '{OWN}']); "
     code += "print('up', flush=True); time.sleep(300)"
     with subprocess.Popen(
@@ -295,7 +295,7 @@ def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
         assert "mpirun" not in shown.stdout and "env RANK=0 " in shown.stdout, shown.stdout
 
 
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+@pytest.mark.parametrize("name", [pytest.param("openmpi", marks=pytest.mark.long), "mpich"])
 def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Rank 0's host has to be given, by hand or by launch.sh; the port is one that all ranks find by themselves."""
     (tmp_path / "sum.py").write_text(ALL_REDUCE if name == "openmpi" else SUM)

@@ -9,13 +9,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
 
+from _cputrain_autoload import STACK_SIGNAL
 from tests.support.ccl_jobs import needs_ccl
 from tests.support.commands import CORES, HANGS_S, mpi_path, needs_two_cores
 from tests.support.forked import ROOT, Process, forked, printed, writing
@@ -117,6 +118,36 @@ def name_the_ranks(rows: Sequence[Row], place: Path, *, at_once: bool = False) -
 @needs_ccl
 def test_ranks_that_are_held_up_are_named(tmp_path: Path) -> None:
     name_the_ranks(QUICKLY, tmp_path, at_once=True)
+
+
+HELD_UP = """
+import faulthandler, os, sys
+from _cputrain_autoload import STACK_SIGNAL
+from tests.support.stalls import held_up
+faulthandler.register(STACK_SIGNAL, all_threads=False)
+held_up(sys.argv[1])
+"""
+
+
+def test_a_rank_is_still_held_up_after_its_stack_has_been_read() -> None:
+    """Else the others go on, and what their stacks then show is not what they waited for."""
+    idle = [way for way in WAYS if way not in ("stop", "page", "loop")]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(forked("-c", HELD_UP, way, RANK="0", WORLD_SIZE="1")) for way in idle]
+        for job in jobs:
+            until(lambda job=job: "held up" in printed(job)[0])
+            time.sleep(0.2)
+            job.send_signal(STACK_SIGNAL)
+            until(lambda job=job: "stalls.py" in printed(job)[1])
+        time.sleep(0.3)
+        assert {way: job.poll() for way, job in zip(idle, jobs, strict=True)} == dict.fromkeys(idle)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + HANGS_S
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 @needs_ccl

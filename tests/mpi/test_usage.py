@@ -184,7 +184,7 @@ def test_a_process_is_read_with_all_below_it(listed: bool, monkeypatch: pytest.M
 
 
 @needs_two_cores
-@pytest.mark.parametrize("launcher", ["local", "openmpi"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(BUSY_AND_IDLE)
     path = {} if launcher == "local" else mpi_path(launcher)

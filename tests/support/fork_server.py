@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import re
 import runpy
 import select
 import signal
@@ -35,6 +36,7 @@ PR_SET_PDEATHSIG = 1
 MAX_BYTES = 1 << 20  # of a request: words and environment variables
 MAX_FILES = 64
 FIRST_APART = 512  # above the numbers of files that launchers give to programs
+GOOD_BYE = re.compile(r"/lib(mpi|ccl)\.so")  # which say good-bye to other ranks as the interpreter ends
 INSTALLED = tuple(sys.path[1:])  # without the working directory
 
 
@@ -163,18 +165,23 @@ def be_rank(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
 def be_program(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Run what `python WORDS` would run, and end this process as the interpreter would."""
     atexit._clear()  # the parent's
+    leave(exit_code(words, env))
+
+
+def exit_code(words: Sequence[str], env: Mapping[str, str]) -> object:
+    """Run what `python WORDS` would run; return what it gives to sys.exit, or 1 after its exception is printed."""
     try:
         become(words, env)
-        leave(0)
     except SystemExit as end:
-        leave(end.code)
+        return end.code
     except KeyboardInterrupt:
         sys.excepthook(*sys.exc_info())
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:  # noqa: BLE001  as the interpreter does at the top
         sys.excepthook(*sys.exc_info())
-    leave(1)
+        return 1
+    return 0
 
 
 def leave(code: object) -> NoReturn:
@@ -253,7 +260,10 @@ def main() -> None:
     if request["words"][:2] == ["-m", "cputrain"]:
         fork_ranks()
         be_program(request["words"], request["env"])
-    become(request["words"], request["env"])  # and the interpreter's own end, where MPI says good-bye
+    code = exit_code(request["words"], request["env"])
+    if GOOD_BYE.search(Path("/proc/self/maps").read_text(encoding="utf-8")):
+        sys.exit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ def read_pipe() -> None:
     path.read_text(encoding="utf-8")
 
 
+def read_in_c(library: ctypes.CDLL) -> None:
+    """Read a pipe that stays empty: a call that the kernel, unlike sleep, restarts after the signal that asks for a
+    stack, so that the rank is still held up while others' stacks are read."""
+    library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+
 def lock_twice() -> None:
     lock = threading.Lock()
     for _ in range(2):
@@ -56,8 +62,8 @@ def loop() -> None:
 WAYS: dict[str, Callable[[], object]] = {
     "pipe": read_pipe,
     "lock": lock_twice,
-    "call": lambda: ctypes.CDLL(None).sleep(FOREVER_S),
-    "call-with-gil": lambda: ctypes.PyDLL(None).sleep(FOREVER_S),
+    "call": lambda: read_in_c(ctypes.CDLL(None)),
+    "call-with-gil": lambda: read_in_c(ctypes.PyDLL(None)),
     "sleep": lambda: time.sleep(FOREVER_S),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "page": page,
