@@ -149,8 +149,13 @@ def runs_eagerly() -> bool:
 
 def replaced_functions() -> list[str]:
     """Return the names of functions of torch.nn.functional that others replaced, as profilers do."""
-    conv2d = [] if functional.conv2d is torch.conv2d else ["conv2d"]
-    return conv2d + [name for name in FUNCTIONS if not _is_functional(getattr(functional, name))]
+    return list(_replaced(functional.conv2d, *(getattr(functional, name) for name in FUNCTIONS)))
+
+
+@cache
+def _replaced(conv2d: Any, *others: Any) -> tuple[str, ...]:
+    names = tuple(name for name, function in zip(FUNCTIONS, others, strict=True) if not _is_functional(function))
+    return names if conv2d is torch.conv2d else ("conv2d", *names)
 
 
 def _is_functional(function: Any) -> bool:
