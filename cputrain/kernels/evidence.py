@@ -28,6 +28,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 VALUES: Any = {"dtype": torch.float32, "device": "cpu"}
 """Where the kernels read and write values other than feature maps, whatever torch's default dtype and device are."""
 
+FUNCTIONS = ("batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "hardswish", "silu")
+"""Functions of torch.nn.functional that kernels take the place of."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MEASURES = "_only_measures"
 
@@ -147,8 +149,13 @@ def runs_eagerly() -> bool:
 
 def replaced_functions() -> list[str]:
     """Return the names of functions of torch.nn.functional that others replaced, as profilers do."""
-    conv2d = [] if functional.conv2d is torch.conv2d else ["conv2d"]
-    return conv2d + [name for name in ("batch_norm", "relu") if not _is_functional(getattr(functional, name))]
+    return list(_replaced(functional.conv2d, *(getattr(functional, name) for name in FUNCTIONS)))
+
+
+@cache
+def _replaced(conv2d: Any, *others: Any) -> tuple[str, ...]:
+    names = tuple(name for name, function in zip(FUNCTIONS, others, strict=True) if not _is_functional(function))
+    return names if conv2d is torch.conv2d else ("conv2d", *names)
 
 
 def _is_functional(function: Any) -> bool:

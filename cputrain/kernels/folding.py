@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from cputrain.kernels.activations import RELU, activation_of
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d
 from cputrain.kernels.convolution import CONVOLUTIONS, WinogradConv2d
 from cputrain.kernels.evidence import are_maps, is_silent
 from cputrain.kernels.fusion import activated, is_exactly
-from cputrain.kernels.rewriting import is_relu, residual_of
+from cputrain.kernels.rewriting import residual_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,13 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             continue
         folds = calls[str(node.target)] == 1 and _can_fold(conv, norm) and len(before.users) == 1
         if not folds or len(node.args) + len(before.args) > 2:
-            _join_relu(node, layers)
+            _join_activation(node, layers)
             continue
-        after = _Following(last=node, relu=norm.relu) if norm.relu or activated(norm) else _following(node, layers)
+        ends = norm.activation is not None or activated(norm)  # in an activation, as a child of the layer
+        after = _Following(last=node, relu=norm.activation == RELU) if ends else _following(node, layers)
         kind = FoldedWinogradConv2d if isinstance(conv, WinogradConv2d) else FoldedConv2d
         layer: nn.Module = kind(cast(Any, conv), norm, dtype, relu=after.relu)
-        if activated(norm):
+        if ends and not after.relu:
             layer = nn.Sequential(layer, *(norm.get_submodule(name) for name in ("drop", "act")))
         folded[str(node.target)] = layer
         with graph.inserting_before(after.last):
@@ -67,12 +69,13 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return result.eval()
 
 
-def _join_relu(norm: fx.Node, layers: dict[str, nn.Module]) -> None:
-    """Let a native batch-norm layer that is not folded compute the ReLU after it, if nothing else uses its outputs."""
+def _join_activation(norm: fx.Node, layers: dict[str, nn.Module]) -> None:
+    """Let a native batch-norm layer that is not folded compute the activation after it, if nothing else uses its
+    outputs."""
     user = next(iter(norm.users), norm)
-    relu = is_relu(user, norm, layers.get(str(user.target)) if _is_layer(user) else None)
-    if relu and len(norm.users) == 1 and is_silent(layers[str(norm.target)]):
-        norm.kwargs = {**norm.kwargs, "relu": True}
+    activation = activation_of(user, norm, layers.get(str(user.target)) if _is_layer(user) else None)
+    if activation and len(norm.users) == 1 and is_silent(layers[str(norm.target)]):
+        norm.kwargs = {**norm.kwargs, "activation": activation.name, "slope": activation.slope}
         user.replace_all_uses_with(norm)
         norm.graph.erase_node(user)
 
@@ -114,7 +117,7 @@ def _following(norm: fx.Node, layers: dict[str, nn.Module]) -> _Following:
     while not relu and len(last.users) == 1:
         (user,) = last.users
         layer = layers.get(str(user.target)) if _is_layer(user) else None
-        relu = is_relu(user, last, layer)
+        relu = activation_of(user, last, layer) == RELU
         if not relu and not is_exactly(nn.Identity, layer):
             added = residual_of(user, last)
             if residual or added is None:
@@ -230,7 +233,7 @@ class FoldedWinogradConv2d(nn.Module):
         conv, norm = self.plain
         images = images.to(self.dtype).contiguous(memory_format=torch.channels_last)
         if not are_maps(images, conv.in_channels) or min(images.shape[2:]) + 2 * self.padding < 3:
-            return cast(Tensor, norm(conv(images), residual, relu=self.relu))
+            return cast(Tensor, norm(conv(images), residual, activation="relu" if self.relu else ""))
         relu = self.relu and residual is None
         outputs = self.kernels.convolve(images, self.transformed, self.channels, self.padding, self.bias, relu=relu)
         if residual is None:

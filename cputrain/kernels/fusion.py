@@ -1,4 +1,4 @@
-"""Modules that compute batch-norm, additions and ReLU as one layer, as long as the results are the same."""
+"""Modules that compute batch-norm, additions and activations as one layer, as long as the results are the same."""
 
 import linecache
 import math
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import RunError
+from cputrain.kernels.activations import LAYERS, Activation, activation_of_layer
 from cputrain.kernels.batchnorm import FusedBatchNorm2d, residual_alias
 from cputrain.kernels.evidence import Native, calls_are_plain, is_silent, methods_are_plain, runs_eagerly
 from cputrain.kernels.norms import activate
@@ -32,12 +33,13 @@ def is_exactly(kind: type[nn.Module], layer: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A module that a fused forward pass does not call as its own one does: path, classes that it may have, and whether
-    it is a batch-norm layer."""
+    """A module that a fused forward pass does not call as its own one does: path, classes that it may have, whether it
+    is a batch-norm layer, and the activation that it is."""
 
     path: tuple[str, ...]
     kinds: tuple[type[nn.Module], ...]
     norm: bool = False
+    activation: Activation | None = None
 
     def obstacle(self, root: nn.Module) -> str:
         """Return why the module must be called, "" if not."""
@@ -53,7 +55,9 @@ class Part:
             return "batch-norm that stays torch's" if self.norm else f"another {'.'.join(self.path)}"
         if not is_silent(module):
             return f"hooks of {'.'.join(self.path)}"
-        return f"ReLU in {'.'.join(self.path)}" if self.norm and module.relu else ""
+        if self.activation and activation_of_layer(module) != self.activation:
+            return f"another {'.'.join(self.path)}"
+        return f"an activation in {'.'.join(self.path)}" if self.norm and module.activation else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class Fusion:
     def obstacle(self, module: nn.Module) -> str:
         """Return why the code cannot be used now, "" if it can."""
         if not (
-            calls_are_plain(nn.ReLU, nn.Identity, nn.Sequential)
+            calls_are_plain(*LAYERS, nn.Identity, nn.Sequential)
             and nn.Module.__call__ is nn.Module._wrapped_call_impl  # which profilers replace, and traces
             and methods_are_plain(cast(Native, module), *self.methods)
         ):
@@ -187,6 +191,7 @@ class FusedBatchNormAct2d(_Derived, FusedBatchNorm2d):
         if not self._supports(x, None):
             return cast(Tensor, self.torch_fallback(x))
         act, drop = (self.get_submodule(name) for name in ("act", "drop"))
-        if is_exactly(nn.ReLU, act) and is_exactly(nn.Identity, drop) and calls_are_plain(nn.ReLU, nn.Identity):
-            return super().forward(x, relu=True)
+        activation = activation_of_layer(act)
+        if activation and is_exactly(nn.Identity, drop) and calls_are_plain(type(act), nn.Identity):
+            return super().forward(x, activation=activation.name, slope=activation.slope)
         return cast(Tensor, act(drop(super().forward(x))))

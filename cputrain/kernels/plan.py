@@ -1,6 +1,8 @@
 """The plan of a network's kernels: what computes each layer, and why."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -12,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import plural
+from cputrain.kernels.activations import KINDS
 from cputrain.kernels.convolution import (
     MIN_INPUTS,
     ConvolutionShape,
@@ -21,13 +24,14 @@ from cputrain.kernels.convolution import (
     supports_winograd,
 )
 from cputrain.kernels.evidence import Native, departure
+from cputrain.kernels.fusion import Fusion
 from cputrain.kernels.rewriting import Forward, fused_forwards, native_norms, obstacles
 from cputrain.kernels.split_weights import divisible
 
 BATCHNORM, FUSED, WINOGRAD = "batch-norm", "fused forward", "winograd"
 WEIGHT_GRADIENT, PRODUCT, CONVOLUTION = "bf16 weight gradient", "matrix product", "convolution"
 SPLIT = "bfloat16 weights"
-SEPARATE = "ReLU or addition after batch-norm"
+SEPARATE = "activation or addition after batch-norm"
 Gain = tuple[float | None, str]
 """Speedup of a kernel over torch's, and why: measured, or None if a rule says yes and 0 if it says no."""
 FORMAT = 1
@@ -36,6 +40,9 @@ MIN_CHANNELS = {"AVX512": 64, "AVX2": 16}
 channels), 1.4 to 3 times on Zen 3 (16 to 512)."""
 MIN_TILES = 32
 """Tiles of a batch from which on they were: 8 images of 7 x 7 pixels, or one of 21 x 21."""
+MIN_PRODUCT_INPUTS = 160
+"""Input channels from which on products of matrices were faster than oneDNN's 1 x 1 convolutions on AMX: 0.4 to 1.18
+times their time, with fewer 0.8 to 1.7 (the layers of seven networks, 8 images, 2 threads)."""
 MIN_SPEEDUP = 1.05
 """Smallest speedup that is worth the larger rounding error of Winograd's algorithm."""
 
@@ -160,7 +167,7 @@ def plan_kernels(
     forwards = fused_forwards(network)
     for forward in reversed(forwards.values()):
         if forward.fusions or forward.refused:
-            choose(forward.layer, FUSED, _fused(forward), forward.refused)
+            choose(forward.layer, FUSED, _fused(forward.fusions[0]) if forward.fusions else "", forward.refused)
         for norm, why in forward.separate:
             choose(norm, SEPARATE, "", why)
     for name, layer in network.named_modules():
@@ -186,9 +193,13 @@ def with_split_weights(plan: KernelPlan, network: nn.Module, trained: Collection
     return replace(plan, replaced=tuple(replaced), kept=tuple(kept))
 
 
-def _fused(forward: Forward) -> str:
-    joined = sum(fusion.source.count("relu = True") for fusion in forward.fusions[:1])
-    return f"{plural(joined, 'batch-norm')} with ReLU in one pass" if joined else "sums of gradients in one pass"
+def _fused(fusion: Fusion) -> str:
+    joined = Counter(KINDS[name].layer.__name__ for name in re.findall(r"activation = '(\w+)'", fusion.source))
+    if joined:
+        counts = " and ".join(f"{plural(count, 'batch-norm')} with {name}" for name, count in joined.items())
+        return f"{counts} in one pass"
+    with_norms = any(part.norm for part in fusion.parts)
+    return "batch-norm with the addition in one pass" if with_norms else "sums of gradients in one pass"
 
 
 def _choose_convolution(
@@ -200,7 +211,9 @@ def _choose_convolution(
     if speedup is None or speedup >= MIN_SPEEDUP:
         choose(name, WINOGRAD, why, speedup=speedup)
     elif amx and supports_matmul(layer):
-        choose(name, PRODUCT, "oneDNN multiplies matrices faster than it convolves by 1 x 1")
+        few = f"of fewer than {MIN_PRODUCT_INPUTS} channels, which oneDNN convolves faster"
+        why = f"oneDNN multiplies matrices faster than it convolves by 1 x 1 from {MIN_PRODUCT_INPUTS} channels on"
+        choose(name, PRODUCT, why, few if layer.in_channels < MIN_PRODUCT_INPUTS else "")
     elif target.is_bf16 and not amx and "AVX512_BF16" in target.instructions and supports_native_wgrad(layer):
         choose(name, WEIGHT_GRADIENT, f"faster than oneDNN's from {MIN_INPUTS} channels on")
     elif changed or why:

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.nn import functional
 
+from cputrain.kernels.activations import LAYERS, RELU, Activation, activation_of, activation_of_layer
 from cputrain.kernels.batchnorm import FUSED, FusedBatchNorm2d, Kernels
 from cputrain.kernels.convolution import CONVOLUTIONS
 from cputrain.kernels.evidence import Native, departure, is_silent, replaced_functions
@@ -48,7 +48,7 @@ class Forward:
     """What a trace says of the forward pass of the module called `layer`: it with fused layers, once for tensors and
     once for other arguments, nothing if there is nothing to fuse, or why it is not known.
 
-    `separate` are batch-norm layers, by name, whose ReLU or addition stays a pass of its own, and why.
+    `separate` are batch-norm layers, by name, whose activation or addition stays a pass of its own, and why.
     """
 
     layer: str
@@ -84,9 +84,9 @@ def replace_norms(network: nn.Module, names: list[str], kernels: Kernels) -> Non
         layer.__class__ = kind
         norm = cast(FusedBatchNorm2d, layer)
         norm.kernels = kernels
-        if activated(norm) and is_exactly(nn.ReLU, norm.act) and is_exactly(nn.Identity, norm.drop):
+        if activated(norm) and (activation := activation_of_layer(norm.act)) and is_exactly(nn.Identity, norm.drop):
             norm._forward_hooks.clear()
-            norm.relu = True
+            norm.activation = activation
 
 
 def fuse_forwards(forwards: Mapping[nn.Module, Forward]) -> None:
@@ -112,7 +112,7 @@ def obstacles(network: nn.Module) -> dict[str, str]:
     """Return why torch computes layers now, though there are kernels for them, by name."""
     reasons = native_norms(network)
     for name, module in network.named_modules():
-        if type(module) is nn.ReLU and not is_silent(module):
+        if type(module) in LAYERS and not is_silent(module):
             reasons[name] = "hooks"
         elif isinstance(module, FusedModule):
             reasons[name] = next(filter(None, (fusion.obstacle(module) for fusion in module.fusions)), "")
@@ -157,7 +157,7 @@ def _called_by(module: nn.Module) -> Iterator[nn.Module]:
 def _can_join(layer: nn.Module) -> bool:
     """Return whether a layer is a batch-norm layer, native or to become so, without an activation of its own."""
     if type(layer) in FUSED.values():
-        return is_silent(layer) and not layer.relu
+        return is_silent(layer) and not layer.activation
     return type(layer) in FUSED and not activated(layer) and not _unfit(cast(nn.BatchNorm2d, layer))
 
 
@@ -180,20 +180,21 @@ def _layers(module: nn.Module, graph: fx.Graph) -> dict[Any, nn.Module]:
 
 
 def _separate_norms(name: str, graph: fx.Graph, layers: dict[Any, nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Return the batch-norm layers before a ReLU or an addition that cannot be joined as others use the same maps."""
+    """Return the batch-norm layers before an activation or an addition that cannot be joined, as others use the same
+    maps."""
     return tuple(
         (f"{name}.{node.target}".strip("."), f"its outputs are used {len(node.users)} times, and must be kept")
         for node in layers
         if _can_join(layers[node])
         and len(node.users) > 1
-        and any(is_relu(user, node, layers.get(user)) or residual_of(user, node) is not None for user in node.users)
+        and any(activation_of(user, node, layers.get(user)) or residual_of(user, node) for user in node.users)
     )
 
 
 def _fused(
     module: nn.Module, traced: Traced, fused: Mapping[nn.Module, tuple[Fusion, ...]], *, tensors: bool
 ) -> Fusion | None:
-    """Return the forward pass with batch-norm, additions and ReLU in one call, None if there are none."""
+    """Return the forward pass with batch-norm, additions and activations in one call, None if there are none."""
     graph, layers = traced.graph, _layers(module, traced.graph)
     parts: dict[str, Part] = {}
     ends: set[fx.Node] = set()
@@ -201,10 +202,10 @@ def _fused(
         has_input = len(node.args) == 1 and not node.kwargs
         if has_input and _can_join(layers[node]) and (chain := _following(node, layers)) is not None:
             parts[str(node.target)] = Part(path=_path(node), kinds=tuple(FUSED.values()), norm=True)
-            parts |= {str(call.target): Part(path=_path(call), kinds=(type(layers[call]),)) for call in chain.passed}
+            parts |= {str(call.target): _passed(call, layers[call]) for call in chain.passed}
             joined = _join(graph, node, chain)
             layers[joined] = layers[node]
-            if chain.residual is not None and chain.relu:
+            if chain.residual is not None and chain.activation == RELU:
                 ends.add(joined)
     for pair in _share_gradients(graph, layers, fused):
         parts |= {str(node.target): Part(path=_path(node), kinds=(FusedModule,)) for node in pair}
@@ -242,27 +243,32 @@ def _path(node: fx.Node) -> tuple[str, ...]:
     return tuple(str(node.target).split("."))
 
 
+def _passed(call: fx.Node, layer: nn.Module) -> Part:
+    return Part(path=_path(call), kinds=(type(layer),), activation=activation_of_layer(layer))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Following:
     """What follows batch-norm in a graph and is computed with it: nodes in their order, the residual and how it is
-    added, whether ReLU is the last, and the calls of layers that are not called then."""
+    added, the activation, which is the last, and the calls of layers that are not called then."""
 
     nodes: tuple[fx.Node, ...] = ()
     residual: fx.Node | None = None
     in_place: bool = False
-    relu: bool = False
+    activation: Activation | None = None
     passed: tuple[fx.Node, ...] = ()
 
 
 def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None:
-    """Return the addition and the ReLU after a call of batch-norm that nothing else uses, None if neither follows."""
+    """Return the addition and the activation after a call of batch-norm that nothing else uses, None if neither
+    follows."""
     chain, last, complete = _Following(), norm, None
-    while not chain.relu and len(last.users) == 1:
+    while not chain.activation and len(last.users) == 1:
         (user,) = last.users
         layer, nodes, residual = layers.get(user), (*chain.nodes, user), residual_of(user, last)
         passed = (*chain.passed, *([user] if layer is not None else []))
-        if is_relu(user, last, layer):
-            complete = chain = replace(chain, nodes=nodes, relu=True, passed=passed)
+        if activation := activation_of(user, last, layer):
+            complete = chain = replace(chain, nodes=nodes, activation=activation, passed=passed)
         elif layer is not None and is_exactly(nn.Identity, layer) and user.args == (last,) and not user.kwargs:
             chain = replace(chain, nodes=nodes, passed=passed)
         elif chain.residual is None and residual is not None and _may_move(norm, user, layers):
@@ -272,17 +278,6 @@ def _following(norm: fx.Node, layers: dict[Any, nn.Module]) -> _Following | None
             break
         last = user
     return complete
-
-
-def is_relu(node: fx.Node, before: fx.Node, layer: nn.Module | None) -> bool:
-    """Return whether a node, which may call a layer, is ReLU of the outputs of the one before."""
-    if node.args[:1] != (before,):
-        return False
-    if layer is not None:
-        return is_exactly(nn.ReLU, layer) and len(node.args) == 1 and not node.kwargs
-    functions = (functional.relu, functional.relu_, torch.relu, torch.relu_)
-    by_function = node.op == "call_function" and any(node.target is function for function in functions)
-    return by_function or (node.op == "call_method" and node.target in ("relu", "relu_"))
 
 
 def residual_of(node: fx.Node, normalized: fx.Node) -> fx.Node | None:
@@ -317,13 +312,15 @@ def _may_move(norm: fx.Node, addition: fx.Node, layers: dict[Any, nn.Module]) ->
 def _join(graph: fx.Graph, norm: fx.Node, chain: _Following) -> fx.Node:
     """Replace batch-norm and what follows by one call."""
     last = chain.nodes[-1]
-    options: dict[str, Any] = {"relu": True} if chain.relu else {}
+    options: dict[str, Any] = {"activation": chain.activation.name} if chain.activation else {}
+    if chain.activation and chain.activation.slope:
+        options["slope"] = chain.activation.slope
     if chain.residual is None:
         norm.kwargs = options
         fused = norm
         last.replace_all_uses_with(norm)
     else:
-        # Where the addition is: until ReLU, its other operand may change.
+        # Where the addition is: until the activation, its other operand may change.
         with graph.inserting_before(next(node for node in chain.nodes if chain.residual in node.args)):
             options |= {"in_place": True} if chain.in_place else {}
             fused = graph.call_module(str(norm.target), (norm.args[0], chain.residual), options)

@@ -363,7 +363,7 @@ class UsesNormTwice(ResNet):
 def test_batch_norm_whose_outputs_are_used_twice_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     cputrain.explain(cputrain.optimize(UsesNormTwice()))
     why = "its outputs are used 2 times, and must be kept"
-    assert f"torch's: ReLU or addition after batch-norm, 1 layer ({why}):\n    bn1" in capsys.readouterr().out
+    assert f"torch's: activation or addition after batch-norm, 1 layer ({why}):\n    bn1" in capsys.readouterr().out
 
 
 def test_forward_passes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,9 @@ template <typename T>
 void batch_gradient_sums(const T* g, const T* x, const float* mean, size_t rows, size_t channels, int threads,
                          double* out) {
   if (rows * channels * sizeof(T) >= kNearBytes) {
-    const Affine map{mean, mean, mean};  // without ReLU scale and shift do not matter
-    return gradient_sums<T, Relu::kNone, false>(g, nullptr, x, nullptr, nullptr, rows, channels, threads, map, out);
+    const Affine map{mean, mean, mean};  // without an activation scale and shift do not matter
+    return gradient_sums<Source::kInput, false, T>(g, nullptr, x, nullptr, nullptr, rows, channels, threads, map,
+                                                   NoActivation{}, out);
   }
   const Chunks chunks(rows);
   const double* parts = chunk_sums(chunks, channels, threads, [&](size_t begin, size_t end, size_t, float* sums) {
@@ -171,7 +172,7 @@ void batch_norm_forward(const NormRows& values, const NormParameters& parameters
     running_variance[c] = static_cast<float>(momentum * unbiased + (1 - momentum) * running_variance[c]);
   }
   const Affine map = affine(found, channels, parameters.weight, parameters.bias, eps);
-  normalize<T, false, false>(x, nullptr, y, rows, channels, values.threads, map);
+  normalize<false, false, T>(x, nullptr, nullptr, y, rows, channels, values.threads, map, NoActivation{});
 }
 
 template <typename T>
@@ -191,8 +192,8 @@ void batch_norm_backward(const NormRows& values, const NormParameters& parameter
     if (dweight != nullptr) dweight[c] = static_cast<float>(products[c] * spread);
     if (dbias != nullptr) dbias[c] = static_cast<float>(sums[c]);
   }
-  const Affine map{mean, scale, mean};  // without ReLU the shift does not matter
-  if (dx != nullptr) input_gradient<T, Relu::kNone>(g, x, dx, rows, channels, values.threads, map, mean_term);
+  const Affine map{mean, scale, mean};  // without an activation the shift does not matter
+  if (dx != nullptr) input_gradient(g, x, dx, rows, channels, values.threads, map, NoActivation{}, mean_term);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
-// Forward pass: statistics of the rows, then normalization, residual and ReLU.
+// Forward pass: statistics of the rows, then normalization, residual and activation.
 
 #pragma once
 
 #include <cmath>
 
+#include "activations.hpp"
 #include "rows.hpp"
 #include "values.hpp"
 
@@ -118,9 +119,10 @@ Affine affine(const double* statistics, size_t channels, const float* weight, co
   return {mean, scale, shift};
 }
 
-template <typename T, bool kResidual, bool kRelu>
-void normalize_row(const T* __restrict x, const T* __restrict residual, T* __restrict y, size_t channels,
-                   const Affine& map) {
+// Writes the activation of the normalized row plus the residual to y, and its input to `before` with kBefore.
+template <bool kResidual, bool kBefore, typename T, typename Activation>
+void normalize_row(const T* __restrict x, const T* __restrict residual, T* __restrict before, T* __restrict y,
+                   size_t channels, const Affine& map, const Activation activation) {
   const float *__restrict mean = map.mean, *__restrict scale = map.scale, *__restrict shift = map.shift;
   INDEPENDENT
   for (size_t c = 0; c < channels; ++c) {
@@ -128,22 +130,24 @@ void normalize_row(const T* __restrict x, const T* __restrict residual, T* __res
     if constexpr (kResidual) {
       value += load(residual[c]);
     }
-    if constexpr (kRelu) {
-      value = value < 0 ? 0 : value;  // keeps NaN
+    if constexpr (kBefore) {
+      store(before[c], value);
     }
-    store(y[c], value);
+    store(y[c], activation.value(value));
   }
 }
 
-template <typename T, bool kResidual, bool kRelu>
-void normalize(const T* x, const T* residual, T* y, size_t rows, size_t channels, int threads, const Affine& map) {
+template <bool kResidual, bool kBefore, typename T, typename Activation>
+void normalize(const T* x, const T* residual, T* before, T* y, size_t rows, size_t channels, int threads,
+               const Affine& map, const Activation& activation) {
   const Chunks chunks(rows);
   share(chunks.count, rows * channels, threads, [&](size_t first, size_t end) {
     for (size_t i = end; i-- > first;) {  // backwards: the last chunks are still in the cache
       const size_t begin = chunks.first(i);
       for (size_t row = begin; row < begin + chunks.length(i); ++row) {
         const size_t at = row * channels;
-        normalize_row<T, kResidual, kRelu>(x + at, kResidual ? residual + at : nullptr, y + at, channels, map);
+        normalize_row<kResidual, kBefore>(x + at, kResidual ? residual + at : nullptr,
+                                          kBefore ? before + at : nullptr, y + at, channels, map, activation);
       }
     }
   });
