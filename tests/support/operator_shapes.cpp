@@ -6,9 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "batch_norm.hpp"
-#include "depthwise.hpp"
-#include "grouped.hpp"
+#include "operator_kernels.cpp"
 
 namespace {
 
@@ -33,7 +31,9 @@ void compute(const Layer& layer, float weight) {
 void compute_grouped() {
   GroupedConvolution l{};
   const size_t each = std::array<size_t, 4>{4, 8, 16, 24}[pick(0, 3)];
-  l.groups = 2 * pick(1, 2), l.channels = l.groups * each, l.images = pick(1, 3), l.threads = 1;
+  l.groups = 2 * pick(1, 2), l.channels = l.groups * each;
+  if (!grouped_covers(l.channels, l.groups)) return;
+  l.images = pick(1, 3), l.threads = 1;
   l.height = pick(1, 14), l.width = pick(1, 14);
   size_t sizes[2] = {l.height, l.width};
   for (int axis = 0; axis < 2; ++axis) {
@@ -65,6 +65,39 @@ void compute_norm() {
                       variance.data());
 }
 
+void compute_patches() {
+  Patches l{};
+  l.images = pick(1, 3), l.channels = pick(1, 40), l.height = pick(1, 9), l.width = pick(1, 9), l.threads = 1;
+  size_t sizes[2] = {l.height, l.width};
+  for (int axis = 0; axis < 2; ++axis) {
+    l.kernel[axis] = pick(1, 4), l.stride[axis] = pick(1, 3), l.padding[axis] = pick(0, 3);
+    l.dilation[axis] = pick(1, 2);
+    const size_t reach = l.dilation[axis] * (l.kernel[axis] - 1) + 1, padded = sizes[axis] + 2 * l.padding[axis];
+    if (padded < reach) return;
+    sizes[axis] = (padded - reach) / l.stride[axis] + 1;
+  }
+  l.out_height = sizes[0], l.out_width = sizes[1];
+  const std::vector<Bfloat16> x(l.images * l.height * l.width * l.channels, 1);
+  std::vector<Bfloat16> read(l.images * l.out_height * l.out_width * l.kernel[0] * l.kernel[1] * l.channels);
+  patches(l, x.data(), read.data());
+}
+
+void compute_attention() {
+  const size_t queries = pick(1, 70), keys = pick(1, 70), size = 2 * pick(1, 40), gap = pick(0, 3);
+  const size_t rows = (queries + 1) / 2 * 2, step = (keys + 1) / 2 * 2;
+  const std::vector<Bfloat16> heads((std::max(queries, keys) - 1) * (size + gap) + size, 1);
+  std::vector<uint32_t> pairs(step / 2 * size), columns(size / 2 * keys);
+  pair_rows(heads.data(), keys, size, size + gap, pairs.data());
+  pair_columns(heads.data(), keys, size, size + gap, columns.data());
+  const std::vector<float> scores(queries * keys, 1), sums(queries, 2);
+  std::vector<Bfloat16> probabilities(rows * step), gradients(rows * step), turned(keys * rows);
+  const Scores block{static_cast<int64_t>(queries), static_cast<int64_t>(rows), static_cast<int64_t>(keys),
+                     static_cast<int64_t>(step), static_cast<int64_t>(pick(0, keys)), 1};
+  softmax_gradients(block, scores.data(), scores.data(), sums.data(), 1, heads.data(), size + gap, heads.data(),
+                    size + gap, size, probabilities.data(), gradients.data());
+  transpose_halves(gradients.data(), rows, keys, step, 1, turned.data());
+}
+
 }  // namespace
 
 int main() {
@@ -84,6 +117,8 @@ int main() {
       sizes[axis] = fits ? (padded - reach) / layer.stride[axis] + 1 : 0;
     }
     if (number % 3 == 0) compute_grouped();
+    if (number % 3 == 1) compute_patches();
+    if (number % 3 == 2) compute_attention();
     if (number % 10 == 0) number % 20 == 0 ? compute_norm<float>() : compute_norm<Bfloat16>();
     if (!fits) continue;
     layer.out_height = sizes[0], layer.out_width = sizes[1], layer.threads = 1, layer.bfloat16 = number % 2;
