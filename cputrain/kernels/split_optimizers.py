@@ -140,9 +140,9 @@ def _tensors(weights: Sequence[SplitParameter], states: States, names: tuple[str
         for name in names:
             value = state.get(name)
             if value is None:
-                state[name] = torch.zeros_like(weight.detach(), dtype=torch.float32)
+                state[name] = torch.zeros_like(weight.data, dtype=torch.float32)
             elif value.stride() != weight.stride() or value.dtype != torch.float32:
-                state[name] = torch.empty_like(weight.detach(), dtype=torch.float32).copy_(value)
+                state[name] = torch.empty_like(weight.data, dtype=torch.float32).copy_(value)
     return [[state[name] for name in names] for state in states]
 
 
@@ -161,7 +161,7 @@ def _structs(
         if weight.dtype != torch.bfloat16:
             weight.joined()  # raises
         if weight.lower.stride() != weight.stride():  # after model.to(memory_format=...)
-            weight.lower = torch.empty_like(weight.detach(), dtype=torch.int16).copy_(weight.lower)
+            weight.lower = torch.empty_like(weight.data, dtype=torch.int16).copy_(weight.lower)
         gradient = weight.grad
         assert gradient is not None
         if gradient.layout is not torch.strided or gradient.dtype != torch.bfloat16:
@@ -169,7 +169,7 @@ def _structs(
                 f"a gradient of split weights is {gradient.dtype}, {gradient.layout}: they must be dense bfloat16"
             )
         if gradient.stride() != weight.stride():
-            weight.grad = gradient = torch.empty_like(weight.detach()).copy_(gradient)
+            weight.grad = gradient = torch.empty_like(weight.data).copy_(gradient)
         structs[i] = _Weight(
             upper=weight.data_ptr(),
             lower=weight.lower.data_ptr(),
@@ -202,6 +202,7 @@ class SplitOptimizer(Optimizer):
 
     plain: ClassVar[type[Optimizer]]
     split_steps: SplitSteps
+    split_weights: tuple[Tensor, ...]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -214,6 +215,11 @@ class SplitOptimizer(Optimizer):
             raise RuntimeError("GradScaler is for float16: remove it, as bfloat16 has float32's range")
         update = self.split_steps.sgd if self.plain is SGD else self.split_steps.adam
         gradients = []
+        known = (isinstance(p, SplitParameter) for group in self.param_groups for p in group["params"])
+        if any(isinstance(p, SplitParameter) for p in self.split_weights) and not any(known):
+            raise RuntimeError(
+                f"the optimizer's weights were replaced, as by DeepSpeed: leave {REQUESTED_BY} out"
+            )
         for group in self.param_groups:
             weights = [p for p in group["params"] if isinstance(p, SplitParameter) and p.grad is not None]
             if weights:
@@ -283,6 +289,8 @@ def update_splits(optimizer: Optimizer, steps: SplitSteps) -> None:
     optimizer.split_steps = steps  # type: ignore[attr-defined]
     if type(optimizer) not in (SGD, Adam, AdamW):
         return
+    weights = (p for group in optimizer.param_groups for p in group["params"])
+    optimizer.split_weights = tuple(p for p in weights if isinstance(p, SplitParameter))  # type: ignore[attr-defined]
     optimizer.__class__ = _with_splits(type(optimizer))  # type: ignore[arg-type]
     optimizer._patch_step_function()
     if vars(optimizer).pop("step", None) is not None:  # a scheduler's, that notes the call and calls the old step
