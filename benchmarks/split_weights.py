@@ -3,8 +3,10 @@ float32 optimizers (fused, foreach).
 
 python -m benchmarks.split_weights [--network vit_b_16] [--threads 1] [--rounds 9]
 
-The bandwidth counts each value that a step must read or write once; that of a.add_(b) on float32 tensors of the
-weights' size, in place as well, is what the cores can do. Two passes (norms and update) of LARS and LAMB count as two.
+The bandwidth counts each value that a step must read or write once in a pass; that of a.add_(b) on float32 tensors of
+the weights' size, in place as well, is what the cores can do. LARS and LAMB need norms before the update: LARS reads
+weights and gradients twice; LAMB reads gradients twice (their size decides whether float32 holds the squares), and
+weights and averages twice.
 """
 
 import argparse
@@ -22,14 +24,14 @@ from cputrain.models.vision import import_torchvision
 from cputrain.studies.bench.figures import interleaved
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
-# Name -> optimizer, float32 tensors of state, passes over weights and gradients.
-OPTIMIZERS: dict[str, tuple[Make, int, int]] = {
-    "SGD, momentum": (lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=5e-5), 1, 1),
-    "SGD, Nesterov": (lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=5e-5, nesterov=True), 1, 1),
-    "Adam": (lambda p: Adam(p, lr=1e-3), 2, 1),
-    "AdamW": (lambda p: AdamW(p, lr=1e-3, weight_decay=0.05), 2, 1),
-    "LARS": (lambda p: Lars(p, lr=1.0, weight_decay=5e-5), 1, 2),
-    "LAMB": (lambda p: Lamb(p, lr=1e-3, weight_decay=0.01), 2, 2),
+# Name -> optimizer, bytes of its passes over a weight: 4 of it, 2 of its gradient, 4 of each float32 value of state.
+OPTIMIZERS: dict[str, tuple[Make, int]] = {
+    "SGD, momentum": (lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=5e-5), 4 + 2 + 4 + 8),
+    "SGD, Nesterov": (lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=5e-5, nesterov=True), 4 + 2 + 4 + 8),
+    "Adam": (lambda p: Adam(p, lr=1e-3), 4 + 2 + 4 + 16),
+    "AdamW": (lambda p: AdamW(p, lr=1e-3, weight_decay=0.05), 4 + 2 + 4 + 16),
+    "LARS": (lambda p: Lars(p, lr=1.0, weight_decay=5e-5), 6 + (4 + 2 + 4 + 8)),
+    "LAMB": (lambda p: Lamb(p, lr=1e-3, weight_decay=0.01), 2 + (4 + 2 + 16) + (4 + 8 + 4)),
 }
 
 
@@ -47,7 +49,7 @@ def main() -> None:
     print(f"{options.network}, {count / 1e6:.1f} million weights, a.add_(b): {peak / 1e9:.1f} GB/s of a core\n")
     print("| optimizer | split, ms | GB/s, of a.add_(b)'s | float32 fused / split | float32 foreach / split |")
     print("|---|---|---|---|---|")
-    for name, (make, states, passes) in OPTIMIZERS.items():
+    for name, (make, count_bytes) in OPTIMIZERS.items():
         steps = {"split": split_step(build(), make)}
         for kind in ("fused", "foreach") if name[0] != "L" else ("float32",):
             steps[kind] = float32_step(build(), make, kind)
@@ -57,7 +59,7 @@ def main() -> None:
                 {each: partial(cpu_seconds, step) for each, step in steps.items()}, options.rounds
             ).items()
         }
-        rate = count * (6 * passes + 4 + 8 * states) / taken["split"]
+        rate = count * count_bytes / taken["split"]
         ratios = [f"{taken[kind] / taken['split']:.2f}" if kind in taken else "" for kind in ("fused", "foreach")]
         if "float32" in taken:
             ratios[0] = f"{taken['float32'] / taken['split']:.2f} (ours, float32)"

@@ -8,6 +8,7 @@ large batches.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from cputrain.kernels.split_layers import CHECKED_SIZES, LambOptions, LayerSteps, layer_steps, random_weight
 from cputrain.kernels.split_optimizers import SplitSteps
 from cputrain.kernels.split_weights import SplitParameter
 from cputrain.optim_settings import OptimSettings
@@ -93,10 +95,9 @@ class GroupOptimizer(Optimizer):
                 )
         for group, with_gradient in zip(self.param_groups, trained, strict=True):
             options = {**group, "lr": float(group["lr"])}  # a float32 tensor times a trust ratio may underflow
-            for splits in _in_batches(p for p in with_gradient if isinstance(p, SplitParameter)):
-                wide, grads = self.split_steps.read(splits)
-                self._step_group(options, [self.state[p] for p in splits], wide, grads)
-                self.split_steps.write(splits, wide)
+            splits = [p for p in with_gradient if isinstance(p, SplitParameter)]
+            if splits:
+                self._step_splits(options, [self.state[p] for p in splits], splits)
             params = [p for p in with_gradient if not isinstance(p, SplitParameter)]
             if params:
                 wide = [widened(p) for p in params]
@@ -136,15 +137,28 @@ class GroupOptimizer(Optimizer):
     ) -> None:
         """Update the parameters of a group that have gradients; there is at least one."""
 
+    def _step_splits(
+        self, group: dict[str, Any], states: list[dict[str, Any]], weights: Sequence[SplitParameter]
+    ) -> None:
+        """Update the split weights of a group by their float32 values, as many at once as stay in the cache."""
+        for batch in _in_batches(list(zip(states, weights, strict=True))):
+            splits = [weight for _, weight in batch]
+            wide, grads = self.split_steps.read(splits)
+            self._step_group(group, [state for state, _ in batch], wide, grads)
+            self.split_steps.write(splits, wide)
 
-def _in_batches(weights: Iterable[SplitParameter]) -> Iterator[list[SplitParameter]]:
+
+Pair = tuple[dict[str, Any], SplitParameter]  # a weight with its state
+
+
+def _in_batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     """Yield weights whose float32 values stay in the cache together; a larger one is alone."""
-    batch: list[SplitParameter] = []
-    for weight in weights:
-        if batch and sum(p.numel() for p in batch) + weight.numel() > CACHED_WEIGHTS:
+    batch: list[Pair] = []
+    for pair in pairs:
+        if batch and sum(p.numel() for _, p in batch) + pair[1].numel() > CACHED_WEIGHTS:
             yield batch
             batch = []
-        batch.append(weight)
+        batch.append(pair)
     if batch:
         yield batch
 
@@ -181,11 +195,18 @@ def root_plus(squares: list[Tensor], added: Sequence[float], eps: float) -> list
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """Return the Euclidean norm of each tensor, even if float32 cannot represent the squares."""
     found = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).tolist()
-    least, most = SAFE_NORMS
     return [
-        norm if least <= norm <= most else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        norm if _is_safe(norm) else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
         for tensor, norm in zip(tensors, found, strict=True)
     ]
+
+
+def _is_safe(norm: float) -> bool:
+    return SAFE_NORMS[0] <= norm <= SAFE_NORMS[1]
+
+
+def _float32_zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float32)
 
 
 def check_not_negative(**options: float) -> None:
@@ -293,52 +314,90 @@ class Lars(GroupOptimizer):
     def _step_group(
         self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
     ) -> None:
-        corrected = group["momentum_correction"] and group["variant"] == "caffe"
         velocities = state_of(states, params, "momentum_buffer", torch.zeros_like)
         ratios = trust_ratios(group, params, grads)
         for state, p, g, v, t in zip(states, params, grads, velocities, ratios, strict=True):
-            last_lr = state.get("last_lr")
-            momentum = group["momentum"] * (group["lr"] / last_lr if corrected and last_lr else 1.0)
-            state["last_lr"] = group["lr"]
+            momentum = _momentum(group, state)
             state["momentum_buffer"] = _laid_out_as(p, v)
             _update(p, _laid_out_as(p, g), state["momentum_buffer"], group, momentum, t)
+
+    def _step_splits(
+        self, group: dict[str, Any], states: list[dict[str, Any]], weights: Sequence[SplitParameter]
+    ) -> None:
+        """Update split weights in two passes over memory, norms and SGD's, where these have the same bits."""
+        layers = layer_steps(self.split_steps)
+        if not (self.split_steps.direct and layers.way):
+            super()._step_splits(group, states, weights)
+            return
+        others: list[Pair] = []
+        sizes = layers.norms(weights) if group["adapt"] else [None] * len(weights)
+        for state, weight, size in zip(states, weights, sizes, strict=True):
+            inner, outer = _scales(group, trust_ratio(group, *size) if size else 1.0)
+            if not (size is None or all(map(_is_safe, size))) or not _is_fused(group, inner, outer):
+                others.append((state, weight))
+                continue
+            momentum = _momentum(group, state)
+            state_of([state], [weight.data], "momentum_buffer", _float32_zeros)
+            options = {"lr": outer, "momentum": momentum, "dampening": 1.0 - inner, "maximize": False}
+            self.split_steps.sgd({**group, **options}, [weight], [state])
+        if others:
+            super()._step_splits(group, [state for state, _ in others], [weight for _, weight in others])
+
+
+def _momentum(group: dict[str, Any], state: dict[str, Any]) -> float:
+    """Return a weight's momentum, corrected for a change of the rate if requested; note the rate in its state."""
+    last_lr, state["last_lr"] = state.get("last_lr"), group["lr"]
+    corrected = group["momentum_correction"] and group["variant"] == "caffe" and last_lr
+    return float(group["momentum"] * (group["lr"] / last_lr if corrected else 1.0))
 
 
 def trust_ratios(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
     """Return the trust ratio of each layer of a parameter group; all norms are computed in one call."""
     if not group["adapt"] or not params:
         return [1.0] * len(params)
+    return [trust_ratio(group, w, g) for w, g in zip(norms(params), norms(grads), strict=True)]
+
+
+def trust_ratio(group: dict[str, Any], w: float, g: float) -> float:
+    """Return the trust ratio of a layer, by the norms of its weights and gradients."""
     coefficient, decay, eps, lr = (group[name] for name in ("trust_coefficient", "weight_decay", "eps", "lr"))
-    ratios = []
-    for w, g in zip(norms(params), norms(grads), strict=True):
-        t = coefficient * w / (g + decay * w + eps) if w and g else 1.0
-        ratios.append(min(t / lr, 1.0) if group["trust_clip"] and lr else t)
-    return ratios
+    t = coefficient * w / (g + decay * w + eps) if w and g else 1.0
+    return float(min(t / lr, 1.0) if group["trust_clip"] and lr else t)
+
+
+def _scales(group: dict[str, Any], t: float) -> tuple[float, float]:
+    """Return inner and outer of v = momentum v + inner d; w -= outer v."""
+    lr = group["lr"]
+    return {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
+
+
+def _is_fused(group: dict[str, Any], inner: float, outer: float, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether torch's fused SGD kernel, whose dampening is 1 - inner, computes an update.
+
+    It stores no v without momentum, its Nesterov form does not dampen d, and its dampening rounds a small `inner`,
+    which matters most in float64.
+    """
+    exact = inner == 1.0 or (MIN_INNER <= inner <= 1 / MIN_INNER and dtype != torch.float64)
+    return bool(group["momentum"] and exact and _holds(outer) and (inner == 1.0 or not group["nesterov"]))
 
 
 def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, t: float) -> None:
-    """Compute v = momentum v + inner d; w -= outer v, with torch's fused SGD kernel, whose dampening is 1 - inner.
-
-    The kernel needs dense tensors of equal layout, stores no v without momentum, and its dampening rounds a small
-    `inner`, which matters most in float64; other cases use elementary operations.
-    """
-    lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
-    inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
-    exact = inner == 1.0 or (MIN_INNER <= inner <= 1 / MIN_INNER and p.dtype != torch.float64)
-    exact = exact and _holds(outer)
+    """Compute v = momentum v + inner d; w -= outer v, with torch's fused SGD kernel, which needs dense tensors of equal
+    layout, else with elementary operations."""
+    inner, outer = _scales(group, t)
     dense = p.stride() == g.stride() == v.stride()
-    if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # the Nesterov form does not dampen d
+    if not (dense and momentum and _is_fused(group, inner, outer, p.dtype)):
         _update_in_steps(p, g, v, group, momentum, (inner, outer))
         return
     torch._fused_sgd_(
         [p],
         [g],
         [v],
-        weight_decay=weight_decay,
+        weight_decay=group["weight_decay"],
         momentum=momentum,
         lr=outer,
         dampening=1.0 - inner,
-        nesterov=nesterov,
+        nesterov=group["nesterov"],
         maximize=False,
         is_first_step=False,
     )
@@ -434,6 +493,80 @@ class Lamb(GroupOptimizer):
             sizes = zip(norms(params), norms(updates), most, strict=True)
             torch._foreach_mul_(updates, [min(w / u, limit) if w and u else 1.0 for w, u, limit in sizes])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+    def _step_splits(
+        self, group: dict[str, Any], states: list[dict[str, Any]], weights: Sequence[SplitParameter]
+    ) -> None:
+        """Update split weights in two passes over memory, averages with norms and update, where these have the same
+        bits, and a third one over gradients, whose squares may need float64."""
+        layers, beta1 = layer_steps(self.split_steps), group["betas"][0]
+        native = self.split_steps.direct and layers.way and 1 - beta1 < 0.5 and group["eps"] >= MIN_ADDED
+        if not (native and _native_lamb_is_exact(layers, self.split_steps)):
+            super()._step_splits(group, states, weights)
+            return
+        pairs: list[Pair] = []
+        others: list[Pair] = []
+        for state, weight, (_, g) in zip(states, weights, layers.norms(weights, of_weights=False), strict=True):
+            square = state.get("exp_avg_sq")
+            is_wide = g > MAX_SQUARED or (square is not None and square.dtype == torch.float64)
+            (others if is_wide else pairs).append((state, weight))
+        if pairs:
+            _native_lamb(layers, group, [state for state, _ in pairs], [weight for _, weight in pairs])
+        if others:
+            super()._step_splits(group, [state for state, _ in others], [weight for _, weight in others])
+
+
+def _native_lamb(
+    layers: LayerSteps, group: dict[str, Any], states: list[dict[str, Any]], weights: Sequence[SplitParameter]
+) -> None:
+    """Update split weights as Lamb's `_step_group` does."""
+    beta1, beta2 = group["betas"]
+    options = []
+    for state in states:
+        step = state["step"] = state.get("step", 0) + 1
+        root = math.sqrt(1 - beta2**step)
+        options.append(
+            LambOptions(
+                lerp=1 - beta1,
+                beta2=beta2,
+                square=1 - beta2,
+                added=group["eps"] * root,
+                correction=root / (1 - beta1**step),
+                decay=group["weight_decay"],
+                ratio=1.0,
+                rate=-group["lr"],
+            )
+        )
+    sizes = layers.lamb_averages(weights, states, options)
+    for state, weight, each, size in zip(states, weights, options, sizes, strict=True) if group["adapt"] else ():
+        w, u = size if all(map(_is_safe, size)) else _wide_lamb_norms(state, weight, each)
+        each.ratio = min(w / u, torch.finfo(torch.float32).max) if w and u else 1.0
+    layers.lamb_update(weights, states, options)
+
+
+def _wide_lamb_norms(state: dict[str, Any], weight: SplitParameter, options: LambOptions) -> list[float]:
+    """Return the norms of a weight and of its update, even if float32 cannot represent the squares."""
+    value = weight.joined()
+    update = state["exp_avg"].div(state["exp_avg_sq"].sqrt().add_(options.added)).mul_(options.correction)
+    return norms([value, update.add_(value, alpha=options.decay)])
+
+
+@cache
+def _native_lamb_is_exact(layers: LayerSteps, steps: SplitSteps) -> bool:
+    """Return whether the native steps have the bits of torch's operators on this CPU."""
+    found = []
+    for native in (False, True):
+        weight = random_weight(CHECKED_SIZES[-1])
+        optimizer = Lamb([weight], lr=0.01, weight_decay=0.01)
+        optimizer.split_steps = steps
+        group, states = optimizer.param_groups[0], [optimizer.state[weight]]
+        for _ in range(3):
+            if native:
+                _native_lamb(layers, group, states, [weight])
+            else:
+                GroupOptimizer._step_splits(optimizer, group, states, [weight])
+        found.append(torch.cat([weight.joined(), states[0]["exp_avg"], states[0]["exp_avg_sq"]]))
+    return torch.equal(*found)
 
 
 class AdagradDA(GroupOptimizer):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import evidence
@@ -85,11 +86,14 @@ def load_for(target: Target, env: Mapping[str, str], *, winograd: bool) -> Loade
 
 
 def convolutions_channels_last(network: nn.Module) -> None:
-    """Store the weights of 2-D convolutions channels-last, as the kernels and oneDNN need them."""
+    """Store the weights of 2-D convolutions channels-last, as the kernels and oneDNN need them, but not parts of larger
+    buffers, in which DeepSpeed updates them, nor shards of FSDP2, which keeps views of them."""
     for layer in network.modules():
         if isinstance(layer, _ConvNd):
             for weight in layer.parameters():  # also below a parametrization
-                if weight.ndim == 4:  # as channels_last requires; other parameters may be viewed in another shape
+                sharded = is_traceable_wrapper_subclass(weight)
+                # 4 as channels_last requires; other parameters may be viewed in another shape
+                if weight.ndim == 4 and not sharded and weight.untyped_storage().nbytes() == weight.nbytes:
                     # `to`, as `contiguous` keeps the strides of 1 x 1 kernels, which gradients do not have
                     weight.data = weight.data.to(memory_format=torch.channels_last)
 
@@ -253,7 +257,11 @@ def fuse_optimizer(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         simple = not group.get("differentiable") and not group.get("capturable") and group.get("fused") is not False
         real = all(
-            value.is_cpu and value.is_floating_point() and value.layout is torch.strided for value in group["params"]
+            value.is_cpu
+            and value.is_floating_point()
+            and value.layout is torch.strided
+            and not is_traceable_wrapper_subclass(value)  # DTensor has no fused kernels
+            for value in group["params"]
         )
         if not (simple and real) or isinstance(group["lr"], Tensor) or group.get("foreach"):
             return False

@@ -17,7 +17,8 @@ from cputrain.kernels.build import KERNELS, KernelLibrary, NativeKernels, librar
 from cputrain.kernels.split_weights import SplitParameter, split
 from cputrain.native_build import NativeExtension, ensure_compiled
 
-SOURCES = tuple(KERNELS / name for name in ("split_weights.cpp", "values.hpp"))
+HEADERS = ("split_layers.hpp", "split_values.hpp", "values.hpp")
+SOURCES = tuple(KERNELS / name for name in ("split_weights.cpp", *HEADERS))
 REQUESTED_BY = 'master_weights="split"'
 OTHER_ARITHMETIC = ("foreach", "capturable", "differentiable")
 """Options of torch's optimizers that request another arithmetic than the fused kernels'."""
@@ -36,8 +37,8 @@ CHECKED: tuple[dict[str, Any], ...] = (
 )
 
 
-class _Weight(ctypes.Structure):
-    """struct Weight of split_weights.cpp."""
+class Weight(ctypes.Structure):
+    """struct Weight of split_values.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("upper", "lower", "gradient")),
@@ -76,7 +77,7 @@ class SplitSteps(NativeKernels):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        weights = POINTER(_Weight), c_int64
+        weights = POINTER(Weight), c_int64
         self._sgd = self.function("split_sgd", *weights, c_int, *(c_double,) * 4, *(c_int,) * 2)
         self._adam = self.function("split_adam", *weights, c_int, *(c_double,) * 5, *(c_int,) * 3)
         self._read = self.function("split_read", *weights)
@@ -108,7 +109,7 @@ class SplitSteps(NativeKernels):
         first = [state.get("momentum_buffer") is None for state in states]
         options = momentum, float(group["dampening"]), float(group["weight_decay"])
         switches = bool(group["nesterov"]), bool(group["maximize"])
-        structs = _structs(weights, _tensors(weights, states, names), first)
+        structs = structs_of(weights, tensors_of(weights, states, names), first)
         self._sgd(*structs, self.direct, float(group["lr"]), *options, *switches)
 
     def adam(self, group: Mapping[str, Any], weights: Sequence[SplitParameter], states: States) -> None:
@@ -120,33 +121,33 @@ class SplitSteps(NativeKernels):
         options = float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), float(group["eps"])
         switches = [bool(group[name]) for name in ("amsgrad", "maximize", "decoupled_weight_decay")]
         steps = [state["step"] for state in states]
-        structs = _structs(weights, _tensors(weights, states, names), steps=steps)
+        structs = structs_of(weights, tensors_of(weights, states, names), steps=steps)
         self._adam(*structs, self.direct, *options, *switches)
 
     def read(self, weights: Sequence[SplitParameter]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the weights and their gradients in float32, in the weights' memory order."""
         pairs = [[torch.empty_like(weight, dtype=torch.float32) for _ in range(2)] for weight in weights]
-        self._read(*_structs(weights, pairs))
+        self._read(*structs_of(weights, pairs))
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
     def write(self, weights: Sequence[SplitParameter], values: Sequence[Tensor]) -> None:
         """Replace weights by float32 values in the same memory order."""
-        self._write(*_structs(weights, [[value] for value in values]))
+        self._write(*structs_of(weights, [[value] for value in values]))
 
 
-def _tensors(weights: Sequence[SplitParameter], states: States, names: tuple[str, ...]) -> list[list[Tensor]]:
+def tensors_of(weights: Sequence[SplitParameter], states: States, names: tuple[str, ...]) -> list[list[Tensor]]:
     """Return the tensors of these names in each state, float32 in the weight's memory order; missing ones are zeros."""
     for state, weight in zip(states, weights, strict=True):
         for name in names:
             value = state.get(name)
             if value is None:
-                state[name] = torch.zeros_like(weight.detach(), dtype=torch.float32)
+                state[name] = torch.zeros_like(weight.data, dtype=torch.float32)
             elif value.stride() != weight.stride() or value.dtype != torch.float32:
-                state[name] = torch.empty_like(weight.detach(), dtype=torch.float32).copy_(value)
+                state[name] = torch.empty_like(weight.data, dtype=torch.float32).copy_(value)
     return [[state[name] for name in names] for state in states]
 
 
-def _structs(
+def structs_of(
     weights: Sequence[SplitParameter],
     states: Sequence[Sequence[Tensor]],
     first: Sequence[bool] = (),
@@ -156,12 +157,12 @@ def _structs(
 
     Raises RuntimeError for gradients that the steps cannot read.
     """
-    structs = (_Weight * len(weights))()
+    structs = (Weight * len(weights))()
     for i, weight in enumerate(weights):
         if weight.dtype != torch.bfloat16:
             weight.joined()  # raises
         if weight.lower.stride() != weight.stride():  # after model.to(memory_format=...)
-            weight.lower = torch.empty_like(weight.detach(), dtype=torch.int16).copy_(weight.lower)
+            weight.lower = torch.empty_like(weight.data, dtype=torch.int16).copy_(weight.lower)
         gradient = weight.grad
         assert gradient is not None
         if gradient.layout is not torch.strided or gradient.dtype != torch.bfloat16:
@@ -169,8 +170,8 @@ def _structs(
                 f"a gradient of split weights is {gradient.dtype}, {gradient.layout}: they must be dense bfloat16"
             )
         if gradient.stride() != weight.stride():
-            weight.grad = gradient = torch.empty_like(weight.detach()).copy_(gradient)
-        structs[i] = _Weight(
+            weight.grad = gradient = torch.empty_like(weight.data).copy_(gradient)
+        structs[i] = Weight(
             upper=weight.data_ptr(),
             lower=weight.lower.data_ptr(),
             gradient=gradient.data_ptr(),
@@ -202,6 +203,7 @@ class SplitOptimizer(Optimizer):
 
     plain: ClassVar[type[Optimizer]]
     split_steps: SplitSteps
+    split_weights: tuple[Tensor, ...]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -214,6 +216,9 @@ class SplitOptimizer(Optimizer):
             raise RuntimeError("GradScaler is for float16: remove it, as bfloat16 has float32's range")
         update = self.split_steps.sgd if self.plain is SGD else self.split_steps.adam
         gradients = []
+        known = (isinstance(p, SplitParameter) for group in self.param_groups for p in group["params"])
+        if any(isinstance(p, SplitParameter) for p in self.split_weights) and not any(known):
+            raise RuntimeError(f"the optimizer's weights were replaced, as by DeepSpeed: leave {REQUESTED_BY} out")
         for group in self.param_groups:
             weights = [p for p in group["params"] if isinstance(p, SplitParameter) and p.grad is not None]
             if weights:
@@ -283,6 +288,8 @@ def update_splits(optimizer: Optimizer, steps: SplitSteps) -> None:
     optimizer.split_steps = steps  # type: ignore[attr-defined]
     if type(optimizer) not in (SGD, Adam, AdamW):
         return
+    weights = (p for group in optimizer.param_groups for p in group["params"])
+    optimizer.split_weights = tuple(p for p in weights if isinstance(p, SplitParameter))  # type: ignore[attr-defined]
     optimizer.__class__ = _with_splits(type(optimizer))  # type: ignore[arg-type]
     optimizer._patch_step_function()
     if vars(optimizer).pop("step", None) is not None:  # a scheduler's, that notes the call and calls the old step

@@ -48,8 +48,14 @@ class SplitParameter(nn.Parameter):
             raise InputError(
                 f"a split weight was converted to {self.dtype}: call cputrain.restore(model) before you convert a model"
             )
-        bits = self.detach().view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(self.lower)
+        bits = self.data.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(self.lower)
         return bits.view(torch.float32)
+
+    def detach(self) -> Tensor:
+        """Return the float32 values, for averages and logs that read weights so; the bfloat16 ones where a repeated
+        forward pass (torch.utils.checkpoint) saves what a layer has used."""
+        saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return self.data if saving else self.joined()
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> "SplitParameter":
         """Take other values, of which `load_state_dict` makes use."""
@@ -152,5 +158,5 @@ def join_weights(network: nn.Module) -> None:
 def _save_joined(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Put the float32 weights of a layer in the place of the bfloat16 ones in a state dict."""
     for name, weight in layer._parameters.items():
-        if isinstance(weight, SplitParameter):
+        if isinstance(weight, SplitParameter) and state[prefix + name] is weight:  # with keep_vars, else detached
             state[prefix + name] = weight.joined()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -455,6 +456,41 @@ def test_other_optimizers_stay_as_they_are() -> None:
         groups = copy.deepcopy(optimizer.param_groups)
         assert not fuse_optimizer(optimizer)
         assert str(optimizer.param_groups) == str(groups)
+
+
+def test_weights_in_a_buffer_of_another_package_stay_there() -> None:
+    """DeepSpeed's ZeRO updates weights in one flat buffer."""
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    flat = torch.cat([weight.detach().flatten() for weight in network.parameters()])
+    sizes = [weight.numel() for weight in network.parameters()]
+    for weight, part in zip(network.parameters(), flat.split(sizes), strict=True):
+        weight.data = part.view_as(weight)
+    expected = network(images()).detach()
+    cputrain.optimize(network)
+    assert torch.allclose(network(images()), expected, atol=1e-4)
+    flat.zero_()
+    assert not any(weight.any() for weight in network.parameters())
+
+
+def test_networks_sharded_by_fsdp2_train_as_without_kernels() -> None:
+    """FSDP2 keeps views of its shards, DTensors, which have no fused optimizers."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for optimizes in (False, True):
+            network, _ = built(ResNet)
+            fully_shard(network.to(memory_format=torch.contiguous_format))
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+            if optimizes:
+                cputrain.optimize(network, optimizer)
+                assert not optimizer.param_groups[0]["fused"]
+            for _ in range(2):
+                step(network, optimizer)
+            found.append(torch.cat([value.detach().full_tensor().flatten() for value in network.parameters()]))
+        assert off(found[1], found[0]) < 1e-3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_average_of_weights_is_that_of_the_optimized_network() -> None:

@@ -212,6 +212,48 @@ def test_copies_and_pickles_have_float32_weights_so_that_averages_are_exact() ->
     assert equal(of_both.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.parametrize("multiple", [True, False])
+def test_averages_take_the_float32_weights(multiple: bool) -> None:
+    network = built()
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9)
+    cputrain.optimize(network, optimizer, **SPLIT)
+    swa = torch.optim.swa_utils
+    way = {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.5)} if multiple else {"avg_fn": swa.get_ema_avg_fn(0.5)}
+    average = swa.AveragedModel(network, **way)
+    expected: dict[str, Tensor] = {}
+    for number in range(3):
+        trained(network, optimizer, range(number, number + 1))
+        average.update_parameters(network)
+        now = {name: value.clone() for name, value in network.state_dict().items() if "weight" in name}
+        expected = {name: expected[name].lerp(value, 0.5) if expected else value for name, value in now.items()}
+    found = average.module.state_dict()
+    assert all(torch.allclose(found[name], value, rtol=1e-6, atol=1e-7) for name, value in expected.items())
+
+
+def test_layers_are_computed_again_by_checkpointing() -> None:
+    gradients_of = []
+    for checkpoints in (False, True):
+        network = built()
+        cputrain.optimize(network, SGD(network.parameters(), lr=0.1), **SPLIT)
+        with torch.autocast("cpu", torch.bfloat16):
+            if checkpoints:
+                outputs = torch.utils.checkpoint.checkpoint(network, images(1), use_reentrant=False)
+            else:
+                outputs = network(images(1))
+        outputs.float().square().mean().backward()
+        gradients_of.append([weight.grad for weight in network.parameters()])
+    assert equal(*gradients_of)
+
+
+def test_an_optimizer_whose_weights_another_package_replaced_is_refused() -> None:
+    network = built()
+    optimizer = SGD(network.parameters(), lr=0.1)
+    cputrain.optimize(network, optimizer, **SPLIT)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(8))]  # as DeepSpeed's ZeRO does
+    with pytest.raises(RuntimeError, match="the optimizer's weights were replaced, as by DeepSpeed: leave mas"):
+        optimizer.step()
+
+
 def test_restore_gives_the_float32_weights_back(capsys: pytest.CaptureFixture[str]) -> None:
     network = built()
     optimizer = AdamW(network.parameters(), lr=0.01)
