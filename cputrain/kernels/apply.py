@@ -73,7 +73,7 @@ def load_for(target: Target, env: Mapping[str, str], *, winograd: bool) -> Loade
     errors: dict[str, InputError | RunError] = {}
     norms = convolutions = None
     try:
-        norms = verify_kernels(load(env))
+        norms = verify_kernels(load(env), env)
     except (InputError, RunError) as error:
         errors |= dict.fromkeys((BATCHNORM, FUSED), error)
     amx = "AMX" in target.instructions

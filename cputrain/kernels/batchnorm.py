@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import RunError
+from cputrain.kernels import activations
 from cputrain.kernels.activations import KINDS, RELU, SLOPE, Activation
 from cputrain.kernels.build import (
     KERNELS,
@@ -41,6 +42,7 @@ from cputrain.kernels.evidence import (
     torch_gradients,
 )
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d, activate, over_all_ranks
+from cputrain.kernels.right import RightKernels
 from cputrain.native_build import ensure_compiled
 
 SOURCES = tuple(
@@ -453,12 +455,16 @@ def _torch_gradients(ctx: Any, gradients: list[Tensor], of_input: Tensor | None)
     return for_images, gradient if ctx.has_residual else None, *for_parameters, None
 
 
-def verify_kernels(kernels: Kernels) -> Kernels:
-    """Check the kernels against formulas, once in a process, and return them.
+def verify_kernels(kernels: Kernels, env: Mapping[str, str]) -> Kernels:
+    """Check the kernels against formulas, unless they were right in an earlier process on this type of CPU, and return
+    them.
 
     Raises RunError if a value differs by more than rounding, because of a broken compiler or another CPU's code.
     """
-    kernels.check(_difference(kernels))
+    right = RightKernels.of(LIBRARY.name, kernels.path, (Path(__file__), Path(activations.__file__)), env)
+    if LIBRARY.name not in right.names():
+        kernels.check(_difference(kernels))
+        right.write((LIBRARY.name,))
     return kernels
 
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -18,11 +17,11 @@ from pathlib import Path
 import torch
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.files import write_text
 from cputrain.kernels import operators_table
-from cputrain.kernels.build import KERNELS, KernelLibrary, cpu_flags, library_options
+from cputrain.kernels.build import KERNELS, KernelLibrary, library_options
 from cputrain.kernels.operators_table import TABLE, Kernel, wrong_result
-from cputrain.native_build import NativeExtension, checksum_file, ensure_compiled, library_path, loading, object_file
+from cputrain.kernels.right import RightKernels
+from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
 from cputrain.variables import KERNELS_VARIABLE
 
 OPERATORS, CODE = KERNELS / "operators.cpp", KERNELS / "operator_kernels.cpp"
@@ -114,8 +113,8 @@ def _checked(path: Path, env: Mapping[str, str]) -> _Library:
     """Load the kernels, and compare each alone unless it was right in an earlier process on this type of CPU."""
     with loading(path, REQUESTED_BY, ALTERNATIVE):
         library = _Library(ctypes.PyDLL(str(path)))  # registration needs the interpreter's lock; the kernels do not
-    file = _file_of_right(path, env)
-    known = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    right_before = RightKernels.of(LIBRARY.name, path, (Path(operators_table.__file__),), env)
+    known = right_before.names()
     for kernel in TABLE:
         if kernel.applies():
             wrong = "" if kernel.name in known else _wrong(kernel, library)
@@ -126,10 +125,9 @@ def _checked(path: Path, env: Mapping[str, str]) -> _Library:
     if not library.kernels:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in library.left_out.items())
         raise RunError(f"{REQUESTED_BY}: none is right on this CPU ({reasons}): {ALTERNATIVE}")
-    right = [kernel.name for kernel in library.kernels]
+    right = tuple(kernel.name for kernel in library.kernels)
     if right != known:
-        with suppress(OSError):  # without a writable cache, the next process compares again
-            write_text(file, "".join(f"{name}\n" for name in right))
+        right_before.write(right)
     return library
 
 
@@ -140,13 +138,6 @@ def _wrong(kernel: Kernel, library: _Library) -> str:
         return wrong_result(kernel, partial(library.calls, kernel))
     finally:
         library.register(())
-
-
-def _file_of_right(path: Path, env: Mapping[str, str]) -> Path:
-    """Return the file with the names of the compiled kernels that were right on this type of CPU with this torch."""
-    comparison = Path(operators_table.__file__).read_text(encoding="utf-8")
-    depends_on = (checksum_file(path).read_text(encoding="ascii"), torch.__version__, cpu_flags(), comparison)
-    return library_path("operators-right", depends_on, env).with_suffix(".txt")
 
 
 def _compile(cxx: str, output: Path) -> tuple[tuple[str, ...], ...]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.kernels import batchnorm
 from cputrain.kernels.activations import KINDS, RELU, Activation
-from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load
+from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load, verify_kernels
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d
@@ -453,6 +454,20 @@ def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: P
     assert (chosen.name, chosen.kernels) == ("eager", None) and re.search(why, chosen.why), chosen.why
     with pytest.raises(RunError, match=f"engine=native: .*{why}"):
         choose_engine("native", "float32", env)
+
+
+def test_kernels_are_compared_once_and_wrong_ones_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, kernels, results = {**os.environ, "CPUTRAIN_CACHE": str(tmp_path)}, load(os.environ), ["output is 1 off", ""]
+    monkeypatch.setattr(batchnorm, "_difference", lambda _: results.pop(0))
+    with pytest.raises(RunError, match=r"wrong results \(output is 1 off\)"):
+        verify_kernels(kernels, env)
+    for _ in range(2):  # the second time, no result is left
+        assert verify_kernels(kernels, env) is kernels
+    (file,) = tmp_path.glob("batchnorm-right-*/*")
+    results.append("output is 2 off")
+    file.write_text("batch")  # as an interrupted process may leave it
+    with pytest.raises(RunError, match="output is 2 off"):
+        verify_kernels(kernels, env)
 
 
 def test_the_library_links_no_openmp_runtime_of_its_own() -> None:

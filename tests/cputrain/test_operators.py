@@ -24,6 +24,7 @@ from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import operators, operators_table
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.operators import calls, enable_if_requested
+from cputrain.kernels.right import RightKernels
 from cputrain.launch.command import with_kernels
 from cputrain.mpi.supervise.run import free_port
 from cputrain.variables import KERNELS_VARIABLE
@@ -375,7 +376,7 @@ def test_without_a_compiler_or_with_a_wrong_word_torch_s_operators_stay(
     ):
         patch.setattr(operators_table, "TOLERANCE", dict.fromkeys(operators_table.TOLERANCE, 1e-12))
         patch.setattr(operators, "_loaded", {})
-        patch.setattr(operators, "_file_of_right", lambda *_: tmp_path / "right.txt")
+        patch.setattr(RightKernels, "of", lambda *_: RightKernels(tmp_path / "right.txt"))
         cputrain.kernels.enable()
     before = calls()
     gradients(Separable(), torch.randn(2, 16, 9, 9))
@@ -393,7 +394,7 @@ def test_a_kernel_that_is_wrong_on_this_cpu_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cputrain.kernels.disable()
-    monkeypatch.setattr(operators, "_file_of_right", lambda *_: tmp_path / "right.txt")
+    monkeypatch.setattr(RightKernels, "of", lambda *_: RightKernels(tmp_path / "right.txt"))
     wrong = replace(operators_table.TABLE[0], cases=(replace(operators_table.TABLE[0].cases[0], function=rounded),))
     monkeypatch.setattr(operators, "TABLE", (wrong, *operators_table.TABLE[1:]))
     monkeypatch.setattr(operators, "_loaded", {})

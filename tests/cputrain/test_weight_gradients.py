@@ -163,7 +163,7 @@ def test_what_is_frozen_has_no_gradient(frozen: str) -> None:
 def test_such_layers_are_folded_for_evaluation() -> None:
     torch.manual_seed(0)
     network = build_model(ModelSettings(name="resnet18"), 10, 64).to(memory_format=torch.channels_last)
-    fuse_batchnorms(network, verify_kernels(load(os.environ)))
+    fuse_batchnorms(network, verify_kernels(load(os.environ), os.environ))
     expected = fold_batchnorms(network, torch.float32)
     native_weight_gradients(network, load_convolutions(os.environ))
     assert sum(isinstance(one, NativeWgradConv2d) for one in network.modules()) == 19

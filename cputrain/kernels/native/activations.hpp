@@ -64,8 +64,9 @@ inline float multiplied_and_added(float a, float b, float c) {
 #endif
 }
 
-// Returns 1 + e^-x within 2 units in the last place for x above -88. The exponential is by Cody and Waite's method
-// ("Software Manual for the Elementary Functions", 1980) with the polynomial of Cephes' expf.
+// Returns 1 + e^-x for x above -88; its reciprocal, the sigmoid, is at most 2.4 units in the last place off. The
+// exponential is by Cody and Waite's method ("Software Manual for the Elementary Functions", 1980) with the polynomial
+// of Cephes' expf.
 inline float one_plus_exponential(float x) {
   constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
   const float above = x < kLowest ? kLowest : x, limited = above > -kLowest ? -kLowest : above;
