@@ -56,7 +56,7 @@ CHECKED = (
     *("running mean", "running variance"),
 )
 BENDS = (-3.0, 0.0, 3.0, 6.0)  # of the activations
-NEAR_BEND = 1e-2  # activations' inputs nearer to a bend are not compared, as rounding may decide on which side they are
+NEAR_BEND = 2e-2  # activations' inputs nearer to a bend are not compared, as rounding may decide on which side they are
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # error relative to the largest value, 100 and 8 times rounding
 
 

@@ -60,8 +60,9 @@ def expected_of(
     added = None if residual is None else residual.double().requires_grad_()
     before = plain(images) if added is None else plain(images) + added
     y = activation(before) if activation else before
-    # where an activation's input is at a bend but for rounding, either side is right
-    kept = torch.stack([(before.detach() - bend).abs() > 1e-3 for bend in (-3, 0, 3, 6)]).all(0)
+    # where an activation's input is at a bend but for rounding (half a unit of bfloat16 below 8), either side is right
+    near = 1e-3 if x.dtype == torch.float32 else 2.0**-6 + 1e-3
+    kept = torch.stack([(before.detach() - bend).abs() > near for bend in (-3, 0, 3, 6)]).all(0)
     y.backward(gradient.double() * kept)
     return {
         "y": y.detach(),
