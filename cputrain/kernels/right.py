@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cputrain.files import write_text
+from cputrain.affinity.filesystem import write_bytes
 from cputrain.kernels.build import cpu_flags
 from cputrain.native_build import checksum_file, library_path
 
@@ -33,4 +33,4 @@ class RightKernels:
     def write(self, names: tuple[str, ...]) -> None:
         """Replace the names. Without a writable cache, the next process compares again."""
         with suppress(OSError):
-            write_text(self.file, "".join(f"{name}\n" for name in names))
+            write_bytes(self.file, "".join(f"{name}\n" for name in names).encode())
