@@ -17,7 +17,7 @@ from cputrain.kernels.build import KERNELS, KernelLibrary, NativeKernels, librar
 from cputrain.kernels.split_weights import SplitParameter, split
 from cputrain.native_build import NativeExtension, ensure_compiled
 
-HEADERS = ("split_layers.hpp", "split_values.hpp", "values.hpp")
+HEADERS = ("split_layers.hpp", "split_values.hpp", "rows.hpp", "values.hpp")
 SOURCES = tuple(KERNELS / name for name in ("split_weights.cpp", *HEADERS))
 REQUESTED_BY = 'master_weights="split"'
 OTHER_ARITHMETIC = ("foreach", "capturable", "differentiable")

@@ -83,3 +83,9 @@ def test_compiled_kernels_are_right_without_a_compiler(tmp_path: Path, monkeypat
         batchnorm.LIBRARY.compile_for(instructions, os.environ)
     kernels = batchnorm.load({"PATH": "/nowhere", "CPUTRAIN_CACHE": str(tmp_path / "cache")})
     assert kernels.path.is_relative_to(tmp_path / "compiled") and not (tmp_path / "cache").exists()
+
+
+def test_threads_are_shared_by_the_runtime_that_torch_has_loaded() -> None:
+    """at::parallel_for is one thread in code that is compiled without -fopenmp, as the kernels are."""
+    sources = [path for path in build.KERNELS.iterdir() if path.suffix in (".cpp", ".hpp")]
+    assert len(sources) > 20 and not [path.name for path in sources if "parallel_for" in path.read_text()]

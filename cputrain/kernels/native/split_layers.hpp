@@ -21,7 +21,9 @@ namespace {
 template <typename Work>
 void in_layers(const Weight* weights, int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  size_t values = 0;
+  for (int64_t i = 0; i < count; ++i) values += weights[i].size;
+  share(std::min<int64_t>(count, at::get_num_threads()), values, at::get_num_threads(), [&](size_t, size_t) {
     for (int64_t i = next++; i < count; i = next++) work(weights[i], i);
   });
 }
@@ -154,10 +156,10 @@ void write_roots(float* squares, int64_t count, float* roots) {
 
 template <int kLanes, bool kFused>
 void average(const Weight& weight, const Lamb by, float* norms) {
-  alignas(64) float wide[kBlock], roots[kBlock];
+  alignas(64) float wide[kBlockValues], roots[kBlockValues];
   TwoNorms<kLanes, kFused> both;
-  for (int64_t from = 0; from < weight.size; from += kBlock) {
-    const int64_t size = std::min(kBlock, weight.size - from);
+  for (int64_t from = 0; from < weight.size; from += kBlockValues) {
+    const int64_t size = std::min(kBlockValues, weight.size - from);
     const uint16_t* __restrict upper = weight.upper + from;
     const int16_t* __restrict lower = weight.lower + from;
     const uint16_t* __restrict gradient = weight.gradient + from;
@@ -182,7 +184,7 @@ void update_by(const Weight& weight, int64_t from, int64_t size, const Lamb by) 
   uint16_t* __restrict upper = weight.upper + from;
   int16_t* __restrict lower = weight.lower + from;
   const float* __restrict means = weight.states[0] + from;
-  alignas(64) float roots[kBlock];
+  alignas(64) float roots[kBlockValues];
   write_roots(weight.states[1] + from, size, roots);
   INDEPENDENT
   for (int64_t i = 0; i < size; ++i) {

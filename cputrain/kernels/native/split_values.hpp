@@ -11,9 +11,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "rows.hpp"
+
 namespace {
 
-constexpr int64_t kBlock = 1 << 13;  // values: weights and gradients of a block, 64 KiB as float32, stay in the cache
+constexpr int64_t kBlockValues = 1 << 13;  // weights and gradients of a block, 64 KiB as float32, stay in the cache
 
 // A weight of `size` values in memory order; struct _Weight of split_weights.py. The states are float32, of the same
 // order. `lower` is what the bits of the float32 weight exceed those of `upper` by.
@@ -61,12 +63,12 @@ template <typename Work>
 void in_blocks(const Weight* weights, int64_t count, const Work& work) {
   std::vector<int64_t> ends(count);  // number of blocks up to and with each weight
   int64_t blocks = 0;
-  for (int64_t i = 0; i < count; ++i) ends[i] = blocks += (weights[i].size + kBlock - 1) / kBlock;
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
+  for (int64_t i = 0; i < count; ++i) ends[i] = blocks += (weights[i].size + kBlockValues - 1) / kBlockValues;
+  share(blocks, blocks * kBlockValues, at::get_num_threads(), [&](size_t begin, size_t end) {
+    for (int64_t block = static_cast<int64_t>(begin); block < static_cast<int64_t>(end); ++block) {
       const int64_t i = std::upper_bound(ends.begin(), ends.end(), block) - ends.begin();
-      const int64_t from = (block - (i == 0 ? 0 : ends[i - 1])) * kBlock;
-      work(weights[i], from, std::min(kBlock, weights[i].size - from));
+      const int64_t from = (block - (i == 0 ? 0 : ends[i - 1])) * kBlockValues;
+      work(weights[i], from, std::min(kBlockValues, weights[i].size - from));
     }
   });
 }

@@ -31,7 +31,7 @@ void update_in_blocks(const Weight* weights, int64_t count, int direct, const Up
       loop(weight, from, size);
       return;
     }
-    alignas(64) float wide[kBlock], gradients[kBlock];
+    alignas(64) float wide[kBlockValues], gradients[kBlockValues];
     join(weight, from, size, wide);
     widen(weight.gradient + from, size, gradients);
     update(weight, from, view(wide, size), view(gradients, size));
