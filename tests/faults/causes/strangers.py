@@ -71,7 +71,7 @@ def flooded_start(place: Place) -> Seen:
         run.wait_for(lambda: agents_of(run))
         host, port = monitor_of(run)
         run.begun = time.monotonic()
-        with place.running(sys.executable, "-c", FLOOD, host, str(port), "20") as flood:
+        with place.running(sys.executable, "-c", FLOOD, host, str(port), "60") as flood:
             status = run.end()
             assert flood.process.poll() is None
         return Seen(status=status, text=run.text, seconds=run.seconds)
