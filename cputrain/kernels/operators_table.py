@@ -160,7 +160,7 @@ TABLE = (
         dtypes=(torch.bfloat16,),
         cases=(
             *(_convolution("convolution", (40, 24), 1, stride) for stride in (1, 2)),
-            Case(label="a product", function=_product, shapes=((150, 40), (40, 36))),
+            Case(label="a product", function=_product, shapes=((150, 280), (280, 36))),
             Case(label="attention", function=_attention, shapes=((2, 3, 70, 16),) * 3),
         ),
     ),

@@ -123,8 +123,8 @@ def test_merged_groups_give_each_weight_s_gradient(
 
 @EXAMPLES
 @given(
-    rows=st.sampled_from([1, 15, 16, 33, 64, 70]),
-    columns=st.sampled_from([8, 31, 32, 65]),
+    rows=st.sampled_from([1, 15, 16, 33, 70, 256, 300]),
+    columns=st.sampled_from([8, 31, 65, 256, 265]),
     summed=st.sampled_from([1, 33, 63, 64, 97, 200]),
     first=st.sampled_from(["transposed", "part", "dense"]),
     dtype=DTYPES,
@@ -140,7 +140,7 @@ def test_products_are_right_however_the_first_matrix_is_stored(
     other = torch.randn(summed, columns, generator=generator).to(dtype)
     before = calls()["bfloat16 on AMX"]
     result = matrix @ other
-    large = rows >= 16 and columns >= 32 and summed >= 64
+    large = min(rows, columns) >= 16 and max(rows, columns) >= 256 and summed >= 64
     if dtype == torch.bfloat16 and ON_AMX:
         assert calls()["bfloat16 on AMX"] - before == (large and first != "dense")
     assert_near([result], [matrix.double() @ other.double()], TOLERANCE[dtype])
