@@ -250,7 +250,6 @@ def test_threads_do_not_change_a_bit_and_each_may_compute() -> None:
     assert len(results) == 6 and all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.skipif("AVX512" in torch.backends.cpu.get_cpu_capability(), reason="torch has bfloat16 on this CPU")
 def test_products_in_bfloat16_are_those_of_float32_rounded_once() -> None:
     torch.manual_seed(1)
     a, b, c = (torch.randn(3, 17, 17).bfloat16() for _ in range(3))

@@ -45,6 +45,8 @@ for step in range(10):
     scheduler.step()
     optimizer.zero_grad()
     print(f"step {step} loss {loss.item():.6f}", flush=True)
+# torch's inference kernel of a whole layer cannot read the weights that the original has blocked for AMX.
+torch.backends.mha.set_fastpath_enabled(False)
 trained = Encoder()
 trained.load_state_dict(model.state_dict())
 # The original's bfloat16 layer norm needs AVX-512, too.
