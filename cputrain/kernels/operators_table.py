@@ -80,7 +80,13 @@ def _results(case: Case, tensors: list[Tensor], scale: Tensor) -> tuple[Tensor, 
 
 
 def _convolution(
-    label: str, channels: tuple[int, int], size: int, stride: int = 1, dilation: int = 1, groups: int = 1
+    label: str,
+    channels: tuple[int, int],
+    size: int,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    sides: tuple[int, int] = (13, 11),
 ) -> Case:
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         images = x.contiguous(memory_format=torch.channels_last)
@@ -88,7 +94,7 @@ def _convolution(
 
     inputs, outputs = channels
     weights = (outputs, inputs // groups, size, size)
-    shapes = ((2, inputs, 13, 11), weights, (outputs,))
+    shapes = ((2, inputs, *sides), weights, (outputs,))
     return Case(label=f"a {size} x {size} {label} of stride {stride}", function=function, shapes=shapes)
 
 
@@ -163,5 +169,12 @@ TABLE = (
             Case(label="a product", function=_product, shapes=((150, 280), (280, 36))),
             Case(label="attention", function=_attention, shapes=((2, 3, 70, 16),) * 3),
         ),
+    ),
+    Kernel(
+        name="padding taps",
+        covers="weight gradients in bfloat16 of filter taps that meet only padding",
+        applies=has_avx512,
+        dtypes=(torch.bfloat16,),
+        cases=(_convolution("convolution of one pixel", (12, 8), 3, 2, sides=(1, 1)),),
     ),
 )

@@ -10,6 +10,7 @@
 #include "patch_operators.hpp"
 #include "pointwise_operators.hpp"
 #include "product_operators.hpp"
+#include "tap_operators.hpp"
 
 namespace {
 
@@ -32,13 +33,13 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
                                                            output_padding, groups);
 }
 
-Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor& w, at::OptionalSymIntArrayRef bias,
-                               Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
-                               c10::SymInt groups, std::array<bool, 3> mask) {
-  const auto by_torch = [&](const Tensor& gradients, const Tensor& images, const Tensor& weights,
+Gradients gradients(const Tensor& grad, const Tensor& x, const Tensor& w, at::OptionalSymIntArrayRef bias, Sizes stride,
+                    Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, const c10::SymInt& groups,
+                    std::array<bool, 3> mask) {
+  const auto by_torch = [&](const Tensor& scale, const Tensor& images, const Tensor& weights,
                             std::array<bool, 3> wanted) {
     return at::compositeexplicitautograd::convolution_backward_symint(
-        gradients, images, weights, bias, stride, padding, dilation, transposed, output_padding, groups, wanted);
+        scale, images, weights, bias, stride, padding, dilation, transposed, output_padding, groups, wanted);
   };
   if (depthwise_kernel.on) {
     const Depthwise layer(x, w, stride, padding, dilation, transposed, groups);
@@ -49,8 +50,8 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor
   const Patched patched(grad, x, w, stride, padding, dilation, transposed, groups);
   if (auto made = patched_backward(grad, x, w, mask, patched, by_torch)) return *made;
   if (in_float32(grad, x, w)) {
-    auto [input, weight, added] = convolution_backward(wide(grad), wide(x), wide(w), bias, stride, padding, dilation,
-                                                       transposed, output_padding, groups, mask);
+    auto [input, weight, added] = gradients(wide(grad), wide(x), wide(w), bias, stride, padding, dilation, transposed,
+                                            output_padding, groups, mask);
     return counted(Gradients{narrow(input), narrow(weight), narrow(added)});
   }
   const Grouped layer(x, w, stride, padding, dilation, transposed, groups);
@@ -61,6 +62,15 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor
     return *made;
   }
   return by_torch(grad, x, w, mask);
+}
+
+Gradients convolution_backward(const Tensor& grad, const Tensor& x, const Tensor& w, at::OptionalSymIntArrayRef bias,
+                               Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+                               c10::SymInt groups, std::array<bool, 3> mask) {
+  Gradients made =
+      gradients(grad, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, mask);
+  clear_padding_taps(std::get<1>(made), grad, x, stride, padding, dilation, transposed);
+  return made;
 }
 
 }  // namespace

@@ -1,0 +1,49 @@
+// Weight gradients of filter taps that meet only padding, such as eight of nine where a 3 x 3 layer of stride 2 has an
+// image of one pixel: they are zero, and oneDNN 3.12 leaves them as the memory was, in bfloat16 along an axis with one
+// output.
+
+#pragma once
+
+#include "operators.hpp"
+
+namespace {
+
+Kernel tap_kernel("padding taps");
+
+// An axis of a convolution.
+struct Axis {
+  int64_t inputs, outputs, stride, padding, dilation;
+
+  bool meets_input(int64_t tap) const {
+    for (int64_t output = 0; output < outputs; ++output) {
+      const int64_t place = output * stride + tap * dilation - padding;
+      if (place >= 0 && place < inputs) return true;
+    }
+    return false;
+  }
+};
+
+void clear_padding_taps(const Tensor& weight_gradients, const Tensor& grad, const Tensor& x, Sizes stride,
+                        Sizes padding, Sizes dilation, bool transposed) {
+  if (!tap_kernel.on || !weight_gradients.defined() || !is_dense(weight_gradients) ||
+      weight_gradients.scalar_type() != at::kBFloat16 || weight_gradients.dim() != x.dim()) {
+    return;
+  }
+  const auto of_axis = [](Sizes values, int64_t axis) {
+    return values[values.size() == 1 ? 0 : axis].expect_int();
+  };
+  const Tensor &inputs = transposed ? grad : x, &outputs = transposed ? x : grad;
+  bool cleared = false;
+  for (int64_t axis = 0; axis < weight_gradients.dim() - 2; ++axis) {
+    const Axis places{inputs.size(axis + 2), outputs.size(axis + 2), of_axis(stride, axis), of_axis(padding, axis),
+                      of_axis(dilation, axis)};
+    for (int64_t tap = 0; tap < weight_gradients.size(axis + 2); ++tap) {
+      if (places.meets_input(tap)) continue;
+      weight_gradients.select(axis + 2, tap).zero_();
+      cleared = true;
+    }
+  }
+  if (cleared) ++tap_kernel.calls;
+}
+
+}  // namespace
