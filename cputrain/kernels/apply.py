@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import evidence
-from cputrain.kernels.batchnorm import Kernels, load, verify_kernels
+from cputrain.kernels.batchnorm import Kernels, load
+from cputrain.kernels.batchnorm_comparison import verify_kernels
 from cputrain.kernels.convolution import (
     ConvolutionKernels,
     ConvolutionShape,

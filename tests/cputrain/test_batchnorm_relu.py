@@ -17,7 +17,8 @@ from torch.nn import functional
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import batchnorm
 from cputrain.kernels.activations import KINDS, RELU, Activation
-from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load, verify_kernels
+from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load
+from cputrain.kernels.batchnorm_comparison import verify_kernels
 from cputrain.kernels.build import KERNELS
 from cputrain.kernels.evidence import measuring
 from cputrain.kernels.norms import GhostBatchNorm2d, RunningBatchNorm2d

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cputrain.kernels.batchnorm import load, verify_kernels
+from cputrain.kernels.batchnorm import load
+from cputrain.kernels.batchnorm_comparison import verify_kernels
 from cputrain.kernels.convolution import (
     NativeWgradConv2d,
     has_amx,
