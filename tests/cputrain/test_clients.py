@@ -16,19 +16,17 @@ from cputrain.models.vision import import_torchvision
 from tests.support.ccl_jobs import started
 from tests.support.forked import ended
 
-# Client -> packages that it needs, its arguments, and whether it has split weights, too.
+# Clients that train one after the other in the same processes, as these start for seconds -> packages that they need,
+# their arguments, and whether they have split weights, too.
 IMAGES = ("--network", "timm:test_efficientnet", "--size", "64", "--batch", "8")
 SMALL = ("--tiny", "--size", "32", "--batch", "4")
 LOOPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
-    "ddp": (("timm",), IMAGES, True),
-    "torchvision": (("timm",), IMAGES, True),
-    "timm": (("timm",), IMAGES, True),
+    "ddp torchvision timm lightning": (("timm", "pytorch_lightning"), IMAGES, True),
     "timm_compiled": (("timm",), IMAGES, False),
     "compiled": (("timm",), IMAGES, True),
-    "lightning": (("timm", "pytorch_lightning"), IMAGES, True),
     "accelerate": (("accelerate", "transformers"), ("--network", "vit", *SMALL), True),
     "trainer": (("accelerate", "transformers"), ("--network", "bert", *SMALL), True),
-    "trainer swin": (("accelerate", "transformers"), ("--network", "swin", *SMALL), True),
+    "trainer on swin": (("accelerate", "transformers"), ("--network", "swin", *SMALL), True),
     "deepspeed": (("timm", "deepspeed"), IMAGES, False),
     "fsdp2": (("timm",), IMAGES, False),
 }
@@ -37,17 +35,21 @@ WAYS = {"float32": ((), 1e-3), "bf16": (("--bf16",), 5e-2), "split": (("--split"
 """Options of a way to train, and how much the changes of weights may differ from those without the line."""
 
 
+def clients_of(name: str) -> list[str]:
+    return name.partition(" on ")[0].split()
+
+
 def cases() -> list[object]:
-    found: list[object] = []
+    cases: list[object] = []
     for name, (_, _, splits) in LOOPS.items():
         for way in ("float32", "split" if splits else "bf16"):
             marks = [pytest.mark.nightly] if name in COSTLY else []
-            found.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}"))
-    return found
+            cases.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}"))
+    return cases
 
 
 def test_every_client_is_tested() -> None:
-    assert {name.split()[0] for name in LOOPS} == set(CLIENTS)
+    assert {client for name in LOOPS for client in clients_of(name)} == set(CLIENTS)
 
 
 @pytest.mark.long
@@ -58,12 +60,13 @@ def test_a_loop_with_the_line_changes_weights_as_without_it(name: str, way: str)
         if importlib.util.find_spec(package) is None:
             pytest.skip(reason=f"needs the package {package}: make clients")
     options, tolerance = WAYS[way]
-    words = (name.split()[0], *arguments, *options, "--steps", "3", "--rounds", "1")
+    words = (*clients_of(name), *arguments, *options, "--steps", "3", "--rounds", "1")
     with started("benchmarks.clients", *words, GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore") as ranks:
         ends = [ended(rank, 480) for rank in ranks]  # DeepSpeed and torch.compile compile
-    assert all(end.status == 0 for end in ends), ends[0].err
-    (differ,) = re.findall(r"\| (\S+) \|$", ends[0].out.strip())
-    assert float(differ) < tolerance
+    assert all(end.status == 0 for end in ends), ends[0].out + ends[0].err
+    differ = dict(re.findall(r"^\| (\w+) \|.*\| (\S+) \|$", ends[0].out, re.MULTILINE))
+    assert list(differ) == clients_of(name)
+    assert all(float(value) < tolerance for value in differ.values()), differ
 
 
 def restored() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
