@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.kernels import batchnorm
+from cputrain.kernels import batchnorm_comparison
 from cputrain.kernels.activations import KINDS, RELU, Activation
 from cputrain.kernels.batchnorm import EXTENSION, FUSED, LIBRARY, FusedBatchNorm2d, load
 from cputrain.kernels.batchnorm_comparison import verify_kernels
@@ -460,7 +460,7 @@ def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: P
 
 def test_kernels_are_compared_once_and_wrong_ones_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env, kernels, results = {**os.environ, "CPUTRAIN_CACHE": str(tmp_path)}, load(os.environ), ["output is 1 off", ""]
-    monkeypatch.setattr(batchnorm, "_difference", lambda _: results.pop(0))
+    monkeypatch.setattr(batchnorm_comparison, "_difference", lambda _: results.pop(0))
     with pytest.raises(RunError, match=r"wrong results \(output is 1 off\)"):
         verify_kernels(kernels, env)
     for _ in range(2):  # the second time, no result is left
