@@ -86,14 +86,14 @@ def group_of(call: Call) -> Group:
     """Return how a call is shown: operator, its tensors' shapes and what distinguishes a convolution, type, layout."""
     operator = call.name.removeprefix(ATEN)
     tensors = [value for value in tensors_in(call.arguments) if value.shape]
-    largest = max(tensors, key=lambda value: prod(value.shape), default=None)
+    main = max(tensors, key=lambda value: len(value.shape), default=None)  # the first one, but not a bias
     if any(isinstance(value, tuple) and any(tensors_in(value)) for value in call.arguments):
         values = sum(prod(value.shape) for value in tensors)
         shapes = f"{plural(len(tensors), 'tensor')} of {number_text(float(values))} values"
     else:
         shapes = " ".join("x".join(map(str, value.shape)) for value in tensors[: 2 + ("convolution" in operator)])
         shapes += _geometry(operator, call)
-    return Group(operator, shapes, largest.dtype if largest else "", _layout(largest) if largest else "")
+    return Group(operator, shapes, main.dtype if main else "", _layout(main) if main else "")
 
 
 def _geometry(operator: str, call: Call) -> str:
