@@ -69,8 +69,8 @@ def operators_command(
     runs unchanged; recorded is the main thread of the process that computes most.
 
     An operator's limit is the larger of its FLOP at the speed of products and convolutions and of its bytes at that of
-    a copy, both measured in the same run. Values that are still in the cache can be faster. "kernel" names our
-    kernel if it has computed an operator.
+    a copy, both measured in the same run. Values that are still in the cache can be faster. "our kernel" names
+    the one that has computed an operator.
     """
     words = ctx.meta[PROGRAM]
     _check(network, words, given)

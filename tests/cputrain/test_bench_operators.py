@@ -151,7 +151,7 @@ def test_an_operator_has_its_share_its_limit_and_its_kernel() -> None:
     product = rows["mm"]
     assert product["limit ms"] == pytest.approx(4.0) and product["limited by"] == "FLOP"  # 2 x 2 x 100^3 at 1 GFLOP/s
     assert product["times its limit"] == pytest.approx(10) and product["% of the time"] == pytest.approx(40)
-    assert product["torch's ms"] == pytest.approx(80) and product["kernel"] == "bfloat16 on AMX"
+    assert product["torch's ms"] == pytest.approx(80) and product["our kernel"] == "bfloat16 on AMX"
     (shape, _) = data["tables"]["operators by shape"]
     assert (shape["operator"], shape["shapes"]) == ("mm", "100x100 100x100")
     assert (shape["type"], shape["layout"], shape["GFLOP"]) == ("float32", "contiguous", pytest.approx(0.004))
@@ -172,7 +172,7 @@ def test_a_program_s_times_are_per_step_if_its_optimizers_make_some() -> None:
 @pytest.mark.slow
 def test_the_picture_has_bars_with_limits_and_ours_in_another_color() -> None:
     picture = report_svg(operators_report(measured(), RATES, 15))
-    assert picture.startswith("<svg") and all(word in picture for word in ("mm", "limit", "kernel", OUTSIDE))
+    assert picture.startswith("<svg") and all(word in picture for word in ("mm", "limit", "our kernel", OUTSIDE))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_network_s_step_is_listed_with_our_kernels_and_without(capsys: pytest.
     assert main(["bench", "operators", name, *size, "--quick", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     rows = {row["operator"]: row for row in data["tables"]["operators"]}
-    assert rows["native_batch_norm"]["kernel"] == "batch-norm" and rows["native_batch_norm"]["torch's ms"] > 0
+    assert rows["native_batch_norm"]["our kernel"] == "batch-norm" and rows["native_batch_norm"]["torch's ms"] > 0
     assert rows["convolution_backward"]["calls"] == "1" and rows["convolution_backward"]["limit ms"] > 0
     assert [figure["name"] for figure in data["figures"]] == ["our kernels", "torch's operators"]
     assert sum(row["% of the time"] for row in rows.values()) >= 99

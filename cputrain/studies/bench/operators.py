@@ -174,7 +174,7 @@ def operators_report(measured: Measured, rates: Rates, shown: int | None) -> Rep
         for group, total in groups.items()
     ]
     per_step = "ms" if measured.steps == 0 else "ms a step"
-    head = ("calls", per_step, "% of the time", "limit ms", "times its limit", "torch's ms", "kernel")
+    head = ("calls", per_step, "% of the time", "limit ms", "times its limit", "torch's ms", "our kernel")
     more = ("limited by", "GFLOP", "MB")
     drawn: Any = {"shown": shown, "drawn": 2, "limit": 4, "marked": 7}
     return Report(
