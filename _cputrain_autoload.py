@@ -1,5 +1,6 @@
 """Entry point that `import torch` runs (group torch.backends): registers the backend "ccl", lets the launcher of a rank
-read its Python stack, and with CPUTRAIN_KERNELS=auto registers kernels below torch's operators.
+read its Python stack, registers kernels below torch's operators with CPUTRAIN_KERNELS=auto, and records operators for
+`cputrain bench operators`.
 
 An error here would break `import torch` in other people's programs. Therefore this module lies beside the packages,
 imports none of them, and has a name that no user file has; errors are reported when "ccl" is used.
@@ -26,6 +27,8 @@ def register() -> None:
     offer_stack(os.environ)
     if os.environ.get("CPUTRAIN_KERNELS", "off") != "off":
         _enable_kernels()
+    if "CPUTRAIN_RECORDING" in os.environ:
+        _record()
     if dist.is_available() and not hasattr(dist.Backend, "CCL"):
         dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
 
@@ -58,6 +61,15 @@ def _enable_kernels() -> None:
         )
     else:
         enable_if_requested(os.environ)
+
+
+def _record() -> None:
+    try:
+        from cputrain.kernels.recording import record_if_requested
+    except ImportError as error:
+        print(f"cputrain: no operator is recorded: cputrain cannot be loaded: {error}{_other()}", file=sys.stderr)
+    else:
+        record_if_requested(os.environ)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

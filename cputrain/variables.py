@@ -25,6 +25,7 @@ SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued 
 UNNAMED = "none"  # torchrun's name for jobs without --rdzv-id
 
 KERNELS_VARIABLE = "CPUTRAIN_KERNELS"  # auto or off; `import torch` reads it
+RECORDING_VARIABLE = "CPUTRAIN_RECORDING"  # where and how long `import torch` records operators, for `bench operators`
 
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:

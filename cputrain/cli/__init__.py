@@ -47,7 +47,7 @@ SECTIONS = {
         "data": "inspect or verify a data folder",
     },
     "Measure and predict": {
-        "bench": "measure training, memory, decoding, communication and optimizers",
+        "bench": "measure training, operators, memory, decoding, communication",
         "tune": "find the fastest plan for a recipe on this host by timed trials",
         "simulate": "predict a training's throughput and duration on other hosts",
     },

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import first_named, plural
+from cputrain.cli.operators import operators_command
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import (
     amount_option,
@@ -25,12 +26,12 @@ from cputrain.cli.output import (
     parse_clock,
     path_option,
     print_json,
+    show_report,
     shows_bars,
 )
 from cputrain.cli.words import FullSummaryGroup, complete_recipe
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, read_events
-from cputrain.studies.bench.figures import Report
 from cputrain.studies.tune import AXES, KEYS, Candidates
 from cputrain.training.local import PlannedTraining, plan_steps
 
@@ -89,7 +90,7 @@ def model(
     if SETTING.match(recipe):  # KEY=VALUE without a recipe before it
         recipe, settings = DEFAULT_RECIPE, (recipe, *settings)
     measured = measure_model(recipe, settings, spec, env)
-    _show(model_report(measured), output_format)
+    show_report(model_report(measured), output_format)
     if trace is not None:
         trace.write_text(trace_json(measured.ranks), encoding="utf-8")
         click.echo(f"trace {trace}: open it in ui.perfetto.dev", err=True)
@@ -108,7 +109,7 @@ def memory(repeats: int | None, quick: bool, output_format: str) -> None:
     from cputrain.studies.bench.limits import bench_memory
 
     report, records = bench_memory(this_machine(), repeats=_repeats(repeats, quick), quick=quick)
-    _show(report, output_format)
+    show_report(report, output_format)
     _save(records, os.environ, quick=quick)
 
 
@@ -126,7 +127,7 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
 
     env = os.environ
     report, records = bench_decoding(this_machine(), folder, env, repeats=_repeats(repeats, quick), quick=quick)
-    _show(report, output_format)
+    show_report(report, output_format)
     _save(records, env, quick=quick)
 
 
@@ -144,7 +145,7 @@ def comm(repeats: int | None, quick: bool, output_format: str) -> None:
 
     env = os.environ
     report, records = bench_all_reduce(this_machine(), env, repeats=_repeats(repeats, quick), quick=quick)
-    _show(report, output_format)
+    show_report(report, output_format)
     _save(records, env, quick=quick)
 
 
@@ -169,24 +170,14 @@ def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bo
         raise InputError("--step selects the norms of a RUN: give its folder")
     from cputrain.studies.bench.limits import bench_optimizer
 
-    _show(bench_optimizer(this_machine(), repeats=_repeats(repeats, quick), quick=quick), output_format)
+    show_report(bench_optimizer(this_machine(), repeats=_repeats(repeats, quick), quick=quick), output_format)
+
+
+bench_command.add_command(operators_command)
 
 
 def _repeats(requested: int | None, quick: bool) -> int:
     return requested or (QUICK_REPEATS if quick else REPEATS)
-
-
-def _show(report: Report, output_format: str) -> None:
-    """Print a report."""
-    from cputrain.affinity.planner.records import current_versions, machine_name
-    from cputrain.studies.bench.figures import report_json, report_svg, report_text
-
-    if output_format == "json":
-        click.echo(report_json(report, machine=machine_name(this_machine()), versions=current_versions()))
-    elif output_format == "svg":
-        click.echo(report_svg(report))
-    else:
-        click.echo(report_text(report))
 
 
 def _save(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> None:

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import accept_any_text, discard_output, locale_encoding, redraws, status_of_signal
+
+if TYPE_CHECKING:
+    from cputrain.studies.bench.figures import Report
 
 NAMES = ("stdin", "stdout", "stderr")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -184,6 +187,20 @@ def path_option(
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     click.echo(json.dumps(value, indent=1))
+
+
+def show_report(report: "Report", output_format: str) -> None:
+    """Print the report of a benchmark as text, JSON or SVG."""
+    from cputrain.affinity.planner.records import current_versions, machine_name
+    from cputrain.affinity.topology.sysfs import this_machine
+    from cputrain.studies.bench.figures import report_json, report_svg, report_text
+
+    if output_format == "json":
+        click.echo(report_json(report, machine=machine_name(this_machine()), versions=current_versions()))
+    elif output_format == "svg":
+        click.echo(report_svg(report))
+    else:
+        click.echo(report_text(report))
 
 
 @contextmanager

@@ -143,7 +143,8 @@ def _wrong(kernel: Kernel, library: _Library) -> str:
 def _compile(cxx: str, output: Path) -> tuple[tuple[str, ...], ...]:
     """The code with all optimization, and apart from it what torch's headers make slow to compile."""
     include = Path(torch.__file__).parent / "include"
-    options = (f"-I{include}", f"-I{include}/torch/csrc/api/include", "-DAT_PER_OPERATOR_HEADERS")
+    # As torch itself is compiled: without NDEBUG its classes have other members.
+    options = (f"-I{include}", f"-I{include}/torch/csrc/api/include", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
     commands = (
         (cxx, "-std=c++20", "-O1", "-fPIC", *options, str(OPERATORS)),
         (cxx, *(option for option in library_options() if option != "-shared"), str(CODE)),

@@ -25,7 +25,9 @@ MEANINGS = {
     "CPUTRAIN_PODS": "read by `cputrain launch`: the job's number of pods; `JOB_COMPLETION_INDEX` is this pod's index",
 }
 # Internal to a job: the secret of its agents, the mark of its processes, the files for a rank's stack and heartbeats.
-INTERNAL = {"CPUTRAIN_JOB_TOKEN", "CPUTRAIN_RANKS", "CPUTRAIN_STACK_FILE", "CPUTRAIN_STATE_FILE"}
+INTERNAL = {
+    *("CPUTRAIN_JOB_TOKEN", "CPUTRAIN_RANKS", "CPUTRAIN_RECORDING", "CPUTRAIN_STACK_FILE", "CPUTRAIN_STATE_FILE"),
+}
 OTHERS = [
     (
         "MASTER_ADDR, MASTER_PORT",

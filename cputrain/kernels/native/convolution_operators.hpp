@@ -23,8 +23,9 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   if (auto made = pointwise_output(x, w, bias, Pointwise(x, w, stride, padding, transposed, groups))) return *made;
   const bool biased = bias.has_value() && bias->defined();
   if (in_float32(x, w) && (!biased || is_slow(*bias))) {
-    return counted(narrow(convolution(wide(x), wide(w), wide(bias), stride, padding, dilation, transposed,
-                                      output_padding, groups)));
+    const Call call(float32_kernel);
+    return narrow(convolution(wide(x), wide(w), wide(bias), stride, padding, dilation, transposed, output_padding,
+                              groups));
   }
   if (auto made = grouped_output(x, w, bias, Grouped(x, w, stride, padding, dilation, transposed, groups))) {
     return *made;
@@ -50,9 +51,10 @@ Gradients gradients(const Tensor& grad, const Tensor& x, const Tensor& w, at::Op
   const Patched patched(grad, x, w, stride, padding, dilation, transposed, groups);
   if (auto made = patched_backward(grad, x, w, mask, patched, by_torch)) return *made;
   if (in_float32(grad, x, w)) {
+    const Call call(float32_kernel);
     auto [input, weight, added] = gradients(wide(grad), wide(x), wide(w), bias, stride, padding, dilation, transposed,
                                             output_padding, groups, mask);
-    return counted(Gradients{narrow(input), narrow(weight), narrow(added)});
+    return {narrow(input), narrow(weight), narrow(added)};
   }
   const Grouped layer(x, w, stride, padding, dilation, transposed, groups);
   if (auto made = grouped_backward(grad, x, w, mask, layer, by_torch)) return *made;

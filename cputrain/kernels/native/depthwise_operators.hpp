@@ -142,7 +142,7 @@ std::optional<Tensor> depthwise_forward(const Tensor& x, const Tensor& w, const 
     return std::nullopt;
   }
   if (!is_slow(x) && !is_slow_on_avx2(depthwise)) return std::nullopt;
-  ++depthwise_kernel.calls;
+  const Call call(depthwise_kernel);
   return depthwise_output(depthwise.layer, x, w, bias);
 }
 
@@ -176,7 +176,7 @@ std::optional<Gradients> depthwise_backward(const Tensor& grad, const Tensor& x,
   const bool input = mask[0] && is_slow_input_gradient(depthwise, is_slow(x));
   const bool weight = mask[1] && is_slow_weight_gradient(depthwise, is_slow(x));
   if (!input && !weight) return std::nullopt;
-  ++depthwise_kernel.calls;
+  const Call call(depthwise_kernel);
   Gradients made;
   if ((mask[0] && !input) || (mask[1] && !weight)) {
     made = by_torch(grad, x, w, {mask[0] && !input, mask[1] && !weight, mask[2] && !weight});

@@ -87,7 +87,7 @@ std::optional<Tensor> grouped_output(const Tensor& x, const Tensor& w, const std
   if (!grouped.covered || (biased && (bias->scalar_type() != at::kFloat || !is_dense(*bias)))) return std::nullopt;
   const Tensor weights = by_group(grouped.layer, w).permute({0, 4, 3, 1, 2}).contiguous();
   if (!is_finite(weights)) return std::nullopt;
-  ++grouped_kernel.calls;
+  const Call call(grouped_kernel);
   return grouped_result(grouped.layer, x, weights, biased ? bias->contiguous() : Tensor())
       .contiguous(format_of(x, w));
 }
@@ -103,7 +103,7 @@ std::optional<Gradients> grouped_backward(const Tensor& grad, const Tensor& x, c
   const Tensor weights = at::flip(by_group(layer, w), {4}).permute({0, 4, 2, 1, 3}).contiguous();
   const bool input = mask[0] && grouped.turns();
   if ((!input && !mask[1]) || !is_finite(gradients) || (input && !is_finite(weights))) return std::nullopt;
-  ++grouped_kernel.calls;
+  const Call call(grouped_kernel);
   Gradients made;
   if (mask[0] && !input) made = by_torch(grad, x, w, {true, false, false});
   if (mask[2]) std::get<2>(made) = channel_sums(grad);
@@ -143,7 +143,7 @@ std::optional<Gradients> merged_backward(const Tensor& grad, const Tensor& x, co
   if (merged == 1 || !mask[1] || grad.scalar_type() != x.scalar_type() || !is_dense(grad) || grad.dim() != 4) {
     return std::nullopt;
   }
-  ++grouped_kernel.calls;
+  const Call call(grouped_kernel);
   const int64_t count = groups.expect_int(), inputs = w.size(1), outputs = w.size(0) / count;
   const Tensor larger = at::empty({w.size(0), merged * inputs, w.size(2), w.size(3)}, w.options());
   const c10::SymInt biases[]{w.size(0)};

@@ -51,7 +51,7 @@ Gradients batch_norm(const Tensor& x, const Parameter& weight, const Parameter& 
       !is_simple(running_variance, x.size(1))) {
     return at::cpu::native_batch_norm(x, weight, bias, running_mean, running_variance, training, momentum, eps);
   }
-  ++batch_norm_kernel.calls;
+  const Call call(batch_norm_kernel);
   Tensor y = at::empty_like(x, at::MemoryFormat::ChannelsLast);
   Tensor mean = at::empty({x.size(1)}, x.options().dtype(at::kFloat)), inverse = at::empty_like(mean);
   batch_norm_outputs(rows_of(x), {data_of<const float>(weight), data_of<const float>(bias)}, eps, momentum,
@@ -68,7 +68,7 @@ Gradients batch_norm_backward(const Tensor& grad, const Tensor& x, const Paramet
     return at::cpu::native_batch_norm_backward(grad, x, weight, running_mean, running_variance, mean, inverse, training,
                                                eps, mask);
   }
-  ++batch_norm_kernel.calls;
+  const Call call(batch_norm_kernel);
   const Tensor given = grad.contiguous(at::MemoryFormat::ChannelsLast);
   Tensor dx = mask[0] ? at::empty_like(x, at::MemoryFormat::ChannelsLast) : Tensor();
   const auto parameters = x.options().dtype(at::kFloat);

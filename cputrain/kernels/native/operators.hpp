@@ -5,9 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
+#include <ATen/record_function.h>
 
 #include <array>
 #include <atomic>
+#include <string>
 #include <tuple>
 
 namespace {
@@ -22,6 +24,18 @@ struct Kernel {
   std::atomic<int64_t> calls{0};
 
   explicit Kernel(const char* title) : name(title) {}
+};
+
+// A call that a kernel computes: counted, and an event of torch's profilers and of recorder.cpp as long as this lives.
+class Call {
+ public:
+  explicit Call(Kernel& kernel) : event_(at::RecordScope::FUNCTION) {
+    ++kernel.calls;
+    if (event_.isActive()) event_.before(std::string("cputrain: ") + kernel.name);
+  }
+
+ private:
+  at::RecordFunction event_;
 };
 
 // Whether torch computes bfloat16 by oneDNN on this CPU.

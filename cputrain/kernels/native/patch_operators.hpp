@@ -53,7 +53,7 @@ std::optional<Gradients> patched_backward(const Tensor& grad, const Tensor& x, c
   const Patches& layer = patched.layer;
   const Tensor gradients = grad.permute({0, 2, 3, 1}).contiguous();
   if (!are_finite_halves(gradients.const_data_ptr(), gradients.numel())) return std::nullopt;
-  ++amx_kernel.calls;
+  const Call call(amx_kernel);
   Gradients made;
   if (mask[0]) made = by_torch(grad, x, w, {true, false, false});
   if (mask[2]) std::get<2>(made) = channel_sums(grad);

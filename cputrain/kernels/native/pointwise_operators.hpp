@@ -77,7 +77,7 @@ std::optional<Tensor> pointwise_output(const Tensor& x, const Tensor& w, const s
       (biased && (bias->scalar_type() != x.scalar_type() || !is_dense(*bias)))) {
     return std::nullopt;
   }
-  ++(layer.bfloat16 ? amx_kernel : pointwise_kernel).calls;
+  const Call call(layer.bfloat16 ? amx_kernel : pointwise_kernel);
   const Tensor rows = places(x), weights = matrix(w).t();
   return images_of(biased ? at::cpu::addmm(*bias, rows, weights) : at::cpu::mm(rows, weights), x)
       .contiguous(format_of(x, w));
@@ -93,7 +93,7 @@ std::optional<Gradients> pointwise_backward(const Tensor& grad, const Tensor& x,
   const bool input = mask[0] && (!layer.bfloat16 || layer.small || layer.strided);
   const bool weight = mask[1] && layer.bfloat16 && is_large(w.size(0), w.size(1));
   if (!input && !weight) return std::nullopt;
-  ++(layer.bfloat16 ? amx_kernel : pointwise_kernel).calls;
+  const Call call(layer.bfloat16 ? amx_kernel : pointwise_kernel);
   Gradients made;
   if ((mask[0] && !input) || (mask[1] && !weight)) {
     made = by_torch(grad, x, w, {mask[0] && !input, mask[1] && !weight, mask[2] && !weight});

@@ -33,17 +33,16 @@ void clear_padding_taps(const Tensor& weight_gradients, const Tensor& grad, cons
     return values[values.size() == 1 ? 0 : axis].expect_int();
   };
   const Tensor &inputs = transposed ? grad : x, &outputs = transposed ? x : grad;
-  bool cleared = false;
+  std::optional<Call> call;
   for (int64_t axis = 0; axis < weight_gradients.dim() - 2; ++axis) {
     const Axis places{inputs.size(axis + 2), outputs.size(axis + 2), of_axis(stride, axis), of_axis(padding, axis),
                       of_axis(dilation, axis)};
     for (int64_t tap = 0; tap < weight_gradients.size(axis + 2); ++tap) {
       if (places.meets_input(tap)) continue;
+      if (!call.has_value()) call.emplace(tap_kernel);
       weight_gradients.select(axis + 2, tap).zero_();
-      cleared = true;
     }
   }
-  if (cleared) ++tap_kernel.calls;
 }
 
 }  // namespace

@@ -41,14 +41,18 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table with headings. The first `shown` rows are printed (None: all); the JSON has all rows. `drawn` is the
-    index of the column that the SVG shows as bars; None draws no chart."""
+    """A table with headings. The first `shown` rows are printed (None: all), without the last `hidden` columns; the
+    JSON has all. The SVG shows the column with index `drawn` as bars (None: no chart), those of rows with a value in
+    column `marked` in another color, and column `limit` as lines across them."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     shown: int | None = None
+    hidden: int = 0
     drawn: int | None = None
+    limit: int | None = None
+    marked: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,8 @@ def _table_text(table: Table) -> str:
     shown = table.rows if table.shown is None else table.rows[: table.shown]
     hidden = len(table.rows) - len(shown)
     more = f"\n({hidden} more: --format json)" if hidden else ""
-    return f"{table.title}\n{Rows(_columns(table.head, _cell), shown).text()}{more}"
+    columns = _columns(table.head, _cell)[: len(table.head) - table.hidden]
+    return f"{table.title}\n{Rows(columns, shown).filled().text()}{more}"
 
 
 def _columns(heads: Sequence[str], text: str | Callable[[Any], str] = "") -> tuple[Column, ...]:
@@ -174,18 +179,31 @@ def _draw(axes: "Axes", figures: Sequence[Figure]) -> None:
     values = [figure.value for figure in figures]
     errors = [[figure.value - figure.low for figure in figures], [figure.high - figure.value for figure in figures]]
     axes.barh(rows, values, xerr=errors, color="C0", height=0.7, label="median and range", error_kw={"linewidth": 1})
-    limits = [(figure.limit, at - 0.4, at + 0.4) for at, figure in enumerate(figures) if figure.limit is not None]
-    if limits:
-        axes.vlines(*zip(*limits, strict=True), color="C3", linewidth=2, label="limit")
+    _draw_limits(axes, [figure.limit for figure in figures])
     _label_bars(axes, [figure.name for figure in figures], xlabel=figures[0].unit)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_limits(axes: "Axes", limits: Sequence[Cell]) -> None:
+    """Draw a line across each bar that has a limit."""
+    lines = [(float(limit), at - 0.4, at + 0.4) for at, limit in enumerate(limits) if limit is not None]
+    if lines:
+        axes.vlines(*zip(*lines, strict=True), color="C3", linewidth=2, label="limit")
 
 
 def _draw_table(axes: "Axes", table: Table) -> None:
     """Draw a bar for each printed row of a table."""
     rows, column = table.rows[: table.shown], table.drawn or 0
-    axes.barh(range(len(rows)), [float(row[column] or 0.0) for row in rows], color="C2", height=0.7)
+    values = [float(row[column] or 0.0) for row in rows]
+    is_marked = [table.marked is not None and bool(row[table.marked]) for row in rows]
+    for color, mark, label in (("C2", False, table.head[column]), ("C0", True, table.head[table.marked or 0])):
+        places = [at for at, marked in enumerate(is_marked) if marked is mark]
+        axes.barh(places, [values[at] for at in places], color=color, height=0.7, label=label)
+    if table.limit is not None:
+        _draw_limits(axes, [row[table.limit] for row in rows])
     _label_bars(axes, [str(row[0]) for row in rows], xlabel=table.head[column], title=table.title)
+    if table.marked is not None:
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _label_bars(axes: "Axes", names: Sequence[str], **labels: str) -> None:
