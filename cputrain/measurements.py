@@ -26,6 +26,7 @@ from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.files import write_text
 
 BF16_GAIN = 1.2  # speedup of a convolution from which on bf16 is suggested
+AUTO_BF16_GAIN = 1.3  # speedup of a step from which on precision=auto takes bf16
 VARIABLE = "CCL_ATL_TRANSPORT"
 MPI, LIBFABRIC = "mpi", "ofi"
 TITLES = {MPI: "MPI", LIBFABRIC: "libfabric"}
@@ -74,6 +75,11 @@ def bf16_line(speedup: float) -> str:
         f"faster: precision=bf16, with which a convolution is {speedup:.1f} times as fast on this CPU; "
         "weights, sums and statistics stay float32"
     )
+
+
+def auto_line(precision: str, why: str) -> str:
+    """Return the line about the precision that a run with precision=auto has."""
+    return f"precision {precision} (auto): {why}"
 
 
 def save_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:

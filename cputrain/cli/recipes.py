@@ -18,7 +18,7 @@ from cputrain.cli.output import curve, format_option, print_json, sampled
 from cputrain.cli.words import catalog_group, command_or_list, complete_key, complete_recipe
 from cputrain.data.from_settings import survey_data
 from cputrain.files import recipe_names
-from cputrain.measurements import BF16_GAIN, bf16_line
+from cputrain.measurements import AUTO_BF16_GAIN, BF16_GAIN, bf16_line
 from cputrain.recipe.derivation import derive, explain, schedule_of
 from cputrain.recipe.keys import KeyReference, SectionReference, other_names, reference
 from cputrain.recipe.loading import ShippedRecipe, shipped_recipe, shipped_recipes
@@ -159,8 +159,16 @@ def manual_text(sections: Sequence[SectionReference], width: int) -> str:
 
 
 def precision_lines(precision: str, plan: Plan) -> list[str]:
-    """Return a line with bf16's measured gain, or a hint that bf16 may be worth measuring; [] if neither applies."""
+    """Return a line with bf16's measured gain, a hint that bf16 may be worth measuring, or what precision=auto will do;
+    [] if none applies."""
     flags = [flag for flag in plan.machine.isa if "bf16" in flag]
+    if precision == "auto" and not flags:
+        return ["precision=auto will be float32: this processor has no instructions for bf16"]
+    if precision == "auto":
+        return [
+            f"precision=auto: a training's start measures some steps, and takes bf16 from {AUTO_BF16_GAIN} times the "
+            "speed on; planned as float32, which needs more memory"
+        ]
     if precision != "float32" or not flags:
         return []
     rate = plan.measured.rate(BF16)

@@ -36,12 +36,19 @@ from cputrain.files import LOGS
 from cputrain.launch.command import keep_logs, with_restarts
 from cputrain.launch.local import run_in_scratch
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
+from cputrain.measurements import auto_line
 from cputrain.mpi.schedulers import scheduler_allocation
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.recipe.derivation import explain
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.request import for_evaluation, request_of
-from cputrain.recipe.resume import check_folder, load_training, with_same_global_batch
+from cputrain.recipe.resume import (
+    check_folder,
+    load_training,
+    with_first_precision,
+    with_precision_of,
+    with_same_global_batch,
+)
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import check_log_formats
 from cputrain.runs.folder import checkpoints_of, continues_run, finished, run_of
@@ -102,6 +109,7 @@ def train_command(
 
     def start(attempt: int, failure: JobFailedError | None) -> int:
         again, fresh = resume or attempt > 0, overwrite and attempt == 0
+        training = with_first_precision(planned.recipe) if again else planned.recipe
         restarted, job = is_restarted(env), lock_name_in(env)
         resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
         if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
@@ -121,7 +129,10 @@ def train_command(
         for warning in planned.plan.render(as_recipe_key).warnings if failure is None else ():
             print_line(f"warning: {warning}")
         of_attempt = {**env, **dict(restart_variables(attempt, restarts, name))}
-        return train_here(planned, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
+        if training.precision != planned.recipe.precision:
+            print_line(auto_line(training.precision, "as this run began"))
+        started = replace(planned, recipe=training)
+        return train_here(started, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
 
     return with_restarts(start, restarts)
 
@@ -139,7 +150,10 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
     from cputrain.training.session import start_session  # torch: after the binding is read back
     from cputrain.training.trainer import train_rank
 
-    run_rank(rank, lambda: train_rank(start_session(context, training, measured=True), options), as_recipe_key)
+    def train() -> None:
+        train_rank(start_session(context, training, measured=True, resume=options.resume), options)
+
+    run_rank(rank, train, as_recipe_key)
     return 0
 
 
@@ -202,6 +216,7 @@ def eval_command(
         )
     alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
     checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
+    training = with_precision_of(checkpoints[0], training)
     if page is not None and len(checkpoints) > 1:
         raise InputError(f"--report shows one checkpoint, but {len(checkpoints)} are evaluated: name one")
     env = os.environ

@@ -1,6 +1,6 @@
-"""Measured speedups of convolution kernels, kept for the next start on this host."""
+"""Speedups measured at a start, kept for the next one on this host: those of convolution kernels and of others."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from cputrain.kernels.convolution import ConvolutionKernels, ConvolutionShape, s
 from cputrain.kernels.plan import Gain, Target
 
 RECORD = "winograd"
-"""Kind of the records with measured speedups."""
+"""Kind of the records with measured speedups of Winograd's algorithm."""
 
 
 def shape_key(shape: ConvolutionShape, images: int) -> str:
@@ -25,37 +25,45 @@ def shape_key(shape: ConvolutionShape, images: int) -> str:
 def measured(
     shapes: set[ConvolutionShape], images: int, target: Target, kernels: ConvolutionKernels, env: Mapping[str, str]
 ) -> Callable[[ConvolutionShape], Gain]:
-    """Return the speedup of Winograd's algorithm for each shape: kept on rank 0's host, or measured now.
+    """Return the speedup of Winograd's algorithm for each shape, as `kept_speedups` does."""
+    name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}"
+    dtype: torch.dtype = getattr(torch, target.dtype)
+    by_key = {shape_key(shape, images): shape for shape in sorted(shapes)}
+    gains = kept_speedups(RECORD, name, by_key, lambda key: speedup(by_key[key], images, dtype, kernels), env)
 
-    In a process group, all ranks must call this; shapes that rank 0's host does not know are measured on all ranks at
-    the same time, as they will be used.
+    def gain(shape: ConvolutionShape) -> Gain:
+        return gains[shape_key(shape, images)], "measured on this host"
+
+    return gain
+
+
+def kept_speedups(
+    kind: str, name: str, keys: Iterable[str], measure: Callable[[str], float], env: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the speedup of each key: kept on rank 0's host in its record of this kind and name, or measured now.
+
+    In a process group, all ranks must call this; keys that rank 0's host does not know are measured on all ranks at
+    the same time and in the same order, as they will be used.
     """
     # The planner's records need modules that a network with known kernels does not.
     from cputrain.affinity.planner.records import read_records
     from cputrain.affinity.topology.sysfs import read_machine
     from cputrain.measurements import new_record, save_measurement
 
-    name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}"
     group = dist.is_available() and dist.is_initialized()
     main = not group or dist.get_rank() == 0
     speedups: dict[str, float] = {}
     if main:
         machine = read_machine(Path("/"))
-        records = [record for record in read_records(machine, env).of(RECORD) if record.name == name]
+        records = [record for record in read_records(machine, env).of(kind) if record.name == name]
         entries = (entry for record in records for entry in record.values.items())
         speedups = {key: value for key, value in entries if isinstance(value, float)}
     if group:
         by_rank: list[dict[str, float]] = [speedups] * dist.get_world_size()
         dist.all_gather_object(by_rank, speedups)
         speedups = by_rank[0]
-    missing = sorted(shape for shape in shapes if shape_key(shape, images) not in speedups)
-    dtype: torch.dtype = getattr(torch, target.dtype)
-    gains = speedups | {shape_key(shape, images): speedup(shape, images, dtype, kernels) for shape in missing}
+    gains = speedups | {key: measure(key) for key in keys if key not in speedups}
     if main and gains != speedups:
         with suppress(RunError):  # without a writable cache, the next start measures again
-            save_measurement(new_record(machine, RECORD, name, gains, command="cputrain train"), env)
-
-    def gain(shape: ConvolutionShape) -> Gain:
-        return gains[shape_key(shape, images)], "measured on this host"
-
-    return gain
+            save_measurement(new_record(machine, kind, name, gains, command="cputrain train"), env)
+    return gains

@@ -71,7 +71,7 @@ def workload_of(recipe: Recipe) -> Workload:
             gflop=gflop_of(layers),
             activation_bytes=round(network["activation_bytes"] * (side / network["side"]) ** 2),
         )
-    kept = workload.activation_bytes * (BF16_KEPT if recipe.precision == "bf16" else 1.0)
+    kept = workload.activation_bytes * (BF16_KEPT if recipe.planned_precision == "bf16" else 1.0)
     return replace(
         workload,
         activation_bytes=round(kept),
@@ -79,7 +79,7 @@ def workload_of(recipe: Recipe) -> Workload:
         # Images of other data sets are assumed to have ImageNet's ratio of image to crop size.
         image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
         optimizer_copies=recipe.optim.state_copies + (recipe.ema_decay is not None),
-        precision=recipe.precision,
+        precision=recipe.planned_precision,
         norms=recipe.optim.name in TAKE_NORMS,
         backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
         compression=recipe.comm.compression,
@@ -101,8 +101,15 @@ def for_evaluation(recipe: Recipe) -> Recipe:
 
 
 def for_measurement(recipe: Recipe) -> Recipe:
-    """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time."""
-    return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
+    """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time, in the precision
+    that it is planned for."""
+    without = recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
+    return for_prediction(without)
+
+
+def for_prediction(recipe: Recipe) -> Recipe:
+    """Return the recipe with the precision that it is planned for: only the start of a training chooses another."""
+    return recipe.model_copy(update={"precision": recipe.planned_precision})
 
 
 def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: OutOfMemory, workers: str = "plan.ppn=") -> str:

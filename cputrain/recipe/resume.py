@@ -11,7 +11,7 @@ from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.wording import plural
 from cputrain.checkpoint.files import MANIFEST, is_checkpoint, list_checkpoints, step_of
 from cputrain.data.settings import USER_SAMPLES
-from cputrain.files import CHECKPOINTS, RECIPE, recipe_names
+from cputrain.files import CHECKPOINTS, RECIPE, recipe_names, write_text
 from cputrain.manifest import ScaleRecord, read_manifest
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import dump_recipe, load_recipe, nearest_recipes, recipe_of
@@ -83,11 +83,32 @@ def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
     return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
 
 
+def first_precision(folder: Path) -> str | None:
+    """Return the precision of the run in a folder; None if it has not trained a step."""
+    return load_recipe(str(folder / RECIPE)).precision if has_run(folder) and has_trained(folder) else None
+
+
+def with_first_precision(recipe: Recipe) -> Recipe:
+    """Return the recipe with the precision that the run in its folder began with, if the recipe's is auto."""
+    first = first_precision(recipe.folder) if recipe.precision == "auto" else None
+    return recipe if first is None else recipe.model_copy(update={"precision": first})
+
+
+def with_precision_of(checkpoint: Path, recipe: Recipe) -> Recipe:
+    """Return the recipe with the precision that a checkpoint was trained in, if the recipe's is auto."""
+    if recipe.precision != "auto":
+        return recipe
+    trained = recipe_of(read_manifest(checkpoint).recipe, checkpoint / MANIFEST)
+    return recipe.model_copy(update={"precision": trained.precision})
+
+
 def differences(old: Recipe, new: Recipe) -> Differences:
     """Return the keys in which two recipes differ, comparing absolute paths and ignoring `output`."""
     a, b = values_by_key(old), values_by_key(new)
     if old.model.zeroed_gamma == new.model.zeroed_gamma:  # "auto" is another word for what it means
         a["model.zero_gamma"] = b["model.zero_gamma"]
+    if "auto" in (old.precision, new.precision):  # the other one may be what was chosen
+        a["precision"] = b["precision"]
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
@@ -227,6 +248,13 @@ def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
 def recipe_text(recipe: Recipe) -> str:
     """Return the text of a run's recipe.yaml: the recipe with absolute paths, below a comment with the given ones."""
     return _given_paths(recipe) + dump_recipe(recipe.with_absolute_paths())
+
+
+def record_precision(folder: Path, precision: str) -> None:
+    """Write the precision chosen for a run over the "auto" in its recipe.yaml."""
+    path = folder / RECIPE
+    text = path.read_text(encoding="utf-8")
+    write_text(path, text.replace("\nprecision: auto\n", f"\nprecision: {precision}\n"))
 
 
 def _given_paths(recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.wording import plural
 from cputrain.comm.group import all_reduce_sum, end_group
 from cputrain.files import write_text
+from cputrain.measurements import auto_line
 from cputrain.studies.svg import plot_svg
 from cputrain.training.batches import endless_batches
 from cputrain.training.building import build_state
@@ -151,6 +152,8 @@ def find_lr(session: Session, steps: int, *, low: float, high: float, picture: P
         print(json.dumps({**values, "why": suggestion.why, "steps": rows}, indent=1), flush=True)
         return
     suggested = "no learning rate" if suggestion.lr is None else f"schedule.peak_rate={suggestion.lr:.3g}"
+    if session.precision_why:
+        print(auto_line(recipe.precision, session.precision_why), flush=True)
     print(f"{suggested}: {suggestion.why}", flush=True)
     print(f"{plural(len(test.lrs), 'step')} with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
     if picture is not None:

@@ -11,7 +11,7 @@ import torch
 
 from cputrain import __version__
 from cputrain.affinity.bound_plan import PLAN_VARIABLE, read_host_plan
-from cputrain.measurements import BF16_GAIN, bf16_line
+from cputrain.measurements import BF16_GAIN, auto_line, bf16_line
 from cputrain.training.session import Session
 from cputrain.variables import job_in, shown_variables
 
@@ -19,6 +19,7 @@ from cputrain.variables import job_in, shown_variables
 CCL_GAIN = "all-reduces of 25 MiB up to 3.2 times as fast"
 TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
 ENGINE_GAIN = "evaluations up to 1.6 times as fast, steps up to 1.2 times"
+SET = "set by the recipe"
 OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")
 
 
@@ -33,6 +34,8 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "backend_why": session.group.why,
         "engine": session.engine.name,
         "engine_why": session.engine.why,
+        "precision": session.recipe.precision,
+        "precision_why": session.precision_why or SET,
         "decoder": session.decoder,
         "allocator": read_host_plan(Path(env[PLAN_VARIABLE])).runtime.allocator,
         "torch_build": torch.__config__.show().split("\n"),
@@ -72,6 +75,8 @@ def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: f
     name, _, decoder_why = decoder.partition(": ")
     transport = f" {backend_why}" if backend == "ccl" and ranks > 1 else ""
     lines = [f"backend {backend}{transport}, engine {engine}, decoder {name}, allocator {allocator}"]
+    if environment["precision_why"] != SET:
+        lines.append(auto_line(environment["precision"], environment["precision_why"]))
     if backend == "gloo" and ranks > 1 and backend_why not in OWN_CHOICE:
         lines.append(f"faster: oneCCL ({CCL_GAIN}): {backend_why}")
     if engine == "eager" and not engine_why.startswith(("engine=", "precision=", "the network ")):

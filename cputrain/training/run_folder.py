@@ -24,7 +24,7 @@ from cputrain.launch.rank_process import StartOptions
 from cputrain.measurements import save_bf16_gain
 from cputrain.mpi.usage import FOLDER as USAGE
 from cputrain.mpi.usage import Sampler
-from cputrain.recipe.resume import check_folder, recipe_text
+from cputrain.recipe.resume import check_folder, recipe_text, record_precision
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, TimeSpent, open_events, time_spent
 from cputrain.runs.folder import finished, locked, make_folder
@@ -64,6 +64,8 @@ class RunFolder:
                     print(finished_run, flush=True)
                 yield False
                 return
+            if options.prepared and self.session.precision_why and self.session.is_main_rank:
+                record_precision(recipe.folder, recipe.precision)
             if not options.prepared:
                 stack.enter_context(sample_usage(recipe.folder, context.rank, context.loader_pus))
             shards = staged_shards(self.session.dataset, recipe.data.stage_dir, context.rank, context.loader_pus)
@@ -95,7 +97,8 @@ class RunFolder:
         context.startup.phase("measuring this CPU")
         self._environment = describe_environment(self.session)
         self._write_environment()
-        self._bf16_speedups = bf16_speedups() if recipe.precision == "float32" and has_bf16() else []
+        may_be_faster = recipe.precision == "float32" and not self.session.precision_why and has_bf16()
+        self._bf16_speedups = bf16_speedups() if may_be_faster else []
         if self._bf16_speedups:
             save_bf16_gain(self._bf16_speedups, context.env)
 
@@ -130,7 +133,8 @@ class RunFolder:
         self.trackers.start(recipe.folder, recipe.log, context.loader_pus, context.env)
         if warning := session.sizes.rate_warning:
             log.warn(step, warning)
-        if recipe.precision == "bf16" and (gain := median(bf16_speedups())) < 1:
+        measured = bool(session.precision_why)
+        if recipe.precision == "bf16" and not measured and (gain := median(bf16_speedups())) < 1:
             slower = f"convolutions in bf16 take {1 / gain:.1f} times as long as in float32 on this CPU"
             log.warn(step, f"{slower}: set precision=float32")
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.rank import Rank
 from cputrain.affinity.topology.machine import format_list, name_cpus
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import plural
 from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
@@ -40,12 +41,14 @@ from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
 from cputrain.models.networks import build_model, check_network
 from cputrain.recipe.derivation import TrainingSizes, derive, schedule_of
-from cputrain.recipe.request import request_of
+from cputrain.recipe.request import for_prediction, request_of
+from cputrain.recipe.resume import first_precision
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
 from cputrain.schedule import Schedule
 from cputrain.training.corrupt_images import check_sample
 from cputrain.training.engine import Engine, agree_on_engine, choose_engine, to_weight_dtype, with_measured_engine
+from cputrain.training.precision import Trial, choose_precision
 from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
 
 logger = logging.getLogger(__name__)
@@ -61,12 +64,14 @@ class Session:
 
     `decoder` describes `decode`. Training images are read in blocks of `block_length`, or one by one if it is 0.
     `local_batches` has each rank's maximum number of images in a backward pass, recipe.batch.local on average; a
-    step's images are split over the ranks in proportion. `team` are the threads of the first parallel region;
+    step's images are split over the ranks in proportion. `precision_why` is the reason for the recipe's precision if it
+    was chosen at this start, else "". `team` are the threads of the first parallel region;
     `memory_share` is each NUMA node's share of the first large allocation.
     """
 
     context: RankContext
     recipe: Recipe
+    precision_why: str
     sizes: TrainingSizes
     schedule: Schedule
     group: CommGroup
@@ -120,16 +125,19 @@ def start_session(
     user_task: UserTask | None = None,
     splits: tuple[str, ...] = SPLITS,
     measured: bool = False,
+    resume: bool = False,
 ) -> Session:
     """Start the planned threads, open the data, join the process group and choose the engine, with `measured` the one
-    that was measured as fastest. `user_task` replaces the recipe's network and data by a user's; `splits` are the
-    splits whose images will be read.
+    that was measured as fastest, and with precision=auto the precision, with `resume` that of the run in the recipe's
+    folder. `user_task` replaces the recipe's network and data by a user's; `splits` are the splits whose images will be
+    read.
 
     Raises InputError if the data or the launcher does not fit the recipe, images cannot be read, or versions, settings
     or images differ between ranks. With context.check, raises RunError if OpenMP's or oneCCL's threads or the first
     large allocation are not where the plan puts them.
     """
     rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
+    asked, recipe = recipe, for_prediction(recipe)
     team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
     if user_task is None:
@@ -141,10 +149,7 @@ def start_session(
     else:
         dataset = user_task.dataset
     phase("loading native kernels")
-    if user_task is None or recipe.engine != "auto" or _has_images(user_task.network):
-        engine = choose_engine(recipe.engine, recipe.precision, env)
-    else:
-        engine = NO_LAYERS  # whose kernels would be compiled for nothing
+    engine = _engine_of(recipe, user_task, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -153,24 +158,19 @@ def start_session(
     )
     decode, decoder, normalize = _choose_decoding(recipe.data, dataset, env)
     block_length = images_per_block(dataset.train, recipe.data.block_mib, sizes.steps_per_epoch)
-    if user_task:
-        task = user_task.task(recipe.precision)
-    else:
-        task = recipe_task(recipe, len(dataset.classes), _features_of(dataset), normalize)
+    task = _task_of(recipe, user_task, dataset, normalize)
     phase(f"connecting {plural(rank.world_size, 'rank')}")
-    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, job_settings(recipe, dataset))
+    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, job_settings(asked, dataset))
     if context.check and group.backend == ccl.BACKEND:
         raise_binding_error(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
     local_batches = _local_batches(recipe.batch.local, recipe.plan.balance, worker, sizes)
     if not recipe.data.generated:
         used = {split: images for split, images in dataset.splits.items() if split in splits}
         check_sample(used, decode, recipe.data.crop, recipe.data.max_damaged, rank)
-    engine = agree_on_engine(all_gather((engine.name, engine.why)), engine)
-    if measured and recipe.engine == "auto":
-        engine = with_measured_engine(engine, request_of(recipe), recipe.precision, env)
-    return Session(
+    session = Session(
         context=context,
         recipe=recipe,
+        precision_why="",
         sizes=sizes,
         schedule=schedule_of(recipe, sizes),
         group=group,
@@ -181,10 +181,59 @@ def start_session(
         normalize=normalize,
         block_length=block_length,
         task=task,
-        engine=engine,
+        engine=agree_on_engine(all_gather((engine.name, engine.why)), engine),
         team=team,
         memory_share=share,
     )
+    if asked.precision == "auto":
+        session = _with_chosen_precision(session, user_task, resume=resume)
+    if measured and recipe.engine == "auto":
+        chosen = session.recipe
+        engine = with_measured_engine(session.engine, request_of(chosen), chosen.precision, env)
+        session = replace(session, engine=engine)
+    return session
+
+
+def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resume: bool) -> Session:
+    """Return the session of a recipe with precision=auto, begun in float32, in the precision that all ranks choose."""
+    session.context.startup.phase("choosing the precision")
+    recipe, env = session.recipe, session.context.env
+    first = first_precision(recipe.folder) if resume and session.is_main_rank else None
+    trial = Trial(
+        recipe=recipe,
+        task=session.task,
+        engine=session.engine,
+        images=session.mean_local_batch,
+        workers=session.rank.local_world_size,
+        cpus=tuple(all_gather(this_machine().model)),
+        env=env,
+    )
+    choice = choose_precision(trial, first)
+    if choice.precision == recipe.precision:
+        return replace(session, precision_why=choice.why)
+    recipe = recipe.model_copy(update={"precision": choice.precision})
+    engine = _engine_of(recipe, user_task, env)
+    return replace(
+        session,
+        recipe=recipe,
+        precision_why=choice.why,
+        task=_task_of(recipe, user_task, session.dataset, session.normalize),
+        engine=agree_on_engine(all_gather((engine.name, engine.why)), engine),
+    )
+
+
+def _engine_of(recipe: Recipe, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
+    if user_task is None or recipe.engine != "auto" or _has_images(user_task.network):
+        return choose_engine(recipe.engine, recipe.precision, env)
+    return NO_LAYERS  # whose kernels would be compiled for nothing
+
+
+def _task_of(
+    recipe: Recipe, user_task: UserTask | None, dataset: Dataset, normalize: Callable[[Tensor], Tensor]
+) -> Task:
+    if user_task:
+        return user_task.task(recipe.precision)
+    return recipe_task(recipe, len(dataset.classes), _features_of(dataset), normalize)
 
 
 def recipe_task(recipe: Recipe, classes: int, features: int | None, normalize: Callable[[Tensor], Tensor]) -> Task:

@@ -144,7 +144,7 @@ def _train_user_code(
     results: list[TrainResult] = []
 
     def work() -> None:
-        session = start_session(context, training, user_task=user_task)
+        session = start_session(context, training, user_task=user_task, resume=options.resume)
         result = train_rank(session, options, restores_finished=True)
         assert result is not None, "only a recipe's finished run returns None"
         results.append(result)

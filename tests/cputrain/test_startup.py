@@ -9,7 +9,7 @@ from cputrain.affinity.rank import Rank
 from cputrain.launch.rank_process import Startup, startup_of
 from cputrain.mpi.supervise.ranks import Stream
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
-from cputrain.training.environment import startup_lines
+from cputrain.training.environment import SET, startup_lines
 
 RANK = Rank(rank=0, world_size=2, local_rank=0, local_world_size=2, convention="env")
 
@@ -72,9 +72,10 @@ def output(
     ranks: int = 2,
     engine: tuple[str, str] = NATIVE,
     bf16_speedup: float = 1.0,
+    precision: tuple[str, str] = ("float32", SET),
 ) -> list[str]:
-    names = ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
-    environment = dict(zip(names, (backend, why, *engine, decoder, allocator), strict=True))
+    names = ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator", "precision", "precision_why")
+    environment = dict(zip(names, (backend, why, *engine, decoder, allocator, *precision), strict=True))
     return startup_lines(environment, ranks=ranks, bf16_speedup=bf16_speedup)
 
 
@@ -108,3 +109,5 @@ def test_bf16_is_named_where_its_convolutions_are_faster() -> None:
     line = output(*fast, bf16_speedup=2.13)[1]
     assert line.startswith("faster: precision=bf16, with which a convolution is 2.1 times as fast on this CPU")
     assert len(output(*fast, bf16_speedup=1.1)) == 1
+    chosen = output(*fast, precision=("bf16", "steps are 2.00 times as fast"))
+    assert chosen[1:] == ["precision bf16 (auto): steps are 2.00 times as fast"]

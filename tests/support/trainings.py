@@ -2,7 +2,8 @@
 
 JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, or 0.
 Among the settings, --resume resumes, and --signal=N sends rank 0 the preemption signal when step N is logged, so that
-the next step is the last. `trained` starts this with `cputrain launch`. FAULT_RANK in the environment injects a fault.
+the next step is the last; --speedup=X replaces the measurement of precision=auto on any CPU, without X by a failure.
+`trained` starts this with `cputrain launch`. FAULT_RANK in the environment injects a fault.
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,12 @@ def main(trainings: list[dict[str, Any]]) -> None:
         context = bind_rank(request_of(recipe), rank, os.environ, share=False, check=True)
         options = StartOptions(resume="--resume" in flags)
         poison(training["poison"])
-        send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
-        run_rank(rank, lambda: train_rank(start_session(context, recipe, measured=True), options))  # noqa: B023  called at once
+        values = {name: value for name, _, value in (flag.partition("=") for flag in flags)}
+        send_signal(int(values.get("--signal", 0)))
+        if "--speedup" in values:
+            set_speedup(values["--speedup"])
+        session = partial(start_session, context, recipe, measured=True, resume=options.resume)
+        run_rank(rank, lambda: train_rank(session(), options))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # normally a rank ends with its group, but this one continues
         print(f"trained {recipe.name}", flush=True)
 
@@ -96,6 +102,14 @@ def send_signal(step: int) -> None:
 
 
 PLAIN_STEP: list[Any] = []
+
+
+def set_speedup(value: str) -> None:
+    """Let this CPU have instructions for bfloat16, and steps in it a speedup; "": measuring it fails."""
+    from cputrain.training import precision
+
+    precision.instructions_missing = lambda _isa: ""
+    precision.step_speedup = lambda _trial: float(value)
 
 
 def poison(step: int) -> None:

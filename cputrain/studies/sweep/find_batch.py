@@ -20,10 +20,13 @@ from cputrain.affinity.wording import GIB, plural
 from cputrain.files import CHECKPOINTS, LOGS, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.request import for_prediction
+from cputrain.recipe.schema import SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
-from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_named
+from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_training
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
 STEPS, EVERY_S = 3, 0.1  # steps of a trial; seconds between readings of the peak
@@ -186,7 +189,8 @@ class BatchSearch:
         """Plan the trial of a local batch. Raises InputError if it cannot run, DoesNotFitError if memory is short."""
         output = f"output={self.folder / f'local-{batch}'}"
         sizes = (f"batch.local={batch}", "batch.global=null", "batch.accumulation=1")
-        planned = plan_named(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output), self.env)
+        recipe = for_prediction(load_recipe(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output)))
+        planned = plan_training(recipe.model_copy(update={"sweep": SweepSection()}), self.env)
         _check_limit(planned, self.limit)
         return planned
 
