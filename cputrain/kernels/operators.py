@@ -30,7 +30,7 @@ HEADERS = (
     *("pointwise_operators.hpp", "norm_operators.hpp", "product_operators.hpp", "attention_operators.hpp"),
     *("amx_products.hpp", "operator_kernels.hpp", "depthwise.hpp", "depthwise_direct.hpp", "grouped.hpp"),
     *("batch_norm.hpp", "attention.hpp", "transpose.hpp", "backward.hpp", "forward.hpp", "vectors.hpp"),
-    *("patch_operators.hpp", "tap_operators.hpp", "activations.hpp", "rows.hpp", "values.hpp"),
+    *("patch_operators.hpp", "unwritten_operators.hpp", "activations.hpp", "rows.hpp", "values.hpp"),
 )
 SOURCES = (OPERATORS, CODE, *(KERNELS / name for name in HEADERS))
 REQUESTED_BY, ALTERNATIVE = "kernels of operators", f"set {KERNELS_VARIABLE}=off"

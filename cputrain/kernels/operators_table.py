@@ -171,8 +171,8 @@ TABLE = (
         ),
     ),
     Kernel(
-        name="padding taps",
-        covers="weight gradients in bfloat16 of filter taps that meet only padding",
+        name="unwritten by oneDNN",
+        covers="bfloat16 results that oneDNN leaves unwritten",
         applies=has_avx512,
         dtypes=(torch.bfloat16,),
         cases=(_convolution("convolution of one pixel", (12, 8), 3, 2, sides=(1, 1)),),

@@ -264,6 +264,18 @@ def test_filter_taps_that_meet_only_padding_have_no_gradient(layout: str, transp
 
 
 # oneDNN's convolutions in float32 for AVX2 depend on the number of threads.
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("columns", "taps", "padding"), [(1, 3, 1), (2, 2, 0), (3, 5, 1)])
+def test_outputs_of_one_column_at_a_stride_are_written(columns: int, taps: int, padding: int, groups: int) -> None:
+    x, w = torch.randn(2, 32, 9, columns).bfloat16(), torch.randn(32, 32 // groups, 1, taps).bfloat16()
+    options = ([1, 2], [0, padding], [1, 1], False, [0, 0], groups)
+    grad, bias = torch.randn(2, 32, 9, 1).bfloat16(), torch.randn(32).bfloat16()
+    fill_free_memory_with_nan()
+    results = convolution(x, w, bias, grad, *options)
+    exact = convolution(*(tensor.double() for tensor in (x, w, bias, grad)), *options)
+    assert_near(results, exact, TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *([torch.float32] if has_avx512() else [])])
 def test_threads_do_not_change_a_bit_of_what_torch_s_products_do_not(dtype: torch.dtype) -> None:
     """Sums over all places are torch's, whose bits depend on the number of threads; those over channels do not."""

@@ -10,7 +10,7 @@
 #include "patch_operators.hpp"
 #include "pointwise_operators.hpp"
 #include "product_operators.hpp"
-#include "tap_operators.hpp"
+#include "unwritten_operators.hpp"
 
 namespace {
 
@@ -30,8 +30,13 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   if (auto made = grouped_output(x, w, bias, Grouped(x, w, stride, padding, dilation, transposed, groups))) {
     return *made;
   }
-  return at::compositeexplicitautograd::convolution_symint(x, w, bias, stride, padding, dilation, transposed,
-                                                           output_padding, groups);
+  const auto by_torch = [&](const Tensor& images, const Tensor& weights, const std::optional<Tensor>& biases) {
+    return at::compositeexplicitautograd::convolution_symint(images, weights, biases, stride, padding, dilation,
+                                                             transposed, output_padding, groups);
+  };
+  if (!is_strided_column(x, w, stride, padding, dilation, transposed)) return by_torch(x, w, bias);
+  const Call call(unwritten_kernel);
+  return narrow(by_torch(wide(x), wide(w), wide(bias)));
 }
 
 Gradients gradients(const Tensor& grad, const Tensor& x, const Tensor& w, at::OptionalSymIntArrayRef bias, Sizes stride,

@@ -14,7 +14,7 @@ namespace {
 
 // The kernels, in the order of their bits in set_kernels.
 Kernel* const kKernels[] = {&depthwise_kernel, &grouped_kernel, &pointwise_kernel, &batch_norm_kernel,
-                            &float32_kernel,   &amx_kernel,     &tap_kernel};
+                            &float32_kernel,   &amx_kernel,     &unwritten_kernel};
 
 template <auto function>
 void add(torch::Library& library, const char* name) {
@@ -29,7 +29,7 @@ struct Operator {
 };
 
 const std::vector<const Kernel*> kConvolutions{&depthwise_kernel, &grouped_kernel, &pointwise_kernel,
-                                               &float32_kernel,   &amx_kernel,     &tap_kernel};
+                                               &float32_kernel,   &amx_kernel,     &unwritten_kernel};
 
 const Operator kOperators[] = {
     {"convolution", add<convolution>, kConvolutions},
