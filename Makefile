@@ -74,11 +74,13 @@ test-long: install
 test-all: mpi clients kernels docs
 	$(MAKE) --keep-going test test-long test-browser lab lab-slow faults soak fuzz test-ipex
 
-# Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels
-# and folding with that torch, the oldest that is supported.
+# Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels,
+# folding and split weights with that torch, the oldest that is supported. Then, without other programs, the speed beside
+# the stand-in's on current torch: .venv/bin/python -m benchmarks.ipex
 test-ipex: .ipex/installed
 	.ipex/bin/python -m pytest $(PARALLEL) tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py tests/cputrain/test_fusion.py \
-	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py -m "not long$(AND)"
+	    tests/cputrain/test_folding.py tests/cputrain/test_winograd.py tests/cputrain/test_weight_gradients.py \
+	    tests/cputrain/test_split_weights.py -m "not long$(AND)"
 
 .ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt
 	$(PYTHON) -m venv .ipex

@@ -18,7 +18,9 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import cputrain
 from cputrain.affinity.errors import InputError
+from cputrain.kernels import operators
 from cputrain.kernels.split_weights import SplitParameter
+from cputrain.variables import KERNELS_VARIABLE
 from tests.support.forked import ROOT
 
 pytestmark = pytest.mark.slow
@@ -37,7 +39,9 @@ ARGUMENTS = (
 @pytest.fixture(scope="module")
 def ipex() -> Iterator[Any]:
     sys.path.append(str(STAND_INS))
-    yield importlib.import_module(NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KERNELS_VARIABLE, "off")  # for other tests of this process
+        yield importlib.import_module(NAME)
     sys.path.remove(str(STAND_INS))
     for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
         del sys.modules[name]
@@ -225,6 +229,24 @@ def test_own_layers_hooks_and_quantized_layers_are_left_and_named(
     del made[5]
     train(made, optimizer, torch.bfloat16)
     assert len(called) == 4
+
+
+@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("off", False)])
+def test_kernels_are_below_torch_s_operators_unless_the_user_has_decided(
+    ipex: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str | None, enabled: bool
+) -> None:
+    if value is None:
+        monkeypatch.delenv(KERNELS_VARIABLE)
+    try:
+        for _ in range(2):
+            model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 5, groups=16))
+            made, optimizer = ipex.optimize(model, optimizer=SGD(model.parameters(), 0.1))
+        before = operators.calls()["depthwise"]
+        train(made, optimizer)
+        assert (operators.calls()["depthwise"] > before) == enabled
+    finally:
+        operators.disable()
+    assert capfd.readouterr().err.count("cputrain: kernels below torch's operators: ") == enabled
 
 
 def test_two_calls_are_as_one(ipex: Any) -> None:

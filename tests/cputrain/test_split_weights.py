@@ -462,7 +462,12 @@ def test_ranks_that_start_with_other_weights_train_equal_replicas(tmp_path: Path
     with forked(*words, cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
         end = ended(job, 60)
     assert end.status == 0, end.err
-    assert end.out.splitlines() == ["True torch.bfloat16 torch.float32"] * 2
+    assert own_lines(end.out) == ["True torch.bfloat16 torch.float32"] * 2
+
+
+def own_lines(out: str) -> list[str]:
+    """What a job has printed, without the connections that torch 2.8's gloo prints."""
+    return [line for line in out.splitlines() if not line.startswith("[Gloo]")]
 
 
 SUMS = """
@@ -490,4 +495,4 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32_if_asked(tmp_path: 
     with forked(*words, cwd=tmp_path, MASTER_PORT=str(free_port())) as job:
         end = ended(job, 60)
     assert end.status == 0, end.err
-    assert end.out.split() == [str(float(torch.tensor(258 / 3).bfloat16()))] * 3
+    assert own_lines(end.out) == [str(float(torch.tensor(258 / 3).bfloat16()))] * 3

@@ -55,3 +55,13 @@ def test_scripts_have_the_original_s_losses(script: str, bf16: bool, first: floa
     assert losses[0][0] == pytest.approx(losses[1][0], rel=first)
     assert losses[0] == pytest.approx(losses[1], rel=later)
     assert len(found) == len(expected) > 2
+
+
+@pytest.mark.skipif(not CURRENT.exists(), reason="needs .venv with current torch: make install")
+def test_the_side_by_side_prints_a_ratio() -> None:
+    sizes = ("--batch", "1", "--size", "64", "--rounds", "1")
+    words = (CURRENT, "-m", "benchmarks.ipex", "mobilenet_v3_large:bfloat16", "--original", sys.executable, *sizes)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    row = [cell.strip() for cell in result.stdout.splitlines()[-1].strip("|").split("|")]
+    assert row[:2] == ["mobilenet_v3_large", "bfloat16"] and min(map(float, row[2:])) > 0, result.stdout

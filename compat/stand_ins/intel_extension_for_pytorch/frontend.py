@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import os
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from torch.optim import Optimizer
 import cputrain
 from cputrain import InputError
 from cputrain.kernels.folding import fold_batchnorms
+from cputrain.kernels.operators import enable_if_requested
 from cputrain.kernels.split_optimizers import check_optimizer
+from cputrain.variables import KERNELS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,9 @@ def optimize(
     linear_bn_folding, weights_prepack, replace_dropout_with_identity, optimize_lstm, fuse_update_step (updates are
     always fused), auto_kernel_selection, concat_linear. Refused, with what to do: graph_mode=True, dtype=torch.float16.
 
+    As the original, it replaces torch's operators in the whole process (`cputrain.kernels.enable`), unless the launcher
+    or the variable CPUTRAIN_KERNELS has decided that.
+
     Raises cputrain.InputError, a line, for what cannot be done.
     """
     if isinstance(model, torch.jit.ScriptModule):
@@ -65,6 +72,8 @@ def optimize(
         raise InputError("graph_mode=True: leave it out, and call torch.compile(model) on the result")
     if level == "O0":
         return model if optimizer is None else (model, optimizer)
+    if KERNELS_VARIABLE not in os.environ:
+        _enable_kernels()
     if not inplace:
         model, optimizer = _copied(model, optimizer)
     dtype = dtype or torch.float32
@@ -77,6 +86,11 @@ def optimize(
     if dtype == torch.bfloat16 and split_master_weight_for_bf16 is not False and fuse_update_step is not False:
         options["master_weights"] = _master_weights(optimizer)
     return cputrain.optimize(model, optimizer, **options)
+
+
+@cache  # one line of output
+def _enable_kernels() -> None:
+    enable_if_requested({**os.environ, KERNELS_VARIABLE: "auto"})
 
 
 def _copied(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
