@@ -66,7 +66,7 @@ def test_batch_norm_is_right_in_every_shape(
     theirs = results(x, grad, weight, bias)
     cputrain.kernels.enable()
     for ours, torchs, value in zip(made, theirs, exact, strict=True):
-        scale = float(value.abs().max().clamp(min=1e-30))
+        scale = float(value.abs().max().clamp(min=1.0))  # sums of values of about 1 may cancel
         error, allowed = (float((result.double() - value).abs().max()) for result in (ours, torchs))
         assert error <= allowed + scale * (2**-8 if ours.dtype == torch.bfloat16 else 2e-6)
         assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
