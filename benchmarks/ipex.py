@@ -91,7 +91,7 @@ class Process:
         env = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "LD_PRELOAD": allocator(), **variables}
         pipe = subprocess.PIPE
         self.python = python
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, bufsize=1, cwd=ROOT, env=env)
+        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, encoding="utf-8", bufsize=1, cwd=ROOT, env=env)
 
     def __enter__(self) -> "Process":
         return self

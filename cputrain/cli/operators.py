@@ -97,7 +97,7 @@ def operators_command(
     threads = chosen.pop("threads") or len(this_machine().allowed_cores)
     steps = Steps(network=network or "", threads=threads, kernels=env[KERNELS_VARIABLE] == "auto", **chosen)
     with only_results_on_stdout("text" if output_format == "text" else "json"):
-        measured = measure_steps(steps)
+        measured = measure_steps(steps, env)
     show(measured, threads)
 
 

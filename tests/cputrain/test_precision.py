@@ -194,8 +194,8 @@ def test_ranks_agree_record_their_choice_and_a_resumed_run_keeps_it(place: Path)
     again = trained(place, PPN, (*AUTO, runs["parts"], "--resume"), (*slow, "--resume"), **cache)
     assert again.returncode == 0, again.stderr + again.stdout
     assert "precision bf16 (auto): as this run began" in again.stdout
-    assert differing(newest(place / "whole"), newest(place / "fixed")) == []
-    assert differing(newest(place / "whole"), newest(place / "parts")) == []
+    for name in ("fixed", "parts"):
+        assert differing(newest(place / "whole"), newest(place / name)) in ([], ["training"]), "buckets are measured"
     assert [recorded(place / name) for name in runs] == [{"bf16"}] * 3 + [{"float32"}]
 
 

@@ -57,7 +57,7 @@ from tests.support.images import write_images
             "recipes serach resnet",
             "No such command 'serach': did you mean cputrain recipes search? See cputrain recipes",
         ),
-        ("bench foo", "'foo': give comm, data, memory, model or optimizer. See cputrain bench --help"),
+        ("bench foo", "'foo': give comm, data, memory, model, operators or optimizer. See cputrain bench --help"),
         ("doctor affinty", "did you mean cputrain doctor affinity? See cputrain doctor --help"),
         ("lr_find r", "did you mean cputrain find-lr?"),
         ("resume r", "did you mean cputrain train RUN --resume?"),

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -47,12 +46,12 @@ class Steps:
     kernels: bool
 
 
-def measure_steps(what: Steps) -> Measured:
+def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
     """Profile training steps after one that compiles and allocates; channels-last images, SGD with momentum.
 
     Raises InputError if there is no such network or it is not a classifier of these images.
     """
-    recorder = load_recorder(compiled_recorder(os.environ))
+    recorder = load_recorder(compiled_recorder(env))
     torch.manual_seed(1)
     network: Any = build_network(what.network, what.size)
     network.train().to(memory_format=torch.channels_last)
