@@ -97,9 +97,7 @@ def check(row: Row, seconds: float, line: str) -> None:
         return
     # How long a thread that is not the main thread waits for a core is unknown, so it may be slow on a busy host.
     busy = "(computes|is slow)" if phase == "data" else "computes"
-    # Threads that ask for the interpreter's lock 200 times a second may wait for a core each time.
-    lesser = dict.fromkeys(("page", "call-with-gil"), "(is blocked|is slow)")
-    doing = {"loop": busy, **lesser}.get(way, "is blocked")
+    doing = {"loop": busy, "page": "(is blocked|is slow)"}.get(way, "is blocked")
     assert re.search(rf" ha(s|ve) waited \d+ s for rank {rank} on \S+, which {doing} ", line), (row, line)
     # In cputrain.train a thread reads the data, for which the main thread waits.
     at = "is at .*, its data thread at" if phase == "data" else "is at"
