@@ -15,6 +15,7 @@ from cputrain.mpi.supervise.processes import (
     IN_WAIT,
     ITS_DATA_THREAD,
     NO_ANSWER,
+    SETTLE_S,
     JobFailedError,
     RankExit,
     describe_exit,
@@ -202,11 +203,12 @@ def idle_ranks(rank_states: tuple[RankState, ...], stacks: Stacks) -> Stall | No
 
 
 def finished_before(cause: RankExit, rank_states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """Return the ranks that exited with status 0 just before another one failed, unless they outnumber the others."""
+    """Return the ranks that exited with status 0 just before another one failed, unless they outnumber the others. A
+    rank closes its connections before it exits, so that its peer's failure may be noticed up to SETTLE_S earlier."""
     finished = [
         rank
         for rank in rank_states
-        if rank.exit and rank.finished and 0.0 <= cause.time - rank.exit.time <= AFTERWARDS_S
+        if rank.exit and rank.finished and -SETTLE_S <= cause.time - rank.exit.time <= AFTERWARDS_S
     ]
     return (
         tuple(finished) if cause.by_itself and len(finished) <= sum(not rank.finished for rank in rank_states) else ()
@@ -286,6 +288,8 @@ def describe_failure(cause: RankExit, rank_states: Sequence[RankState], stall: S
         return f"{_stalled(stall)}{listed}\nthen {describe_exit(cause)}"
     if finished := finished_before(cause, rank_states):
         names = first_named([rank.place for rank in finished])
+        if any(rank.exit and rank.exit.time > cause.time for rank in finished):
+            return f"{names} exited with status 0, and at the same time {describe_exit(cause)}"
         remaining = plural(sum(not rank.finished for rank in rank_states), "other")
         return f"{names} exited with status 0 while {remaining} still ran; then {describe_exit(cause)}"
     return describe_exit(cause)

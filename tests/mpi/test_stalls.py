@@ -244,7 +244,10 @@ def test_a_failure_names_the_rank_that_had_just_left() -> None:
     failed = exited(0, 1, 30.0)
     told = describe_failure(failed, rank_states(failed, exited(1, 0, 29.0)), None, {})
     assert told.startswith("rank 1 on h1 exited with status 0 while 1 other still ran; then rank 0 on h1 exited with ")
-    for others in ((exited(1, 0, 5.0),), (exited(1, 0, 29.0), exited(2, 0, 29.0))):  # long ago; nearly all of them
+    told = describe_failure(failed, rank_states(failed, exited(1, 0, 30.4)), None, {})
+    assert told.startswith("rank 1 on h1 exited with status 0, and at the same time rank 0 on h1 exited with ")
+    # Long ago; later; nearly all of them.
+    for others in ((exited(1, 0, 5.0),), (exited(1, 0, 31.0),), (exited(1, 0, 29.0), exited(2, 0, 29.0))):
         assert describe_failure(failed, rank_states(failed, *others), None, {}).startswith("rank 0 on h1 exited with")
 
 
