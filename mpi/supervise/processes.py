@@ -39,6 +39,7 @@ OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines f
 STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+STACK_BEGINS = b"Stack (most recent call first):\n"  # the first line of each stack that faulthandler writes
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
 ANSWER_S = 1.0  # a computing process answers immediately, on a busy host somewhat later
@@ -289,14 +290,15 @@ def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tup
 
 
 def _answers(requested: Sequence[WatchedFiles]) -> dict[int, tuple[str, ...]]:
-    """Return the frames that have been written to these files when all are complete, or after ANSWER_S."""
+    """Return the frames that have been written to these files when all are complete, or after ANSWER_S. What comes
+    before the first line of a stack is the end of the one before it, of a process that runs rarely."""
     waiting = [files for files in requested if files.asked is not None]
     deadline, texts = time.monotonic() + ANSWER_S, dict[int, bytes]()
     while any(files.asked is not None for files in waiting) and time.monotonic() < deadline:
         time.sleep(STACK_POLL_S)
         for files in waiting:
             if files.asked is not None:
-                text = os.pread(files.stack, MAX_STACK_BYTES, files.asked)
+                text = os.pread(files.stack, MAX_STACK_BYTES, files.asked).partition(STACK_BEGINS)[2]
                 if text and text == texts.get(files.stack):
                     files.asked = None
                 texts[files.stack] = text

@@ -486,6 +486,24 @@ def test_a_data_thread_at_work_is_in_the_stack(state: str, monkeypatch: pytest.M
     assert line.endswith(", its data thread at <string>:9 in read)") == (state == "busy")
 
 
+def test_the_rest_of_a_stack_that_a_slow_rank_writes_late_is_not_its_data_thread_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = iter(
+        (
+            'Stack (most recent call first):\n  File "/a/train.py", line 5 in step\n',
+            '  File "/a/core.py", line 9 in invoke\n'
+            'Stack (most recent call first):\n  File "/a/data.py", line 7 in read\n',
+        )
+    )
+    files = WatchedFiles.create()
+    monkeypatch.setattr(processes, "handles_signal", lambda *_: True)
+    monkeypatch.setattr(processes, "data_thread", lambda _: 7)
+    monkeypatch.setattr(processes, "signal_thread", lambda *_: os.write(files.stack, next(written).encode()))
+    assert read_stacks([([6], files)]) == [("/a/train.py:5 in step", "its data thread at /a/data.py:7 in read")]
+    files.close()
+
+
 def test_a_rank_that_does_not_answer_in_time_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it has worked since."""
     answers = iter([[("train.py:3 in forever",)], [(processes.NO_ANSWER,)], [(processes.NO_ANSWER,)]])
