@@ -68,7 +68,7 @@ def place(tmp_path: Path) -> Path:
 
 
 SMALL = ("imagefolder", "data.path=my images", *LENET, "batch.local=6", "comm.backend=gloo")
-LASTING = ("epochs=150", "evaluate.every_epochs=null", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
+LASTING = ("epochs=40", "evaluate.every_epochs=null", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
 HERE = ("--nodes", "1", "--ppn", str(CORES))
 
 
