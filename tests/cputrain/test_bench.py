@@ -244,6 +244,7 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_bench_model_says_what_layers_by_winograd_would_take_otherwise(tmp_path: Path) -> None:
     small = ("model.name=resnet18", "data.crop=64", "batch.local=4", "plan.ppn=1", "plan.threads=1", "engine=native")
     options = ("--steps", "1", "--format", "json")

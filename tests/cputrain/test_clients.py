@@ -30,7 +30,7 @@ LOOPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
     "deepspeed": (("timm", "deepspeed"), IMAGES, False),
     "fsdp2": (("timm",), IMAGES, False),
 }
-COSTLY = ("timm_compiled", "compiled", "deepspeed")
+COSTLY = ("timm_compiled", "compiled", "deepspeed", "trainer on swin")
 WAYS = {"float32": ((), 1e-3), "bf16": (("--bf16",), 5e-2), "split": (("--split",), 5e-2)}
 """Options of a way to train, and how much the changes of weights may differ from those without the line."""
 

@@ -356,8 +356,15 @@ def script(*words: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [(), ("--bf16",)])
-@pytest.mark.parametrize("name", ["resnet50", "bert"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet50", ("--bf16",)),
+        ("bert", ()),
+        pytest.param("resnet50", (), marks=pytest.mark.nightly),
+        pytest.param("bert", ("--bf16",), marks=pytest.mark.nightly),
+    ],
+)
 def test_scripts_that_people_copy_run_unchanged(name: str, options: tuple[str, ...]) -> None:
     lines = script(str(SCRIPTS / f"{name}.py"), *options)
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]

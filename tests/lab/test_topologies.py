@@ -9,11 +9,18 @@ from tests.lab.table import merged, table
 from tests.lab.topologies import SLOW_TO_BOOT, TOPOLOGIES
 
 SLOW = {name: [pytest.mark.slow] if name in SLOW_TO_BOOT else [] for name in TOPOLOGIES}
-# .ci/run boots each machine with the newer kernel, and the one with all kinds of memory with the older one, too.
-BOTH = ("hbm-cxl",)
+# .ci/run boots each machine with the newer kernel, except those of which others have all: the host of the tests itself,
+# and snc2. With the older one it boots the machine with all kinds of memory.
+BOTH, COVERED = ("hbm-cxl",), ("one-node", "two-sockets")
 RARELY = {name: [] if name in BOTH else [pytest.mark.nightly] for name in TOPOLOGIES}
+
+
+def rarely(topology: str, kernel: str) -> list[pytest.MarkDecorator]:
+    return RARELY[topology] if kernel == KERNELS[0] or topology in COVERED else []
+
+
 CASES = [
-    pytest.param(name, kernel, id=f"{name}-{kernel}", marks=[*marks, *(RARELY[name] if kernel == KERNELS[0] else [])])
+    pytest.param(name, kernel, id=f"{name}-{kernel}", marks=[*marks, *rarely(name, kernel)])
     for name, marks in SLOW.items()
     for kernel in KERNELS
 ]

@@ -120,7 +120,14 @@ FAULTS = (
     fault("full: recipe.yaml", on_disk("run", 4, *TRAIN, before=False), 1, FULL, "run/recipe.yaml", nightly=True),
     fault("full: plan.json", on_disk("run", 12, *TRAIN, before=False), 1, FULL, "run/plan.json", nightly=True),
     fault("full: the whole run", on_disk("run", 10_000, *RESUME, ballast=True), 2, "output run", FULL, nightly=True),
-    fault("full: report.html", on_disk("run", 10_000, "report", "run", ballast=True), 1, FULL, "run/report.html"),
+    fault(
+        "full: report.html",
+        on_disk("run", 10_000, "report", "run", ballast=True),
+        1,
+        FULL,
+        "run/report.html",
+        nightly=True,
+    ),
     fault("read-only: a new run's folder", on_disk("run", 100, *TRAIN, options="ro", before=False), 2, "run"),
     fault(
         "read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 2, READ_ONLY, nightly=True

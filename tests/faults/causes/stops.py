@@ -130,6 +130,7 @@ FAULTS = (
         status=143,
         says=("SIGTERM: 2 workers save and stop after the next step", "stopped by a signal after step"),
         loses=0,
+        nightly=True,
     ),
     Fault(
         kind=END,

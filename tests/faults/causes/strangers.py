@@ -222,6 +222,7 @@ FAULTS = (
             status=GOES_ON,
             says=("listens on 127.0.0.1 alone",),
             loses=0,
+            nightly=backend == "gloo",
         )
         for backend in ("gloo", "ccl")
     ),
