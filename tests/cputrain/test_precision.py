@@ -168,6 +168,7 @@ def recorded(run: Path) -> set[str]:
     return {load_recipe(str(run / "recipe.yaml")).precision, environment["precision"], checkpoint}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_ranks_agree_record_their_choice_and_a_resumed_run_keeps_it(place: Path) -> None:
     """Bit for bit the training with precision=bf16. Without a number, measuring fails."""
