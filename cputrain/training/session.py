@@ -149,7 +149,7 @@ def start_session(
     else:
         dataset = user_task.dataset
     phase("loading native kernels")
-    engine = _engine_of(recipe, user_task, env)
+    engine = _engine_of(recipe.engine, recipe.precision, user_task, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -172,7 +172,7 @@ def start_session(
         recipe=recipe,
         precision_why="",
         sizes=sizes,
-        schedule=schedule_of(recipe, sizes),
+        schedule=schedule_of(recipe.schedule, recipe.phases, sizes),
         group=group,
         local_batches=local_batches,
         dataset=dataset,
@@ -212,7 +212,7 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
     if choice.precision == recipe.precision:
         return replace(session, precision_why=choice.why)
     recipe = recipe.model_copy(update={"precision": choice.precision})
-    engine = _engine_of(recipe, user_task, env)
+    engine = _engine_of(recipe.engine, recipe.precision, user_task, env)
     return replace(
         session,
         recipe=recipe,
@@ -222,9 +222,9 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
     )
 
 
-def _engine_of(recipe: Recipe, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
-    if user_task is None or recipe.engine != "auto" or _has_images(user_task.network):
-        return choose_engine(recipe.engine, recipe.precision, env)
+def _engine_of(name: str, precision: str, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
+    if user_task is None or name != "auto" or _has_images(user_task.network):
+        return choose_engine(name, precision, env)
     return NO_LAYERS  # whose kernels would be compiled for nothing
 
 
