@@ -2,7 +2,6 @@
 settings that must agree between ranks."""
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -50,8 +49,6 @@ from cputrain.training.corrupt_images import check_sample
 from cputrain.training.engine import Engine, agree_on_engine, choose_engine, to_weight_dtype, with_measured_engine
 from cputrain.training.precision import Trial, choose_precision
 from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
-
-logger = logging.getLogger(__name__)
 
 FIRST_ALLOCATION = 16 << 20  # float32 values (64 MiB), far more than a page or a core's cache
 NO_LAYERS = Engine(name="eager", why="the network has no Conv2d or BatchNorm2d layer, which the native kernels are for")
