@@ -136,16 +136,11 @@ def _check_start(
 ) -> tuple[PlannedTraining, str] | None:
     """Check the run folder for a start with these options. Return the training, in the precision that its run began
     with, and the line of `check_folder`; None, after a message, if the run is already finished."""
-    training = with_first_precision(planned.recipe) if options.resume else planned.recipe
-    resumption = check_folder(
-        training,
-        planned.scale,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        restarted=is_restarted(env),
-        job=lock_name_in(env),
-    )
-    if options.resume and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
+    again, fresh = options.resume, options.overwrite
+    restarted, job = is_restarted(env), lock_name_in(env)
+    training = with_first_precision(planned.recipe) if again else planned.recipe
+    resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
+    if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
         print_line(message)
         return None
     return replace(planned, recipe=training), resumption
