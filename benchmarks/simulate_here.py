@@ -41,7 +41,7 @@ class Work:
         """Return the setup of ranks with one thread each, which also moves their messages."""
         recipe = Recipe(model=ModelSection(name=self.network), data=DataSection(crop=self.crop))
         plain = Setup(
-            layers=layers_of(recipe),
+            layers=layers_of(recipe.model, recipe.data),
             hosts=hosts,
             workers=workers,
             threads=1,

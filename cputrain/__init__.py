@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
     return [*__all__, *PACKAGES]
 
 
-def names_of(package: str) -> "Callable[[str], Any]":
+def lazy_names(package: str) -> "Callable[[str], Any]":
     """Return a `__getattr__` that gives a package, as "cputrain.data", its public names: scripts import them from
     there, too."""
 

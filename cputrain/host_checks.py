@@ -16,6 +16,7 @@ from cputrain.mpi.fabric import fabric_here
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
+SHM = Path("/dev/shm")
 SHM_BYTES = GIB  # for DataLoader processes and MPI's shared memory; Docker's default is 64 MiB
 MIN_FILES, MIN_PROCESSES = 4096, 4096
 MIN_MEMORY = 2 * GIB  # torch alone needs 0.4 GiB per worker
@@ -100,11 +101,11 @@ def host_checks(root: Path, limits: ProcessLimits, shm_bytes: int | None) -> Ite
     yield shared_memory(shm_bytes)
 
 
-def shm_size(path: Path = Path("/dev/shm")) -> int | None:
+def shm_size() -> int | None:
     """Return the size of the shared-memory file system; None without one."""
-    if not path.is_dir():
+    if not SHM.is_dir():
         return None
-    space = os.statvfs(path)
+    space = os.statvfs(SHM)
     return space.f_blocks * space.f_frsize
 
 

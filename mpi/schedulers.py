@@ -153,7 +153,10 @@ def _slurm_component(env: Env, suffix: str) -> Hosts:
 def _pbs(env: Env) -> JobHosts | None:
     """Read the node file, which has a line per MPI process (PBS Professional User's Guide, 5.1.3 The Job Node File)."""
     path = env.get("PBS_NODEFILE")
-    return JobHosts(components=(_file_of_slots(path, "PBS_NODEFILE"),)) if path else None
+    if not path:
+        return None
+    listed = read_hostfile(Path(path), "PBS_NODEFILE", any_spelling=True).hosts
+    return JobHosts(components=(tuple(replace(host, slots=host.slots or 1) for host in listed),))
 
 
 def _lsf(env: Env) -> JobHosts | None:
@@ -292,12 +295,6 @@ def _flux_prints(env: Env, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return ran.stdout if ran.returncode == 0 else None
-
-
-def _file_of_slots(path: str, variable: str) -> Hosts:
-    """Return the hosts of the file that a variable names; the file has a line per slot."""
-    listed = read_hostfile(Path(path), variable, any_spelling=True).hosts
-    return tuple(replace(host, slots=host.slots or 1) for host in listed)
 
 
 def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:

@@ -146,11 +146,9 @@ def find_runtime(
     )
 
 
-def installed_allocators(
-    target: TargetPython, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))
-) -> list[str]:
+def installed_allocators(target: TargetPython) -> list[str]:
     """List the allocators that are available to a target: glibc and the installed ones."""
-    folders = (target.prefix / "lib", *system)
+    folders = (target.prefix / "lib", *map(Path, SYSTEM_LIBRARIES))
     return ["glibc", *(name for name, files in ALLOCATORS if _first(files, folders))]
 
 

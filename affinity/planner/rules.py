@@ -124,7 +124,7 @@ def core_rates(machine: Machine, workload: Workload, measured: Measured) -> Core
     gflops = max((gflops_by_flag[flag] for flag in machine.isa if flag in gflops_by_flag), default=MIN_GFLOPS)
     gflops = min(gflops, PHI_GFLOPS) if is_phi(machine) else gflops
     comm = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
-    rates = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
+    rates = {what: rate for what, rate in _measured_rates(workload, measured).items() if rate is not None}
 
     def value(what: str, default: float) -> float:
         return rates[what].value if what in rates else default
@@ -142,7 +142,7 @@ def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason
     """Return the figures that were measured on this machine, by name, with the cited value in the reason."""
     reasons: dict[str, Reason] = {}
     for figure in CORE_RATE_FIGURES:
-        rate = _measured(workload, measured)[figure.what]
+        rate = _measured_rates(workload, measured)[figure.what]
         if rate is not None:
             value, low, high = (bound / UNITS[figure.what] for bound in (rate.value, rate.low, rate.high))
             reasons[figure.what] = Reason(
@@ -153,7 +153,7 @@ def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason
     return reasons
 
 
-def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
+def _measured_rates(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
     this, standard = (training_name(name, workload.precision) for name in (workload.name, STANDARD))
     return {
         TRAINING: measured.rate(this, standard),

@@ -5,6 +5,6 @@ for the trainer. Both copy the state (state.py), hand it to the writer's thread 
 checkpoint (files.py, which also has the format: safetensors and checkpoint.json, with checksums and without pickle).
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

@@ -237,7 +237,7 @@ class MachineRow:
 
 def plan_folder(folder: Path, request: Request) -> tuple[MachineRow, ...]:
     """Plan every machine described under a folder. Raises InputError if there is none."""
-    return tuple(_planned(path, str(path.relative_to(folder)), request) for path in described_machines(folder))
+    return tuple(_plan_row(path, str(path.relative_to(folder)), request) for path in described_machines(folder))
 
 
 def machine_table(rows: Iterable[MachineRow]) -> str:
@@ -258,7 +258,7 @@ def machine_table(rows: Iterable[MachineRow]) -> str:
     return "\n".join(shown)
 
 
-def _planned(path: Path, name: str, request: Request) -> MachineRow:
+def _plan_row(path: Path, name: str, request: Request) -> MachineRow:
     try:
         plan = plan_machine(find_machine(str(path)), request, Runtime(), compare=compare_plan)
         return MachineRow(name=name, plan=plan, error=None)

@@ -200,7 +200,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
     if warning := sizes.rate_warning:
         text += f"\nwarning: {warning}"
     if with_curve:
-        schedule = schedule_of(recipe, sizes)
+        schedule = schedule_of(recipe.schedule, recipe.phases, sizes)
         rates = sampled(lambda step: lr_at(step, schedule), sizes.total_steps)
         text += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return text

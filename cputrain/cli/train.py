@@ -74,9 +74,8 @@ DEMO_IMAGES = "data/digits-folder"  # data.path gets the shards
 @no_verify_option
 @click.option("--dry-run", is_flag=True, help="print the plan and the derived sizes; start and write nothing")
 @click.option("--quiet", "-q", is_flag=True, help="print only warnings, errors and the summary")
-@click.option(
-    "--prepared", is_flag=True, hidden=True
-)  # set for ranks whose run folder and signals are their launcher's
+# Set for ranks whose run folder and signals are their launcher's.
+@click.option("--prepared", is_flag=True, hidden=True)
 def train_command(
     recipe: str,
     settings: tuple[str, ...],
@@ -99,42 +98,66 @@ def train_command(
         check_ipex()
     env = os.environ
     check_log_formats(training.log, env)
+    options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)
     rank = rank_from_env(env)
     if rank is not None:
-        options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)
         return _be_rank(training, rank, env, options, check=not no_verify)
     if (found := scheduler_allocation(env)) is not None and (note := found.uses_one_host):
         click.echo(f"note: {note}", err=True)
     planned, name = plan_training(training, env, resume=resume), uuid4().hex
+    if dry_run:
+        return _show_start(planned, env, options)
 
-    def start(attempt: int, failure: JobFailedError | None) -> int:
-        again, fresh = resume or attempt > 0, overwrite and attempt == 0
-        training = with_first_precision(planned.recipe) if again else planned.recipe
-        restarted, job = is_restarted(env), lock_name_in(env)
-        resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
-        if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
-            print_line(message)
+    def train_attempt(attempt: int, failure: JobFailedError | None) -> int:
+        of_attempt = options if attempt == 0 else replace(options, resume=True, overwrite=False)
+        checked = _check_start(planned, env, of_attempt)
+        if checked is None:
             return 0
+        permitted, resumption = checked
         if failure is not None:
-            keep_logs(training.folder / LOGS, attempt - 1)
-        elif not quiet or dry_run:
+            keep_logs(planned.recipe.folder / LOGS, attempt - 1)
+        elif not quiet:
             _show_sizes(planned)
         if resumption:
             print_line(resumption)
-        if dry_run:
-            if warning := planned.sizes.rate_warning:
-                click.echo(f"warning: {warning}")
-            click.echo("\n" + plan_to_text(planned.plan, wording=as_recipe_key))
-            return 0
         for warning in planned.plan.render(as_recipe_key).warnings if failure is None else ():
             print_line(f"warning: {warning}")
-        of_attempt = {**env, **dict(restart_variables(attempt, restarts, name))}
-        if training.precision != planned.recipe.precision:
-            print_line(auto_line(training.precision, "as this run began"))
-        started = replace(planned, recipe=training)
-        return train_here(started, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
+        if (precision := permitted.recipe.precision) != planned.recipe.precision:
+            print_line(auto_line(precision, "as this run began"))
+        variables = {**env, **dict(restart_variables(attempt, restarts, name))}
+        again, fresh = of_attempt.resume, of_attempt.overwrite
+        return train_here(permitted, variables, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
 
-    return with_restarts(start, restarts)
+    return with_restarts(train_attempt, restarts)
+
+
+def _check_start(
+    planned: PlannedTraining, env: Mapping[str, str], options: StartOptions
+) -> tuple[PlannedTraining, str] | None:
+    """Check the run folder for a start with these options. Return the training, in the precision that its run began
+    with, and the line of `check_folder`; None, after a message, if the run is already finished."""
+    again, fresh = options.resume, options.overwrite
+    restarted, job = is_restarted(env), lock_name_in(env)
+    training = with_first_precision(planned.recipe) if again else planned.recipe
+    resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
+    if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
+        print_line(message)
+        return None
+    return replace(planned, recipe=training), resumption
+
+
+def _show_start(planned: PlannedTraining, env: Mapping[str, str], options: StartOptions) -> int:
+    """Print what a start with these options would do; return the exit status."""
+    checked = _check_start(planned, env, options)
+    if checked is None:
+        return 0
+    _show_sizes(planned)
+    if resumption := checked[1]:
+        print_line(resumption)
+    if warning := planned.sizes.rate_warning:
+        click.echo(f"warning: {warning}")
+    click.echo("\n" + plan_to_text(planned.plan, wording=as_recipe_key))
+    return 0
 
 
 def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: StartOptions, *, check: bool) -> int:
@@ -158,16 +181,16 @@ def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: Star
 
 
 def _show_sizes(planned: PlannedTraining) -> None:
-    recipe = planned.recipe
+    training = planned.recipe
     threads = spread([worker.intra_op for worker in planned.plan.workers], "thread")
     each = " each" if planned.ppn > 1 else ""
     print_line(
-        f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
+        f"{training.name}: {training.model.name}, {planned.survey.summary}; "
         f"{plural(planned.ppn, 'worker')} of {threads}{each}"
     )
     for note in planned.survey.notes:
         print_line(note)
-    print_line(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
+    print_line(aligned(explain(training, planned.sizes, ppn=planned.ppn, nodes=1)))
 
 
 @click.command("eval")
@@ -355,7 +378,7 @@ def demo_command(settings: tuple[str, ...]) -> None:
         click.echo(f"cputrain {shlex.join(words)}")
         each.main(args=list(words[1:]), prog_name="cputrain", standalone_mode=False)
     both = len(this_machine().allowed_cores) > 1 and not any(each.startswith("plan.ppn=") for each in settings)
-    training = ("train", DEMO_RECIPE, *(("plan.ppn=2",) if both else ()), *settings, "--overwrite")
-    click.echo(f"cputrain {shlex.join(training)}")
+    command = ("train", DEMO_RECIPE, *(("plan.ppn=2",) if both else ()), *settings, "--overwrite")
+    click.echo(f"cputrain {shlex.join(command)}")
     sys.stdout.flush()
-    os.execv(sys.executable, (*isolated_command("cputrain"), *training))
+    os.execv(sys.executable, (*isolated_command("cputrain"), *command))

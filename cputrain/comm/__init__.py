@@ -4,6 +4,6 @@ A watchdog in every rank ends the job when a peer is lost (watchdog.py). `ccl` i
 script can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

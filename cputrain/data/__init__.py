@@ -5,6 +5,6 @@ formats), loader.py (threads that decode ahead). from_settings.py opens the data
 prepare.py pack images into shards.
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

@@ -333,7 +333,7 @@ class ImageLoader:
         images, ranks = dataset.splits[split], _rank_of(rank, world_size, env)
         for note in dataset.notes if ranks[0] == 0 else ():
             logger.warning("%s", printable(note))
-        planned_threads, planned_cpus = _planned(env)
+        planned_threads, planned_cpus = _planned_threads(env)
         return cls(
             dataset,
             split,
@@ -401,7 +401,7 @@ def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -
     return rank, world_size
 
 
-def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
+def _planned_threads(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
     """Return decoding threads and CPUs from the plan that bound this process: loader CPUs, else compute CPUs."""
     worker = bound_worker(env)
     if worker is None:

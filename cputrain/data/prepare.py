@@ -50,7 +50,7 @@ OPTIONS = "options.json"
 AHEAD = 256  # images that threads encode ahead
 
 SIDE, LINE, GAP = 128, 14, 6  # pixels
-MAX_SIDE = 256
+MAX_SIDE, COLUMNS = 256, 8
 GRAY = 200
 PLAIN = Transform(image_size=SIDE, short_side=SIDE)
 
@@ -472,7 +472,7 @@ def transformed_squares(
 
 
 def contact_sheet(
-    images: Images, classes: tuple[str, ...], squares: Squares, *, count: int, side: int = SIDE, columns: int = 8
+    images: Images, classes: tuple[str, ...], squares: Squares, *, count: int, side: int = SIDE
 ) -> Image.Image:
     """Draw the squares of the first `count` images in rows, each `side` pixels wide but at most MAX_SIDE; a damaged
     image is a gray square."""
@@ -480,10 +480,10 @@ def contact_sheet(
     labels = images.labels
     side = min(side, MAX_SIDE)
     width, height = side + GAP, side + LINE + GAP
-    sheet = Image.new("RGB", (columns * width + GAP, ceil(shown / columns) * height + GAP), "white")
+    sheet = Image.new("RGB", (COLUMNS * width + GAP, ceil(shown / COLUMNS) * height + GAP), "white")
     draw = ImageDraw.Draw(sheet)
     for i in range(shown):
-        x_left, top = GAP + i % columns * width, GAP + i // columns * height
+        x_left, top = GAP + i % COLUMNS * width, GAP + i // COLUMNS * height
         pixels, problem = squares(i)
         if problem:
             pixels[:] = GRAY

@@ -8,6 +8,6 @@ batchnorm.py and convolution.py are the layers, with the compiled code in native
 network for evaluation, norms.py has batch-norm variants by torch's operators.
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

@@ -27,7 +27,7 @@ from cputrain.kernels.convolution import (
     use_winograd,
     winograd_shapes,
 )
-from cputrain.kernels.measure import measured
+from cputrain.kernels.measure import measured_gains
 from cputrain.kernels.plan import (
     BATCHNORM,
     FUSED,
@@ -211,7 +211,7 @@ def optimize(
     steps = load_split_steps(env) if master_weights else None
     winograd = isinstance(choose, KernelPlan) and bool(choose.layers(WINOGRAD))
     loaded = load_for(target, env, winograd=winograd or sample_input is not None)
-    plan = choose if isinstance(choose, KernelPlan) else _planned(model, target, sample_input, choose, loaded, env)
+    plan = choose if isinstance(choose, KernelPlan) else _make_plan(model, target, sample_input, choose, loaded, env)
     if optimizer is not None and steps is not None and not plan.layers(SPLIT):
         plan = with_split_weights(plan, model, [value for group in optimizer.param_groups for value in group["params"]])
     plan = agree_on_plan(plan, loaded.missing)
@@ -237,7 +237,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _planned(
+def _make_plan(
     model: nn.Module, target: Target, sample_input: Any, choose: str, loaded: LoadedKernels, env: Mapping[str, str]
 ) -> KernelPlan:
     shapes: dict[str, ConvolutionShape] = {}
@@ -247,7 +247,7 @@ def _planned(
         shapes = winograd_shapes(model, sample_input)
     gain = rule(target, images)
     if choose == "measure" and loaded.convolutions is not None and shapes:
-        gain = measured(set(shapes.values()), images, target, loaded.convolutions, env)
+        gain = measured_gains(set(shapes.values()), images, target, loaded.convolutions, env)
     return plan_kernels(model, target, {name: gain(shape) for name, shape in shapes.items()}, loaded.missing)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from cputrain.kernels import activations, batchnorm
 from cputrain.kernels.activations import KINDS, SLOPE, Activation
 from cputrain.kernels.batchnorm import LIBRARY, FusedBatchNorm2d, Kernels, residual_alias
+from cputrain.kernels.build import RightKernels
 from cputrain.kernels.evidence import DTYPES, VALUES
-from cputrain.kernels.right import RightKernels
 
 SHAPE = (4, 35, 5, 5)  # more rows than a block summed in float32; 35 is not a multiple of any vector length
 CHECKED = (

@@ -1,17 +1,21 @@
-"""Compile the kernels for this CPU, or take the wheel's, and load them."""
+"""Compile the kernels for this CPU, or take the wheel's; load them, and remember which were right in a comparison."""
 
 import ctypes
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from cputrain.affinity.errors import RunError
-from cputrain.native_build import NativeExtension, ensure_compiled, is_intact, library_path, loading
+from cputrain.affinity.filesystem import write_bytes
+from cputrain.native_build import NativeExtension, checksum_file, ensure_compiled, is_intact, library_path, loading
 
 KERNELS = Path(__file__).parent / "native"
 COMPILED = Path(__file__).parent / "compiled"  # in a wheel of `make release`
@@ -131,3 +135,30 @@ class NativeKernels:
 def load_kernels(kind: type[NativeKernels], path: Path) -> Any:
     """Load the library of this kind, once in a process."""
     return kind(path)
+
+
+@dataclass(frozen=True, slots=True)
+class RightKernels:
+    """The names of compiled kernels that were right in a comparison, as lines of a file in the cache.
+
+    Later processes need not compare them again.
+    """
+
+    file: Path
+
+    @classmethod
+    def of(cls, name: str, library: Path, comparison: Iterable[Path], env: Mapping[str, str]) -> "RightKernels":
+        """Those of the compiled library `name` on this type of CPU with this torch; `comparison` are the files that
+        compare."""
+        code = (path.read_text(encoding="utf-8") for path in comparison)
+        depends_on = (checksum_file(library).read_text(encoding="ascii"), torch.__version__, cpu_flags(), *code)
+        return cls(library_path(f"{name}-right", depends_on, env).with_suffix(".txt"))
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names, none if no process has compared the kernels."""
+        return tuple(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else ()
+
+    def write(self, names: tuple[str, ...]) -> None:
+        """Replace the names. Without a writable cache, the next process compares again."""
+        with suppress(OSError):
+            write_bytes(self.file, "".join(f"{name}\n" for name in names).encode())

@@ -259,14 +259,14 @@ class CacheBlocked(nn.Module):
     def forward(self, images: Tensor) -> Any:
         """Return the network's outputs for images (N, C, H, W)."""
         if self.block is None and len(images):
-            return self._measured(images)
+            return self._measure_block(images)
         threads = torch.get_num_threads()
         count = min(-(-len(images) // self.block), len(images) // threads) if self.block else 1
         if count <= 1:
             return self.network(images)
         return torch.cat([self.network(block) for block in images.tensor_split(count)])
 
-    def _measured(self, images: Tensor) -> Any:
+    def _measure_block(self, images: Tensor) -> Any:
         """Return the outputs, and set the size of a block by the largest activation."""
         sizes = [images.nbytes, 1]
 

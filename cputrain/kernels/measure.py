@@ -22,7 +22,7 @@ def shape_key(shape: ConvolutionShape, images: int) -> str:
     return f"{sizes}, {plural(images, 'image')}"
 
 
-def measured(
+def measured_gains(
     shapes: set[ConvolutionShape], images: int, target: Target, kernels: ConvolutionKernels, env: Mapping[str, str]
 ) -> Callable[[ConvolutionShape], Gain]:
     """Return the speedup of Winograd's algorithm for each shape, as `kept_speedups` does."""

@@ -18,9 +18,8 @@ import torch
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import operators_table
-from cputrain.kernels.build import KERNELS, KernelLibrary, library_options
+from cputrain.kernels.build import KERNELS, KernelLibrary, RightKernels, library_options
 from cputrain.kernels.operators_table import TABLE, Kernel, wrong_result
-from cputrain.kernels.right import RightKernels
 from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
 from cputrain.variables import KERNELS_VARIABLE
 

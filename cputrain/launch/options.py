@@ -1,7 +1,6 @@
 """Turn planning options into plans; choose the hosts of a launch (named, a scheduler's allocation, or pods) and the
 instances of a program on one host."""
 
-import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,6 @@ THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 LATENCY, THROUGHPUT = "latency", "throughput"
 LATENCY_CORES = 4  # per copy, as in ipexrun and torch.backends.xeon.run_cpu
 NAME_S = 300.0  # until the first pod has a name: it must be scheduled, and its image may be pulled
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

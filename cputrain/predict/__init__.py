@@ -6,6 +6,6 @@ configs/published. host.py is the model of a plan's host; next_best.py compares 
 `plan_machine(machine, request, compare=compare_plan)`.
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

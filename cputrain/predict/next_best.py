@@ -107,7 +107,7 @@ class Comparison:
             return "not taken: other workers change the images of a step unless batch.global sets them"
         return ""
 
-    def _planned(self, *, e_cores: str | None = None, **numbers: int) -> Plan | None:
+    def _plan_with(self, *, e_cores: str | None = None, **numbers: int) -> Plan | None:
         """Return the plan with other numbers; None if it does not fit the host or its memory."""
         plan, workload = self.plan, self.plan.request.workload
         counted = workload and replace(workload, assumed=False)  # refused if it does not fit
@@ -141,7 +141,7 @@ class Comparison:
             near = {count for count in near if count and images % (request.nodes * count) == 0}
         rates, refused = {current: self._best_rate(plan)}, {}
         for count in sorted(count for count in near - {current} if 1 <= count <= min(len(cores), limit)):
-            alternative = self._planned(ppn=count)
+            alternative = self._plan_with(ppn=count)
             if alternative is not None and len(alternative.workers) == count:
                 rates[count] = self._best_rate(alternative)
                 if slowest_part(alternative)["comm_cores"] < min(1, slowest_part(plan)["comm_cores"]):
@@ -154,7 +154,7 @@ class Comparison:
         """Return the images/s of a plan with its loader cores, or with none if these are free and that is faster."""
         plans = [plan]
         if not self._kept(LOADER_CORES) and slowest_part(plan)["loader_cores"]:
-            plans.append(self._planned(ppn=len(plan.workers), loader_cores=0) or plan)
+            plans.append(self._plan_with(ppn=len(plan.workers), loader_cores=0) or plan)
         return max(self.model.images_per_s(self.model.of(plan)) for plan in plans)
 
     def _cores(self, what: str) -> ComparedChoice:
@@ -166,7 +166,7 @@ class Comparison:
         rates = {current: self.images_per_s}
         for count in range(max(current, limit) + 1) if setup.ranks > 1 or what == LOADER_CORES else ():
             numbers: dict[str, Any] = {"ppn": len(self.plan.workers), FIELDS[what]: count}
-            alternative = self._planned(**numbers) if count != current else None
+            alternative = self._plan_with(**numbers) if count != current else None
             planned = None if alternative is None else self.model.of(alternative)
             if planned is not None and count == (planned.comm_cores if what == COMM_CORES else planned.loader_cores):
                 rates[count] = self.model.images_per_s(planned)
@@ -179,7 +179,7 @@ class Comparison:
         """Compare the cores that compute with those of the fastest type alone; None if the plan uses no others."""
         if len({core.speed for core in self.plan.machine.allowed_cores}) == 1:
             return None
-        fast = self._planned(e_cores="off")
+        fast = self._plan_with(e_cores="off")
         current = self.plan.computing_cores
         if fast is None or fast.computing_cores == current:
             return None

@@ -2,6 +2,6 @@
 
 schema.py (sections, keys, types, documentation), keys.py (paths of keys, error messages, the reference), loading.py
 (YAML files, key=value settings, shipped recipes), derivation.py (batch, steps and learning rates for a number of
-workers, with explanations), workload.py (layers, operations, memory and optimizer state), request.py (what a recipe
-asks of the planner), resume.py (the recipe of a run, and whether another may continue it).
+workers, with explanations), request.py (what a recipe asks of the planner and the cost model), resume.py (the recipe of
+a run, and whether another may continue it).
 """

@@ -7,6 +7,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.request import Reason
 from cputrain.affinity.planner.rules import most_per_pass, passes_of
 from cputrain.affinity.wording import plural
+from cputrain.optim_settings import OptimSettings
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.schedule import Schedule
 
@@ -51,40 +52,39 @@ class PeakRate:
     why: str
 
 
-def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
-    """Return the recipe's peak rate for a job. Raises InputError if the optimizer lacks the scaling rule it needs."""
-    rate, scaling = recipe.schedule.peak_rate, recipe.optim.scale_rate_by
+def peak_rate(schedule: ScheduleSection, optim: OptimSettings, *, global_batch: int, workers: int) -> PeakRate:
+    """Return the peak rate of a job. Raises InputError if the optimizer lacks the scaling rule it needs."""
+    rate, scaling = schedule.peak_rate, optim.scale_rate_by
     if rate == "auto":
-        return _auto_rate(recipe, global_batch, workers)
-    reference = recipe.schedule.reference_batch
+        return _auto_rate(schedule.auto_rate_factor, optim, global_batch, workers)
+    reference = schedule.reference_batch
     if scaling == "workers":
         why = f"{rate:g} x {plural(workers, 'worker')} (optim.scale_rate_by=workers)"
         return PeakRate(rate=rate * workers, why=why)
     if scaling == "batch":
-        return _rate_by_batch(recipe, rate, global_batch)
+        return _rate_by_batch(rate, reference, optim.name, global_batch)
     return PeakRate(rate=rate, why="set in the recipe" + (f" for a global batch of {reference:,}" if reference else ""))
 
 
-def rate_warning(recipe: Recipe, global_batch: int) -> str:
+def rate_warning(schedule: ScheduleSection, optim: OptimSettings, global_batch: int) -> str:
     """Return a warning if the learning rate was tuned for another global batch than the job's, else ""."""
-    rate, reference = recipe.schedule.peak_rate, recipe.schedule.reference_batch
-    if reference in (None, global_batch) or recipe.optim.scale_rate_by in ("batch", "workers"):
+    rate, reference = schedule.peak_rate, schedule.reference_batch
+    if reference in (None, global_batch) or optim.scale_rate_by in ("batch", "workers"):
         return ""
-    has_rule = recipe.optim.name in RULES
-    other = "optim.scale_rate_by=batch" if has_rule else f"tune schedule.peak_rate for {global_batch:,}"
+    other = "optim.scale_rate_by=batch" if optim.name in RULES else f"tune schedule.peak_rate for {global_batch:,}"
     return (
         f"schedule.peak_rate={rate:g} was tuned for a global batch of {plural(reference, 'image')}, but this job's is "
         f"{global_batch:,}: set batch.global={reference}, or {other}"
     )
 
 
-def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
-    """Return the learning rate for peak_rate=auto."""
-    rule, scaling = _rule(recipe, "schedule.peak_rate=auto"), recipe.optim.scale_rate_by
+def _auto_rate(factor: float, optim: OptimSettings, global_batch: int, workers: int) -> PeakRate:
+    """Return the learning rate for peak_rate=auto, multiplied by `factor`."""
+    rule, scaling = _rule(optim.name, "schedule.peak_rate=auto"), optim.scale_rate_by
     base, base_text = rule.base_rate, f"{rule.base_rate:g}"
-    if recipe.optim.name == "rmsprop" and recipe.optim.momentum:
+    if optim.name == "rmsprop" and optim.momentum:
         # A momentum of m multiplies the updates by 1 / (1 - m); the rule is for RMSprop without momentum.
-        base, base_text = base * (1 - recipe.optim.momentum), f"{base:g} x (1 - {recipe.optim.momentum:g})"
+        base, base_text = base * (1 - optim.momentum), f"{base:g} x (1 - {optim.momentum:g})"
     if scaling == "none":
         rate, why = base, f"{base_text}, not scaled (optim.scale_rate_by=none)"
     else:
@@ -94,15 +94,14 @@ def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
         why = f"{rule.title}: {rule.formula(base_text, ratio)}"
         if scaling == "workers":
             rate, why = rate * workers, f"{why} x {plural(workers, 'worker')}"
-    factor = recipe.schedule.auto_rate_factor
     if factor != 1:
         why += f" = {rate:.4g}, x {factor:g} = {factor * rate:g} (schedule.auto_rate_factor={factor:g})"
     return PeakRate(rate=factor * rate, why=why)
 
 
-def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
+def _rate_by_batch(rate: float, reference: int | None, optimizer: str, global_batch: int) -> PeakRate:
     """Scale a numeric rate from its reference batch to the job's global batch."""
-    rule, reference = _rule(recipe, "optim.scale_rate_by=batch"), recipe.schedule.reference_batch
+    rule = _rule(optimizer, "optim.scale_rate_by=batch")
     if reference is None:
         raise InputError(
             f"optim.scale_rate_by=batch needs the global batch that schedule.peak_rate={rate:g} was tuned for: set "
@@ -114,13 +113,13 @@ def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
     )
 
 
-def _rule(recipe: Recipe, setting: str) -> ScalingRule:
-    if recipe.optim.name not in RULES:
+def _rule(optimizer: str, setting: str) -> ScalingRule:
+    if optimizer not in RULES:
         raise InputError(
-            f"{setting} needs a scaling rule for the learning rate, but optim.name={recipe.optim.name} has none, "
+            f"{setting} needs a scaling rule for the learning rate, but optim.name={optimizer} has none, "
             f"unlike {', '.join(RULES)}: set schedule.peak_rate to a rate for this batch"
         )
-    return RULES[recipe.optim.name]
+    return RULES[optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +191,9 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
         steps_per_epoch=steps,
         warmup_steps=round(recipe.schedule.warmup_epochs * steps),
         total_steps=recipe.epochs * steps,
-        peak_rate=peak_rate(recipe, global_batch=global_batch, workers=workers).rate,
+        peak_rate=peak_rate(recipe.schedule, recipe.optim, global_batch=global_batch, workers=workers).rate,
         accumulation_steps=accumulation_steps,
-        rate_warning=rate_warning(recipe, global_batch),
+        rate_warning=rate_warning(recipe.schedule, recipe.optim, global_batch),
     )
 
 
@@ -245,22 +244,21 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
     )
 
 
-def schedule_of(recipe: Recipe, sizes: TrainingSizes) -> Schedule:
-    """Return a recipe's schedule in steps, with the restarts of its phases."""
-    section = recipe.schedule
+def schedule_of(schedule: ScheduleSection, phases: tuple[PhaseSection, ...], sizes: TrainingSizes) -> Schedule:
+    """Return the schedule in steps, with the restarts of the phases."""
     return Schedule(
         total_steps=sizes.total_steps,
         peak_lr=sizes.peak_rate,
         warmup_steps=sizes.warmup_steps,
-        start_lr=section.start_rate,
-        end_lr=section.end_rate,
-        decay=section.name,
-        power=section.power,
-        milestones=tuple(round(epoch * sizes.steps_per_epoch) for epoch in section.milestones),
-        milestone_factor=section.milestone_factor,
+        start_lr=schedule.start_rate,
+        end_lr=schedule.end_rate,
+        decay=schedule.name,
+        power=schedule.power,
+        milestones=tuple(round(epoch * sizes.steps_per_epoch) for epoch in schedule.milestones),
+        milestone_factor=schedule.milestone_factor,
         restarts=tuple(
             (phase.from_epoch * sizes.steps_per_epoch, phase.restart_rate, phase.restart_power)
-            for phase in recipe.phases
+            for phase in phases
             if phase.restart_rate is not None
         ),
     )
@@ -268,9 +266,10 @@ def schedule_of(recipe: Recipe, sizes: TrainingSizes) -> Schedule:
 
 def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> list[Reason]:
     """Return every size with its value and its derivation, one line each."""
+    rate = peak_rate(recipe.schedule, recipe.optim, global_batch=sizes.global_batch, workers=ppn * nodes)
     return [
-        _global_batch(recipe, sizes, ppn=ppn, nodes=nodes),
-        _steps_per_epoch(recipe, sizes),
+        _global_batch(recipe.batch, recipe.data.unit, sizes, ppn=ppn, nodes=nodes),
+        _steps_per_epoch(recipe.data.unit, sizes),
         Reason(
             what="warm-up steps",
             value=f"{sizes.warmup_steps:,}",
@@ -281,11 +280,7 @@ def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> li
             value=f"{sizes.total_steps:,}",
             why=f"{_epochs(recipe.epochs)} x {plural(sizes.steps_per_epoch, 'step')}",
         ),
-        Reason(
-            what="peak rate",
-            value=f"{sizes.peak_rate:g}",
-            why=peak_rate(recipe, global_batch=sizes.global_batch, workers=ppn * nodes).why,
-        ),
+        Reason(what="peak rate", value=f"{sizes.peak_rate:g}", why=rate.why),
         Reason(
             what="learning rate",
             value=_rates(recipe.schedule, sizes),
@@ -296,8 +291,8 @@ def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> li
     ]
 
 
-def _global_batch(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> Reason:
-    batch, unit, workers = recipe.batch, recipe.data.unit, ppn * nodes
+def _global_batch(batch: BatchSection, unit: str, sizes: TrainingSizes, *, ppn: int, nodes: int) -> Reason:
+    workers = ppn * nodes
     if batch.global_ is None:
         accumulated = f" x {batch.accumulation} accumulation steps" if batch.accumulation > 1 else ""
         return Reason(
@@ -317,7 +312,7 @@ def _global_batch(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int)
     )
 
 
-def _steps_per_epoch(recipe: Recipe, sizes: TrainingSizes) -> Reason:
+def _steps_per_epoch(unit: str, sizes: TrainingSizes) -> Reason:
     ratio = sizes.images_per_epoch / sizes.global_batch
     if sizes.used_images_per_epoch < sizes.images_per_epoch:
         rounding = ", the partial last batch is dropped"
@@ -328,7 +323,7 @@ def _steps_per_epoch(recipe: Recipe, sizes: TrainingSizes) -> Reason:
     return Reason(
         what="steps per epoch",
         value=f"{sizes.images_per_epoch:,} / {sizes.global_batch:,} = {ratio:.2f} -> {sizes.steps_per_epoch:,}",
-        why=f"{recipe.data.unit} / global batch{rounding}",
+        why=f"{unit} / global batch{rounding}",
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from cputrain.affinity.planner.memory import USABLE
 from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request
 from cputrain.affinity.planner.workload import IMAGE_PIXELS, RESNET50, Workload, largest_batch
-from cputrain.data.settings import LINE
+from cputrain.data.settings import LINE, DataSettings
+from cputrain.models.settings import ModelSettings
 from cputrain.mpi.supervise.processes import OutOfMemory
 from cputrain.optim_settings import TAKE_NORMS
 from cputrain.predict.layers import CLASSES, LayerSize, early_strides, gflop_of, layers_at, read_network
@@ -29,29 +30,28 @@ def request_of(recipe: Recipe, images: int | None = None) -> Request:
         local_batch=recipe.batch.local,
         global_batch=recipe.batch.global_,
         accumulation=recipe.batch.accumulation,
-        most_workers=_most_workers(recipe, images),
+        most_workers=_most_workers(recipe.batch, recipe.data, images),
         workload=workload_of(recipe),
     )
 
 
-def _most_workers(recipe: Recipe, images: int | None) -> int | None:
+def _most_workers(batch: BatchSection, data: DataSettings, images: int | None) -> int | None:
     """Return the most workers that each get an image in every step and an epoch a full step; None if unlimited."""
-    batch = recipe.batch
     if batch.global_ is not None:
         return batch.global_
-    epoch = recipe.data.images_per_epoch or images or recipe.data.train_images
+    epoch = data.images_per_epoch or images or data.train_images
     return None if epoch is None else max(1, epoch // (batch.local * batch.accumulation))
 
 
-def layer_sizes(recipe: Recipe) -> tuple[LayerSize, ...] | None:
-    """Return the layers of a recipe's network at its crop; None if the network was not traced."""
-    if recipe.data.path == LINE:
+def layer_sizes(model: ModelSettings, data: DataSettings) -> tuple[LayerSize, ...] | None:
+    """Return the layers of a network at the crop of its images; None if the network was not traced."""
+    if data.path == LINE:
         return (LayerSize(name="fc", kind="linear", weights=(1, 1), inputs=1, outputs=1, flop=(2, 2)),)
-    network = read_network(recipe.model.name)
+    network = read_network(model.name)
     if network is None:
         return None
-    layers = layers_at(network, recipe.data.crop, recipe.model.classes or CLASSES)
-    return early_strides(layers) if recipe.model.resnet_version == "v1" else layers
+    layers = layers_at(network, data.crop, model.classes or CLASSES)
+    return early_strides(layers) if model.resnet_version == "v1" else layers
 
 
 def workload_of(recipe: Recipe) -> Workload:
@@ -60,7 +60,7 @@ def workload_of(recipe: Recipe) -> Workload:
     A network that was not traced is assumed to have ResNet-50's size, as stated in the workload's name.
     """
     name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
-    layers, network = layer_sizes(recipe), read_network(name)
+    layers, network = layer_sizes(recipe.model, recipe.data), read_network(name)
     workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's", network="", side=side)
     if layers is not None and network is not None:
         workload = Workload(
@@ -117,9 +117,9 @@ def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: OutOfMemory, worke
     have fitted, half of it. Also name the command that measures the largest. `ppn` workers ran on each of `nodes`
     hosts; `workers` is the option that sets their number.
     """
-    workload, batch = workload_of(recipe), largest_local_batch(recipe.batch, ppn * nodes)
+    batch = largest_local_batch(recipe.batch, ppn * nodes)
     measure = f"cputrain sweep {recipe.name} --find-batch measures the largest that trains"
-    fits = largest_batch(workload, int(USABLE * shortage.limit_bytes / ppn)) if workload else batch
+    fits = largest_batch(workload_of(recipe), int(USABLE * shortage.limit_bytes / ppn))
     smaller = fits if fits < batch else batch // 2
     if smaller < 1:
         return f"use fewer workers ({workers}{max(1, ppn // 2)}), or a smaller data.crop"

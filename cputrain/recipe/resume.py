@@ -15,7 +15,7 @@ from cputrain.files import CHECKPOINTS, RECIPE, recipe_names, write_text
 from cputrain.manifest import ScaleRecord, read_manifest
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import dump_recipe, load_recipe, nearest_recipes, recipe_of
-from cputrain.recipe.schema import BatchSection, Recipe
+from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.runs.folder import (
     FOLDERS,
     RUN_FILES,
@@ -122,9 +122,9 @@ def describe_differences(found: Differences) -> str:
     return ", ".join(f"{key}: {describe_value(old)} -> {describe_value(new)}" for key, (old, new) in found.items())
 
 
-def changes_training(found: Differences, new: Recipe) -> Differences:
-    """Return the differences that would change what the training computes from now on."""
-    endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
+def changes_training(found: Differences, schedule: ScheduleSection, phases: tuple[PhaseSection, ...]) -> Differences:
+    """Return the differences that would change what a training with this schedule computes from now on."""
+    endless = schedule.name in ENDLESS and all(phase.restart_rate is None for phase in phases)
     allowed = (*MAY_CHANGE, *(("epochs",) if endless else ()))
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
 
@@ -133,7 +133,7 @@ def reason_not_to_resume(
     folder: Path, old: Recipe, new: Recipe, before: ScaleRecord | None, now: ScaleRecord
 ) -> str | None:
     """Return why a run cannot continue with this recipe and these workers, and what to do; None if it can."""
-    changed = changes_training(differences(old, new), new)
+    changed = changes_training(differences(old, new), new.schedule, new.phases)
     resume = new.wording("resume", "true")
     if changed:
         return (
@@ -206,7 +206,7 @@ def check_folder(
     old = load_recipe(str(folder / RECIPE))
     if resume:
         return _resumption(recipe, old, now)
-    if changed := changes_training(differences(old, recipe), recipe):
+    if changed := changes_training(differences(old, recipe), recipe.schedule, recipe.phases):
         raise InputError(
             f"output {folder} contains a run of another recipe ({describe_differences(changed)}): set output to "
             f"another folder, or add {to_overwrite} to delete that run"

@@ -70,11 +70,11 @@ def read_usage(run: Path) -> Usage | None:
     return Usage(
         workers=nonempty,
         hosts={host: hosts[host] for host in sorted(hosts) if hosts[host]},
-        planned=_planned(run / PLAN_FILE, {rank: records[-1].host for rank, records in nonempty.items()}),
+        planned=_planned_workers(run / PLAN_FILE, {rank: records[-1].host for rank, records in nonempty.items()}),
     )
 
 
-def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
+def _planned_workers(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
     """Return each rank's planned worker, omitting hosts that ran a different number of ranks than planned."""
     try:
         data = read_json(path)

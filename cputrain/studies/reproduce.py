@@ -18,7 +18,7 @@ from cputrain.affinity.wording import plural
 from cputrain.files import write_text
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
-from cputrain.recipe.schema import Recipe, Section
+from cputrain.recipe.schema import PlanSection, Recipe, Section
 from cputrain.rows import Column, Rows
 from cputrain.settings import Positive
 from cputrain.studies.svg import plot_svg
@@ -320,7 +320,7 @@ def _compared(document: str, table: PublishedTable, experiment: Experiment) -> E
         experiment=experiment.title,
         command=command,
         hosts=experiment.hosts,
-        ppn=_ppn(recipe) if recipe else 0,
+        ppn=_ppn(recipe.plan) if recipe else 0,
         rows=tuple(_row(quantity, published, derived) for quantity in QUANTITIES if quantity in shown),
         note="; ".join(filter(None, (experiment.note, table.note))),
     )
@@ -350,15 +350,15 @@ def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str
     return values
 
 
-def _ppn(recipe: Recipe) -> int:
+def _ppn(plan: PlanSection) -> int:
     """Return the workers per host; every recipe of a published experiment sets them."""
-    assert recipe.plan.ppn != "auto"
-    return int(recipe.plan.ppn)
+    assert plan.ppn != "auto"
+    return int(plan.ppn)
 
 
 def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
     """Return a recipe's sizes on `hosts` hosts, by quantity."""
-    data, ppn = recipe.data, _ppn(recipe)
+    data, ppn = recipe.data, _ppn(recipe.plan)
     sizes = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
     values: dict[str, float] = {
         "global batch": sizes.global_batch,

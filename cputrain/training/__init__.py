@@ -9,6 +9,6 @@ stop after the same step. local.py plans a training on this machine and starts i
 in cputrain/schedule.py.
 """
 
-from cputrain import names_of
+from cputrain import lazy_names
 
-__getattr__ = names_of(__name__)
+__getattr__ = lazy_names(__name__)

@@ -27,7 +27,7 @@ from cputrain.kernels.apply import LoadedKernels, agree_on_plan, apply_plan, con
 from cputrain.kernels.convolution import has_amx, winograd_shapes
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
-from cputrain.kernels.measure import measured as measured_gains
+from cputrain.kernels.measure import measured_gains
 from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, WINOGRAD, Gain, KernelPlan, Target, plan_kernels
 from cputrain.training import ipex
 

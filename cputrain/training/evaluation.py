@@ -30,7 +30,7 @@ from cputrain.rows import Column, Rows
 from cputrain.training.batches import evaluation_batches, evaluation_shares
 from cputrain.training.corrupt_images import CorruptImageCheck
 from cputrain.training.engine import autocast, evaluation_network, plan_network, prepare_model
-from cputrain.training.progress import EvaluationProgress
+from cputrain.training.progress import EvaluationBar
 from cputrain.training.session import Session
 from cputrain.training.snapshot import load_eval_model
 from cputrain.training.step import Accuracy, count_correct
@@ -192,7 +192,7 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
         raise InputError(f"the ranks find different files at {path}: copy it to a file system shared by all hosts")
     started = time.perf_counter()
     steps = len(evaluation_shares(session, "val"))  # no rank has more than rank 0
-    progress = EvaluationProgress(steps, shown=session.is_main_rank, bar=bar, lines=lines)
+    progress = EvaluationBar(steps, shown=session.is_main_rank, bar=bar, lines=lines)
     log = PredictionLog()
     with closing(progress):
         accuracy = evaluate(network, session, on_batch=progress.step, predictions=log)

@@ -34,7 +34,7 @@ class BarLines:
         """Do nothing: each line is flushed."""
 
 
-class Progress:
+class TrainingBar:
     """Printed lines of a training and, with `bar`, a progress bar in images or points; silent unless `shown`. If the
     bar is not `redrawn`, it is printed as a line every PLAIN_S seconds, or `redraw_s` if that is more."""
 
@@ -87,7 +87,7 @@ class Progress:
         self._bar.close()
 
 
-class EvaluationProgress:
+class EvaluationBar:
     """Progress of an evaluation: with `bar` a progress bar, else 10 lines; silent unless `shown`."""
 
     def __init__(self, steps: int, *, shown: bool, bar: bool, lines: TextIO) -> None:

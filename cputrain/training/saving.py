@@ -72,7 +72,7 @@ class Saver:
             return False
         return time.monotonic() - self._began >= 60 * section.every_minutes
 
-    def save(self, position: TrainProgress) -> None:
+    def save(self, progress: TrainProgress) -> None:
         """Start to save this step. Only waits for the previous checkpoint, then copies the state."""
         self.wait()
         self._began = time.monotonic()
@@ -80,14 +80,14 @@ class Saver:
         snapshot = take_snapshot(self.state, rank, self.session.recipe.optim.name)
         content = None
         if snapshot.optimizer is not None:
-            content = self._manifest(position, snapshot.optimizer).model_dump(mode="json")
-        self.writer.begin(position.step, snapshot.files, position.metadata(), content)
-        self._unlogged = position.step, False
+            content = self._manifest(progress, snapshot.optimizer).model_dump(mode="json")
+        self.writer.begin(progress.step, snapshot.files, progress.metadata(), content)
+        self._unlogged = progress.step, False
 
-    def try_out(self, position: TrainProgress) -> None:
+    def try_out(self, progress: TrainProgress) -> None:
         """Check before training that checkpoints can be saved: build checkpoint.json in memory and test the folder.
         All ranks must call this. Raises InputError on every rank."""
-        run_on_main_rank(lambda: self._try_manifest(position))
+        run_on_main_rank(lambda: self._try_manifest(progress))
         averages = 1 if self.state.averages is None else 2
         weights = sum(value.nbytes for value in self.state.network.state_dict().values())
         trained = sum(value.nbytes for value in self.state.learner.trained().values())
@@ -95,10 +95,10 @@ class Saver:
         rank = self.session.rank
         try_out(self.writer.folder, rank.rank, needed, first_on_host=rank.local_rank == 0)
 
-    def _try_manifest(self, position: TrainProgress) -> None:
+    def _try_manifest(self, progress: TrainProgress) -> None:
         try:
             record = optimizer_record(self.state.optimizer, self.state.learner, self.session.recipe.optim.name)
-            content_text(self._manifest(position, record).model_dump(mode="json"))
+            content_text(self._manifest(progress, record).model_dump(mode="json"))
         except ValidationError as error:
             place, first = first_error(error)
             value = f"{place}={first['input']!r} ({first['msg']})"
@@ -117,12 +117,12 @@ class Saver:
         self.writer.wait()
         self._log()
 
-    def finish(self, position: TrainProgress, *, best: bool) -> None:
+    def finish(self, progress: TrainProgress, *, best: bool) -> None:
         """Record in this step's checkpoint that its epoch is evaluated and logged, and whether it is the best."""
         if not self.session.is_main_rank:
             return
-        ends_epoch = position.step % self.session.sizes.steps_per_epoch == 0
-        score = None if math.isnan(position.best_score) else position.best_score
+        ends_epoch = progress.step % self.session.sizes.steps_per_epoch == 0
+        score = None if math.isnan(progress.best_score) else progress.best_score
 
         def change(content: dict[str, Any]) -> dict[str, Any]:
             # If max_steps ended the training within an epoch, a longer one continues with each rank's own statistics.
@@ -130,7 +130,7 @@ class Saver:
             return {**content, "training": {**content["training"], **now}}
 
         self.writer.amend(change, best=best)
-        self._unlogged = position.step, best
+        self._unlogged = progress.step, best
 
     def _log(self) -> None:
         if self._unlogged is not None:
@@ -138,7 +138,7 @@ class Saver:
             self.log.checkpoint(step, best=best)
             self._unlogged = None
 
-    def _manifest(self, position: TrainProgress, optimizer: OptimizerRecord) -> Manifest:
+    def _manifest(self, progress: TrainProgress, optimizer: OptimizerRecord) -> Manifest:
         session = self.session
         recipe = session.recipe
         network = NetworkRecord(
@@ -151,20 +151,20 @@ class Saver:
             std=recipe.data.std,
         )
         training = TrainingRecord(
-            epoch_done=position.epoch_done,
+            epoch_done=progress.epoch_done,
             own_statistics=True,
-            best_score=None if math.isnan(position.best_score) else position.best_score,
+            best_score=None if math.isnan(progress.best_score) else progress.best_score,
             bucket_mib=self.state.bucket_mib,
             winograd=None if self.state.winograd is None else tuple(self.state.winograd),
-            first_loss=position.first_loss,
-            diverged=position.diverged,
-            rollbacks=position.rollbacks,
+            first_loss=progress.first_loss,
+            diverged=progress.diverged,
+            rollbacks=progress.rollbacks,
             optimizer=optimizer,
         )
         values: dict[str, Any] = recipe.with_absolute_paths().model_dump(mode="json", by_alias=True)
         return Manifest(
             cputrain=__version__,
-            step=position.step,
+            step=progress.step,
             network=network,
             scale=session.scale,
             training=training,

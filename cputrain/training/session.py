@@ -2,7 +2,6 @@
 settings that must agree between ranks."""
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -50,8 +49,6 @@ from cputrain.training.corrupt_images import check_sample
 from cputrain.training.engine import Engine, agree_on_engine, choose_engine, to_weight_dtype, with_measured_engine
 from cputrain.training.precision import Trial, choose_precision
 from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
-
-logger = logging.getLogger(__name__)
 
 FIRST_ALLOCATION = 16 << 20  # float32 values (64 MiB), far more than a page or a core's cache
 NO_LAYERS = Engine(name="eager", why="the network has no Conv2d or BatchNorm2d layer, which the native kernels are for")
@@ -149,7 +146,7 @@ def start_session(
     else:
         dataset = user_task.dataset
     phase("loading native kernels")
-    engine = _engine_of(recipe, user_task, env)
+    engine = _engine_of(recipe.engine, recipe.precision, user_task, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -172,7 +169,7 @@ def start_session(
         recipe=recipe,
         precision_why="",
         sizes=sizes,
-        schedule=schedule_of(recipe, sizes),
+        schedule=schedule_of(recipe.schedule, recipe.phases, sizes),
         group=group,
         local_batches=local_batches,
         dataset=dataset,
@@ -212,7 +209,7 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
     if choice.precision == recipe.precision:
         return replace(session, precision_why=choice.why)
     recipe = recipe.model_copy(update={"precision": choice.precision})
-    engine = _engine_of(recipe, user_task, env)
+    engine = _engine_of(recipe.engine, recipe.precision, user_task, env)
     return replace(
         session,
         recipe=recipe,
@@ -222,9 +219,9 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
     )
 
 
-def _engine_of(recipe: Recipe, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
-    if user_task is None or recipe.engine != "auto" or _has_images(user_task.network):
-        return choose_engine(recipe.engine, recipe.precision, env)
+def _engine_of(name: str, precision: str, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
+    if user_task is None or name != "auto" or _has_images(user_task.network):
+        return choose_engine(name, precision, env)
     return NO_LAYERS  # whose kernels would be compiled for nothing
 
 

@@ -73,9 +73,9 @@ class TrainProgress:
         return {METRICS: json.dumps({**asdict(self.epoch), "seconds": self.epoch_s})}
 
 
-def position_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str, str]]) -> TrainProgress:
-    """Return the position of a checkpoint; `headers` are of the files of the ranks whose sums this rank continues."""
-    position = TrainProgress(
+def progress_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str, str]]) -> TrainProgress:
+    """Return the progress of a checkpoint; `headers` are of the files of the ranks whose sums this rank continues."""
+    progress = TrainProgress(
         step=step,
         best_score=math.nan if record.best_score is None else record.best_score,
         epoch_done=record.epoch_done,
@@ -85,9 +85,9 @@ def position_of(step: int, record: TrainingRecord, headers: Iterable[Mapping[str
     )
     for header in headers if not record.epoch_done else ():
         sums = json.loads(header[METRICS])
-        position.epoch_s = max(position.epoch_s, sums.pop("seconds"))
-        position.epoch.add(EpochMetrics(**sums))
-    return position
+        progress.epoch_s = max(progress.epoch_s, sums.pop("seconds"))
+        progress.epoch.add(EpochMetrics(**sums))
+    return progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def check_learner(learner: Learner) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """Verified content of a checkpoint for one rank: shared `files` by name, `rank_tensors` of its own, and the
-    position.
+    progress.
 
     `same_ranks` is True if the same number of ranks wrote it. `damaged` maps newer checkpoints to their problems.
     """
@@ -229,7 +229,7 @@ class Loaded:
     manifest: Manifest
     files: dict[str, Tensors]
     rank_tensors: Tensors
-    position: TrainProgress
+    progress: TrainProgress
     same_ranks: bool
     damaged: dict[str, str] = field(default_factory=dict)
 
@@ -264,7 +264,7 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
     rank_tensors, _ = read_file(path, manifest, rank_file(rank % writers))
     headers = (read_file(path, manifest, rank_file(writer))[1] for writer in range(rank, writers, world_size))
     try:
-        position = position_of(manifest.step, manifest.training, headers)
+        progress = progress_of(manifest.step, manifest.training, headers)
     except (AttributeError, LookupError, TypeError, ValueError):
         raise DamagedError(f"{path} is damaged: a rank's file has no valid sums of the epoch") from None
     same_ranks = writers == world_size
@@ -273,7 +273,7 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
         manifest=manifest,
         files=files,
         rank_tensors=rank_tensors,
-        position=position,
+        progress=progress,
         same_ranks=same_ranks,
     )
 

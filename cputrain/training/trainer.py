@@ -56,10 +56,10 @@ class Trainer:
         checkpoint = newest_checkpoint(session, resume=options.resume)
         self.session, self.run = session, run
         self.state, notes = build_state(session, checkpoint)
-        self.position = checkpoint.position if checkpoint else TrainProgress()
+        self.progress = checkpoint.progress if checkpoint else TrainProgress()
         self.log = open_log(session, run.events, self.step, quiet=options.quiet)
         for note in notes:
-            self.log.progress.line(note)
+            self.log.bar.line(note)
         if checkpoint:
             rename_damaged(checkpoint, self.log.warn, self.step, session.rank.rank)
         self.preemption = Preemption(session.group.keys, is_main_rank=session.is_main_rank, prepared=options.prepared)
@@ -71,7 +71,7 @@ class Trainer:
         self.watchers = make_watchers(
             session,
             self.state,
-            self.position,
+            self.progress,
             self.log,
             self.corrupt_images,
             trackers=run.trackers,
@@ -82,7 +82,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """Number of completed steps."""
-        return self.position.step
+        return self.progress.step
 
     def train(self) -> TrainResult:
         """Train to the last step or a preemption, then evaluate the test images.
@@ -90,8 +90,8 @@ class Trainer:
         Raises RunError for NaN or Inf with on_nan=stop and for a damaged image with data.on_error=raise; InputError if
         the state cannot be saved, or if more images are damaged than data.max_damaged allows.
         """
-        with closing(self.log.progress):
-            self.saver.try_out(self.position)
+        with closing(self.log.bar):
+            self.saver.try_out(self.progress)
             self.run.begin(self.log, self.step, self.state.winograd)
             gc.freeze()  # collections skip libraries' objects, which are never freed; scanning them delays the loader
             accuracy, trained_s = self._run_epochs()
@@ -119,10 +119,10 @@ class Trainer:
         last_step = sizes.last_step(recipe.max_steps)
         trained_s, accuracy = 0.0, None
         first = self.step // sizes.steps_per_epoch
-        if self.step > 0 and self.step % sizes.steps_per_epoch == 0 and not self.position.epoch_done:
+        if self.step > 0 and self.step % sizes.steps_per_epoch == 0 and not self.progress.epoch_done:
             first -= 1  # resumed after an epoch's last step, before its evaluation
         for epoch in range(first, recipe.epochs):
-            if self.preempted or (self.step >= last_step and self.position.epoch_done):
+            if self.preempted or (self.step >= last_step and self.progress.epoch_done):
                 break
             accuracy, seconds = self._run_epoch(epoch, last_step)
             trained_s += seconds
@@ -134,7 +134,7 @@ class Trainer:
 
         The checkpoint is written while the epoch is evaluated, so a crash in the evaluation loses no steps.
         """
-        recipe, position = self.session.recipe, self.position
+        recipe, progress = self.session.recipe, self.progress
         seconds = self._run_steps(epoch, min(last_step, (epoch + 1) * self.session.sizes.steps_per_epoch))
         sums = self._sum_up()
         if self.preempted:
@@ -149,23 +149,23 @@ class Trainer:
         accuracy = self._evaluate() if evaluates else None
         self._log_epoch(epoch, sums, accuracy)
         best = False
-        if accuracy is not None and accuracy.images > 0 and position.improves(accuracy.score):
-            position.best_score, best = accuracy.score, True
-        position.end_epoch()
+        if accuracy is not None and accuracy.images > 0 and progress.improves(accuracy.score):
+            progress.best_score, best = accuracy.score, True
+        progress.end_epoch()
         self.preemption.agree(self.step, ends_epoch=True)
         self.preempted = not ends and self.preemption.should_stop_after(self.step)
         if saves:
-            self.saver.finish(position, best=best)
+            self.saver.finish(progress, best=best)
         elif self.preempted:
             self._save()
         return accuracy, seconds
 
     def _run_steps(self, epoch: int, stop: int) -> float:
         """Train until step `stop` of this epoch or a preemption; return the seconds it took."""
-        session, recipe, sizes, position = self.session, self.session.recipe, self.session.sizes, self.position
+        session, recipe, sizes, progress = self.session, self.session.recipe, self.session.sizes, self.progress
         weight_decay = recipe.at_epoch(epoch).weight_decay
         batches = training_batches(session, epoch, self.step, stop)
-        begun, before = time.perf_counter(), position.epoch_s
+        begun, before = time.perf_counter(), progress.epoch_s
         while self.step < stop and not self.preempted:
             started = time.perf_counter()
             settings = StepSettings(
@@ -179,11 +179,11 @@ class Trainer:
                 key=(self.step, session.rank.rank),
             )
             result = train_step(self.state, batches, settings, session.task)
-            position.add_step(result.metrics)
+            progress.add_step(result.metrics)
             seconds = time.perf_counter() - started
             for watcher in self.watchers:
                 watcher.after_step(self.step, settings, result, seconds)
-            position.epoch_s = before + time.perf_counter() - begun
+            progress.epoch_s = before + time.perf_counter() - begun
             self.preemption.agree(self.step, save_due=self.saver.is_due)
             self.preempted = self.preemption.should_stop_after(self.step)
             self.saver.check()
@@ -195,7 +195,7 @@ class Trainer:
         """Save the state after this step. All ranks must call this after the same step."""
         for watcher in self.watchers:
             watcher.before_save(self.step)
-        self.saver.save(self.position)
+        self.saver.save(self.progress)
 
     def _saves_after_step(self) -> bool:
         every = self.session.recipe.checkpoint.every_steps
@@ -204,14 +204,14 @@ class Trainer:
     def _sum_up(self) -> list[float]:
         """Sum the epoch's losses, correct predictions, readable and damaged images so far over all ranks. Raises
         InputError if too many are damaged, before anything is saved."""
-        metrics = self.position.epoch
+        metrics = self.progress.epoch
         sums = all_reduce_sum(metrics.loss, metrics.correct, metrics.images, len(metrics.damaged))
         self.corrupt_images.epoch(metrics, damaged=sums[3], readable=sums[2], ended=True)
         return sums
 
     def _log_epoch(self, epoch: int, sums: list[float], accuracy: Accuracy | None) -> None:
         """Log an epoch, given the sums from _sum_up."""
-        session, sizes, metrics = self.session, self.session.sizes, self.position.epoch
+        session, sizes, metrics = self.session, self.session.sizes, self.progress.epoch
         loss, correct, readable, damaged = sums
         if damaged or (accuracy and accuracy.images < len(session.dataset.val)):
             names = [*metrics.damaged, *(accuracy.damaged if accuracy else ())]
@@ -222,7 +222,7 @@ class Trainer:
             train_loss=loss / max(readable, 1.0),
             train_top1=100 * correct / max(readable, 1.0) if session.task.classifies else None,
             accuracy=accuracy,
-            seconds=self.position.epoch_s,
+            seconds=self.progress.epoch_s,
             images=sizes.images_until(self.step) - sizes.images_until(epoch * sizes.steps_per_epoch),
         )
 

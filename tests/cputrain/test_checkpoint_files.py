@@ -40,9 +40,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     remove_old(tmp_path, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", checkpoint_name(4)]
     shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
-    assert load(tmp_path.with_name("moved") / "best", 0, 1).position.step == 4
+    assert load(tmp_path.with_name("moved") / "best", 0, 1).progress.step == 4
     written(tmp_path, state, TrainProgress(step=4, best_score=1.0))
-    assert load(tmp_path / checkpoint_name(4), 0, 1).position.best_score == 1.0, "one of the same step is replaced"
+    assert load(tmp_path / checkpoint_name(4), 0, 1).progress.best_score == 1.0, "one of the same step is replaced"
 
 
 def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pyt
     state = state_of(network())
     for step in (1, 2):
         set_best(written(tmp_path, state, TrainProgress(step=step)))
-        assert load(tmp_path / "best", 0, 1).position.step == step and not (tmp_path / "best").is_symlink()
+        assert load(tmp_path / "best", 0, 1).progress.step == step and not (tmp_path / "best").is_symlink()
 
 
 def test_a_checkpoint_that_was_being_replaced_when_the_host_crashed_has_its_name_again(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_was_moved_and_linked_is_replaced_and_removed_like_oth
     for step in (4, 5):
         written(places, state, TrainProgress(step=step))
     assert sorted(path.name for path in places.iterdir()) == [checkpoint_name(step) for step in (4, 5)]
-    assert all(load(tmp_path / f"far-{step}", 0, 1).position.step == step for step in (1, 2, 3))
+    assert all(load(tmp_path / f"far-{step}", 0, 1).progress.step == step for step in (1, 2, 3))
 
 
 def test_names_that_no_training_gives_are_passed_over(tmp_path: Path) -> None:

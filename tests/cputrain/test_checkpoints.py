@@ -43,7 +43,7 @@ def test_everything_is_restored_bit_for_bit(optimizer: str, tmp_path: Path) -> N
     made = state_of(network(), optimizer, bf16=True, ema=True)
     train(made)
     made.all_reduce.residuals = {weight: torch.randn(weight.numel()) for weight in made.network.parameters()}
-    position = TrainProgress(
+    progress = TrainProgress(
         step=7,
         best_score=50.0,
         epoch=EpochMetrics(1.25, 3.0, 12.0, ["a.jpg"]),
@@ -53,13 +53,13 @@ def test_everything_is_restored_bit_for_bit(optimizer: str, tmp_path: Path) -> N
         diverged=True,
         rollbacks={"step-0000001": 2},
     )
-    path = written(tmp_path, made, position, optimizer)
+    path = written(tmp_path, made, progress, optimizer)
     fresh = state_of(network(), optimizer, bf16=True, ema=True)
     torch.manual_seed(5)
     loaded = load(path, 0, 1)
     restore(loaded, fresh, optimizer)
-    assert loaded.position == position
-    again = written(tmp_path / "again", fresh, loaded.position, optimizer)
+    assert loaded.progress == progress
+    again = written(tmp_path / "again", fresh, loaded.progress, optimizer)
     for file in path.glob("*.safetensors"):
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name
     torch.set_rng_state(load_file(path / "rank-00000.safetensors")["random"])
@@ -163,7 +163,7 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
 
 def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_path: Path) -> None:
     lines: list[str] = []
-    state, position = state_of(network()), TrainProgress(step=4)
+    state, progress = state_of(network()), TrainProgress(step=4)
     for step in (1, 2):
         written(tmp_path / "checkpoints", state, TrainProgress(step=step))
     (tmp_path / "checkpoints/step-0000002/model.safetensors").write_bytes(b"junk")
@@ -174,7 +174,7 @@ def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_pa
         rank=0,
         state=state,
         warn=lambda _step, line: lines.append(line),
-        position=position,
+        progress=progress,
         wait=lambda: None,
     )
     sums = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
@@ -182,7 +182,7 @@ def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_pa
     handler.after_step(5, settings, StepResult(loss=math.nan, finite=False, non_finite="somewhere", **sums), 1.0)
     damaged, restored = lines
     assert damaged.endswith("renamed to step-0000002.damaged, using step-0000001")
-    assert "restored step-0000001" in restored and position.rollbacks == {"step-0000001": 1}
+    assert "restored step-0000001" in restored and progress.rollbacks == {"step-0000001": 1}
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000001"]
 
 

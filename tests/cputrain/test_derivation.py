@@ -115,15 +115,17 @@ def test_a_rate_cannot_be_scaled_from_an_unknown_batch() -> None:
 
 def test_a_rate_tuned_for_another_batch_gives_a_warning() -> None:
     recipe = load_recipe("resnet50-mlperf-32768")
-    assert rate_warning(recipe, global_batch=32_768) == ""
-    assert rate_warning(recipe, global_batch=4096) == (
+    assert rate_warning(recipe.schedule, recipe.optim, global_batch=32_768) == ""
+    assert rate_warning(recipe.schedule, recipe.optim, global_batch=4096) == (
         "schedule.peak_rate=21.2 was tuned for a global batch of 32,768 images, but this job's is 4,096: set "
         "batch.global=32768, or tune schedule.peak_rate for 4,096"
     )
     momentum = load_recipe("caltech256-finetune")
-    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or optim.scale_rate_by=batch")
-    assert rate_warning(load_recipe("caltech256-finetune", ["optim.scale_rate_by=batch"]), global_batch=4096) == ""
-    assert rate_warning(load_recipe("imagefolder"), global_batch=4096) == ""
+    warning = rate_warning(momentum.schedule, momentum.optim, global_batch=4096)
+    assert warning.endswith("batch.global=64, or optim.scale_rate_by=batch")
+    scaled, automatic = load_recipe("caltech256-finetune", ["optim.scale_rate_by=batch"]), load_recipe("imagefolder")
+    assert rate_warning(scaled.schedule, scaled.optim, global_batch=4096) == ""
+    assert rate_warning(automatic.schedule, automatic.optim, global_batch=4096) == ""
 
 
 @given(batch=st.integers(1, 500), local=st.integers(1, 40), workers=st.integers(1, 60), spare=st.integers(0, 900))
@@ -213,8 +215,8 @@ def test_too_few_images_for_many_hosts_are_refused(nodes: int, advice: str) -> N
 def test_the_256_node_schedule() -> None:
     recipe = load_recipe("resnet50-skx-256node")
     sizes = derive(recipe, ppn=2, nodes=256, images=1_281_167)
-    assert lr_at(130, schedule_of(recipe, sizes)) == pytest.approx(2.45)
-    assert lr_at(2_470, schedule_of(recipe, sizes)) == pytest.approx(2.4)
+    assert lr_at(130, schedule_of(recipe.schedule, recipe.phases, sizes)) == pytest.approx(2.45)
+    assert lr_at(2_470, schedule_of(recipe.schedule, recipe.phases, sizes)) == pytest.approx(2.4)
 
 
 def test_a_recipe_s_schedule_is_in_steps() -> None:
@@ -222,7 +224,7 @@ def test_a_recipe_s_schedule_is_in_steps() -> None:
         "imagefolder", ["schedule.name=steps", "schedule.milestones=[1.5,3]", "schedule.warmup_epochs=1", "epochs=4"]
     )
     sizes = derive(recipe, ppn=1, nodes=1, images=100 * recipe.batch.local)
-    schedule = schedule_of(recipe, sizes)
+    schedule = schedule_of(recipe.schedule, recipe.phases, sizes)
     assert schedule.milestones == (150, 300) and schedule.total_steps == 400
     assert schedule.peak_lr == sizes.peak_rate and schedule.warmup_steps == sizes.warmup_steps
     assert [lr_at(step, schedule) / sizes.peak_rate for step in (100, 150, 300)] == pytest.approx([1, 0.1, 0.01])

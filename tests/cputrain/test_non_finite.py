@@ -32,10 +32,10 @@ def warnings(run: Path) -> list[str]:
     ("scores", "best"), [([math.nan, 1.0, math.nan, 0.5, 2.0], [1.0, 2.0]), ([math.nan] * 2, []), ([0.0, 0.0], [0.0])]
 )
 def test_nan_is_never_the_best_score(scores: list[float], best: list[float]) -> None:
-    position, found = TrainProgress(), []
+    progress, found = TrainProgress(), []
     for score in scores:
-        if position.improves(score):
-            position.best_score = score
+        if progress.improves(score):
+            progress.best_score = score
             found.append(score)
     assert found == best
 
@@ -90,7 +90,7 @@ def test_only_a_positive_first_loss_tells_that_one_diverges() -> None:
     of_step = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
     for losses, warned in (((-1.0, -4.0, 20.0), 0), ((0.0, 1.0), 0), ((1.0, 9.0, 11.0, 12.0), 1)):
         lines: list[str] = []
-        check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), position=TrainProgress())
+        check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), progress=TrainProgress())
         for step, loss in enumerate(losses):
             check.after_step(step, settings, StepResult(loss=loss, finite=True, non_finite="", **of_step), 1.0)
         assert len(lines) == warned, losses

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import cputrain
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.kernels import operators, operators_table
-from cputrain.kernels.build import KERNELS
+from cputrain.kernels.build import KERNELS, RightKernels
 from cputrain.kernels.operators import calls, enable_if_requested
-from cputrain.kernels.right import RightKernels
 from cputrain.launch.command import with_kernels
 from cputrain.mpi.supervise.run import free_port
 from cputrain.variables import KERNELS_VARIABLE

@@ -8,7 +8,7 @@ import pytest
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import SilentEvents, TimeSpent
-from cputrain.training.progress import Progress
+from cputrain.training.progress import TrainingBar
 from cputrain.training.run_folder import summary_lines
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainResult
 from cputrain.training.watchers.log import TrainingLog
@@ -22,16 +22,16 @@ EPOCH: dict[str, Any] = {"train_loss": 1.0, "train_top1": 50.0, "accuracy": None
 
 def train(*, quiet: bool, redrawn: bool = True) -> None:
     """Two steps of a second and an epoch."""
-    progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redrawn=redrawn, redraw_s=0.0)
-    progress.line("a note")
+    progress_bar = TrainingBar(0, 640, unit=" img", shown=True, bar=not quiet, redrawn=redrawn, redraw_s=0.0)
+    progress_bar.line("a note")
     sizes = {"last_step": 540, "steps_per_epoch": 36}
-    log = TrainingLog(epochs=15, kind="images", progress=progress, events=SilentEvents(), **sizes, quiet=quiet)
+    log = TrainingLog(epochs=15, kind="images", bar=progress_bar, events=SilentEvents(), **sizes, quiet=quiet)
     settings = StepSettings(images=32, passes=1, lr=0.1, weight_decay=0.0)
     for step in (1, 2):
         log.after_step(step, settings, RESULT, 1.0)
     log.epoch(step=36, epoch=1, **EPOCH)
     log.warn(36, "the disk is almost full")
-    progress.close()
+    progress_bar.close()
 
 
 def test_the_bar_has_epoch_step_speed_loss_rate_time_left_and_the_shares_of_waiting(

@@ -288,7 +288,7 @@ def test_a_shipped_recipe_names_the_global_batch_of_its_numeric_rate(name: str) 
     scaled = recipe.schedule.peak_rate == "auto" or recipe.optim.scale_rate_by == "workers"
     sweeps_batch = "batch.local" in recipe.sweep.grid  # one rate for all of them, as its source has it
     assert recipe.schedule.reference_batch == (None if scaled or sweeps_batch else sizes.global_batch)
-    assert rate_warning(recipe, global_batch=sizes.global_batch) == ""
+    assert rate_warning(recipe.schedule, recipe.optim, global_batch=sizes.global_batch) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).data.prepare])

@@ -242,7 +242,7 @@ def test_paths_are_compared_as_what_they_name(tmp_path: Path, monkeypatch: pytes
 )
 def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: tuple[str, ...], changes: set) -> None:
     a, b = recipe(*old), recipe(*new)
-    assert set(changes_training(differences(a, b), b)) == changes
+    assert set(changes_training(differences(a, b), b.schedule, b.phases)) == changes
 
 
 @pytest.mark.parametrize(

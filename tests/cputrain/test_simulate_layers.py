@@ -78,10 +78,10 @@ def test_so_are_those_of_timm_s(name: str) -> None:
 def test_a_network_of_timm_without_a_file_is_traced() -> None:
     recipe = recipe_of("timm:test_vit", 64)
     with pytest.raises(InputError, match=r"does not know the layers of model.name=timm:test_vit"):
-        layers_of(recipe)
+        layers_of(recipe.model, recipe.data)
     trace_unknown(recipe.model.name, recipe.data.crop)
     weights = [p.numel() for p in build_model(recipe.model, classes=1000, side=64).parameters()]
-    assert sum(sum(layer.weights) for layer in layers_of(recipe)) == sum(weights)
+    assert sum(sum(layer.weights) for layer in layers_of(recipe.model, recipe.data)) == sum(weights)
 
 
 def test_a_wrong_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -112,17 +112,21 @@ def test_operations_are_those_that_torch_counts() -> None:
             network: nn.Module = build_model(recipe.model, classes=1000, side=64)
             counter.flop_counts.clear()  # of the check that the network accepts its images
             network(torch.zeros(2, 3, 64, 64)).sum().backward()
-        assert 2 * sum(sum(layer.flop) for layer in layers_of(recipe)) == pytest.approx(counter.get_total_flops())
+        assert 2 * sum(sum(layer.flop) for layer in layers_of(recipe.model, recipe.data)) == pytest.approx(
+            counter.get_total_flops()
+        )
 
 
 def test_networks_without_a_file_are_named() -> None:
+    unknown = recipe_of("torchvision:vgg99")
     with pytest.raises(InputError, match=r"model.name=torchvision:vgg99.*set model.name to alexnet"):
-        layers_of(recipe_of("torchvision:vgg99"))
+        layers_of(unknown.model, unknown.data)
 
 
 def setup(name: str, bucket_mib: float | None) -> Setup:
+    recipe = recipe_of(name)
     return Setup(
-        layers=layers_of(recipe_of(name)),
+        layers=layers_of(recipe.model, recipe.data),
         hosts=1,
         workers=2,
         threads=4,

@@ -155,7 +155,8 @@ def passes(layers: tuple[Layer, ...]) -> tuple[LayerSeconds, ...]:
 
 def test_a_step_in_time_follows_from_the_measured_times_of_layers(measured: Measurement, tmp_path: Path) -> None:
     """Images/s stay those measured; the gradients are ready when the layers' times say so, on several hosts too."""
-    env, machine, table = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE), layers_of(RECIPE)
+    env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
+    table = layers_of(RECIPE.model, RECIPE.data)
     save_measurement(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
     found = find_measured_rate(read_records(machine, env), *WANTED)
     assert found is not None and found.rate.layers == passes(table)

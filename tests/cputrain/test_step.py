@@ -226,8 +226,8 @@ def test_each_value_is_that_of_the_last_phase_that_has_it() -> None:
 
 def test_a_phase_may_begin_the_rate_anew() -> None:
     recipe = Recipe(epochs=4, phases=PHASES, schedule=ScheduleSection(warmup_epochs=0))
-    schedule = [lr_at(step, schedule_of(recipe, NUMBERS)) for step in range(41)]
-    assert schedule[:30] == [lr_at(step, schedule_of(Recipe(schedule=recipe.schedule), NUMBERS)) for step in range(30)]
+    schedule = [lr_at(step, schedule_of(recipe.schedule, recipe.phases, NUMBERS)) for step in range(41)]
+    assert schedule[:30] == [lr_at(step, schedule_of(recipe.schedule, (), NUMBERS)) for step in range(30)]
     assert schedule[30:] == pytest.approx([0.25 * ((40 - step) / 10) ** 2 for step in range(30, 41)])
 
 

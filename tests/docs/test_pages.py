@@ -55,6 +55,18 @@ def test_the_files_of_the_checkout_that_a_page_names_exist(page: Path) -> None:
     assert missing <= {"docs/_build/html"}
 
 
+def test_the_files_in_which_to_look_first_exist() -> None:
+    """A path is one of the checkout or below cputrain/; a name alone is in a folder of its row."""
+    rows = prose(ROOT / "docs/architecture.md").partition("| question | file |")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) > 20
+    for row in rows:
+        paths = re.findall(r"`([\w/]+(?:/|\.py))`", row)
+        tops = (ROOT, ROOT / "cputrain")
+        named = [place for place in (top / path for top in tops for path in paths) if place.exists()]
+        folders = {*tops, *(place if place.is_dir() else place.parent for place in named)}
+        assert [path for path in paths if not any((folder / path).exists() for folder in folders)] == []
+
+
 def test_every_page_is_in_the_site() -> None:
     listed = {line for block in blocks(ROOT / "docs/index.md") for line in block.text.splitlines()}
     pages = {path.relative_to(ROOT / "docs") for path in [*PAGES, *WRITTEN] if ROOT / "docs" in path.parents}

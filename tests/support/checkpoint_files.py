@@ -50,7 +50,7 @@ def train(state: TrainState, steps: int = 3) -> None:
 def written(
     folder: Path,
     state: TrainState,
-    position: TrainProgress,
+    progress: TrainProgress,
     optimizer: str = "momentum",
     keep: int = 2,
     store: dist.Store | None = None,
@@ -70,24 +70,24 @@ def written(
     assert snapshot.optimizer is not None
     manifest = Manifest(
         cputrain="0",
-        step=position.step,
+        step=progress.step,
         network=NetworkRecord(
             model={}, classes=("a", "b"), features=None, crop=3, resize=3, mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0)
         ),
         scale=ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2),
         training=TrainingRecord(
-            epoch_done=position.epoch_done,
+            epoch_done=progress.epoch_done,
             own_statistics=True,
-            best_score=None if math.isnan(position.best_score) else position.best_score,
+            best_score=None if math.isnan(progress.best_score) else progress.best_score,
             bucket_mib=25.0,
-            first_loss=position.first_loss,
-            diverged=position.diverged,
-            rollbacks=position.rollbacks,
+            first_loss=progress.first_loss,
+            diverged=progress.diverged,
+            rollbacks=progress.rollbacks,
             optimizer=snapshot.optimizer,
         ),
         recipe={},
         files={},
     )
-    writer.begin(position.step, snapshot.files, position.metadata(), manifest.model_dump(mode="json"))
+    writer.begin(progress.step, snapshot.files, progress.metadata(), manifest.model_dump(mode="json"))
     writer.wait()
-    return folder / checkpoint_name(position.step)
+    return folder / checkpoint_name(progress.step)

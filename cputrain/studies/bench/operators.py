@@ -18,7 +18,6 @@ from cputrain.studies.bench.work import ATEN, Rates, on_meta, operator_of, tenso
 MS = 1e3  # in a second
 MS_PER_NS = 1e-6
 GIGA = 1e9
-SHOWN = 15  # rows
 OUTSIDE = "outside of operators"
 
 Profiled = Mapping[Call, Spent]

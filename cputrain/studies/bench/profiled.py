@@ -163,10 +163,11 @@ def run_program(command: tuple[str, ...], env: Mapping[str, str], *, after: floa
     if not recorded:
         return Ended(status=status, measured=None, threads=0)
     _, most = max(recorded, key=lambda item: item[0])
-    return Ended(status=status, measured=_measured(command, most, len(recorded), lasted_s), threads=most["threads"])
+    measured = _read_measurement(command, most, len(recorded), lasted_s)
+    return Ended(status=status, measured=measured, threads=most["threads"])
 
 
-def _measured(command: tuple[str, ...], values: Mapping[str, Any], processes: int, lasted_s: float) -> Measured:
+def _read_measurement(command: tuple[str, ...], values: Mapping[str, Any], processes: int, lasted_s: float) -> Measured:
     steps, recorded_s, skipped_s = values["steps"], values["recorded_s"], values["skipped_s"]
     notes = [
         f"recorded {recorded_s:.1f} s from {skipped_s:.1f} s after its first operator on; it ran for {lasted_s:.1f} s"

@@ -107,7 +107,7 @@ def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     """Return the rate, the link and every constant with name, value, range and source."""
     reference, link = scenario.reference, scenario.link
     setup = reference.setup
-    layers = reuse_slowness(layers_of(scenario.recipe), reference.setup.layers)
+    layers = reuse_slowness(layers_of(scenario.recipe.model, scenario.recipe.data), reference.setup.layers)
     measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {plural(setup.workers, 'worker')} with {plural(setup.local_batch, 'image')}"
     note = f"of {len(layers)}; the time of the others follows from their operations and bytes and the images/s"

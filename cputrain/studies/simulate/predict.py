@@ -17,6 +17,7 @@ from cputrain.affinity.topology.catalog import named_machine
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import first_named, join_or, plural
 from cputrain.data.settings import LINE, SYNTHETIC, DataSettings
+from cputrain.models.settings import ModelSettings
 from cputrain.predict.assumptions import (
     CONSTANTS,
     Assumption,
@@ -109,13 +110,13 @@ class Scenario:
         return measured_assumptions(self.measured)
 
 
-def layers_of(recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the layers of a recipe's network. Raises InputError if the network's sizes are unknown."""
-    sizes = layer_sizes(recipe)
+def layers_of(model: ModelSettings, data: DataSettings) -> tuple[Layer, ...]:
+    """Return the layers of a network. Raises InputError if the network's sizes are unknown."""
+    sizes = layer_sizes(model, data)
     if sizes is None:
         names = join_or(OWN_NETWORKS)
         raise InputError(
-            f"simulate does not know the layers of model.name={recipe.model.name}; set model.name to {names}, or to "
+            f"simulate does not know the layers of model.name={model.name}; set model.name to {names}, or to "
             "another classifier of torchvision or timm"
         )
     return tuple(layer_of(size, first=number == 0) for number, size in enumerate(sizes))
@@ -127,7 +128,7 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
     planned = setup_of_plan(replace(plan, request=replace(plan.request, workload=workload_of(recipe))))
     return replace(
         planned,
-        layers=layers_of(recipe),
+        layers=layers_of(recipe.model, recipe.data),
         local_batch=largest_local_batch(recipe.batch, ranks),
         accumulation=passes_per_step(recipe.batch, ranks),
         algorithm=algorithm or planned.algorithm,
@@ -217,7 +218,7 @@ def reference_of(
     run = reference_run(machine.model, recipe.precision)
     if measured is not None and (measured.rate.network == recipe.model.name or run is None):
         reference = measured_reference(measured, machine, rates)
-        if comparable(reference.setup.layers, layers_of(recipe)):
+        if comparable(reference.setup.layers, layers_of(recipe.model, recipe.data)):
             return reference
     if run is None:
         machines = first_named(machines_with_rates(recipe.precision))

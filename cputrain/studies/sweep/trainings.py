@@ -275,12 +275,22 @@ def setup_of_run(run: Run) -> TrainingSetup:
     return training_setup(recipe, workers=workers, local=recipe.batch.local, global_=global_batch, peak_rate=rate)
 
 
-def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> RunResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvalidTraining:
+    """A training that cannot be started here: status "does not fit" (memory) or "invalid", and the reason."""
+
+    recipe: Recipe
+    status: str
+    why: str
+
+
+def invalid_result(variant: Variant, training: InvalidTraining) -> RunResult:
     """Return the result of a training that could not be started."""
 
     def number(value: object) -> Any:
         return None if isinstance(value, str) else value
 
+    recipe = training.recipe
     setup = training_setup(
         recipe,
         workers=number(recipe.plan.ppn),
@@ -288,7 +298,14 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
         global_=recipe.batch.global_,
         peak_rate=number(recipe.schedule.peak_rate) if recipe.optim.scale_rate_by in ("auto", "none") else None,
     )
-    return RunResult(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
+    return RunResult(
+        label=variant.label,
+        run="",
+        settings=variant.settings,
+        status=training.status,
+        ended_by=training.why,
+        setup=setup,
+    )
 
 
 def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
@@ -400,15 +417,6 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         signal.signal(signal.SIGALRM, before)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InvalidTraining:
-    """A training that cannot be started here: status "does not fit" (memory) or "invalid", and the reason."""
-
-    recipe: Recipe
-    status: str
-    why: str
-
-
 def train_all(
     planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]],
     env: Mapping[str, str],
@@ -422,7 +430,7 @@ def train_all(
     results = []
     for number, (variant, training) in enumerate(planned, 1):
         if isinstance(training, InvalidTraining):
-            results.append(invalid_result(variant, training.recipe, training.status, training.why))
+            results.append(invalid_result(variant, training))
             continue
         folder = training.recipe.folder
         exists = (folder / RECIPE).is_file()

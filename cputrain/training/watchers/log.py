@@ -9,7 +9,7 @@ from cputrain.checkpoint.files import checkpoint_name
 from cputrain.files import CHECKPOINTS
 from cputrain.runs.events import EventLog
 from cputrain.training.corrupt_images import CorruptImageCheck
-from cputrain.training.progress import REDRAW_S, Progress
+from cputrain.training.progress import REDRAW_S, TrainingBar
 from cputrain.training.session import Session
 from cputrain.training.snapshot import TrainProgress
 from cputrain.training.step import Accuracy, StepResult, StepSettings
@@ -24,7 +24,7 @@ def open_log(session: Session, events: EventLog, step: int, *, quiet: bool) -> "
     """Return the log of a training that continues after `step`; its bar must be closed."""
     env, recipe, sizes = session.context.env, session.recipe, session.sizes
     last_step = sizes.last_step(recipe.max_steps)
-    progress = Progress(
+    bar = TrainingBar(
         sizes.images_until(step),
         sizes.images_until(last_step),
         unit=" img" if recipe.data.unit == "images" else f" {recipe.data.unit}",
@@ -35,7 +35,7 @@ def open_log(session: Session, events: EventLog, step: int, *, quiet: bool) -> "
         redraw_s=float(env.get("TQDM_MININTERVAL", REDRAW_S)),
     )
     return TrainingLog(
-        progress=progress,
+        bar=bar,
         events=events,
         epochs=recipe.epochs,
         last_step=last_step,
@@ -52,7 +52,7 @@ class TrainingLog(Watcher):
     `last_step` is the step after which the training ends; `kind` is data.kind. With `quiet` only warnings are printed.
     """
 
-    progress: Progress
+    bar: TrainingBar
     events: EventLog
     epochs: int
     last_step: int
@@ -62,7 +62,7 @@ class TrainingLog(Watcher):
 
     def warn(self, step: int, what: str, *, line: str | None = None, **fields: Any) -> None:
         """Print and log a warning. `line` replaces `what` on the terminal; `fields` are added to the event."""
-        self.progress.line(f"warning: {line or what}")
+        self.bar.line(f"warning: {line or what}")
         self.events.write("warning", step=step, what=what, **fields)
 
     def checkpoint(self, step: int, *, best: bool) -> None:
@@ -74,7 +74,7 @@ class TrainingLog(Watcher):
         """Show a step in the progress bar and log it."""
         epoch = (step - 1) // self.steps_per_epoch + 1
         where = f"epoch {epoch}/{self.epochs} step {step:,}/{self.last_step:,}"
-        self.progress.step(where, settings, result, seconds)
+        self.bar.step(where, settings, result, seconds)
         self.events.write(
             "step",
             step=step,
@@ -117,7 +117,7 @@ class TrainingLog(Watcher):
         if not self.quiet:
             kind, done = self.kind, f"epoch {epoch}/{self.epochs}  {'  '.join(figures)}"
             unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
-            self.progress.line(f"{done}  {seconds:.1f} s  ({images / seconds:.1f} {unit})")
+            self.bar.line(f"{done}  {seconds:.1f} s  ({images / seconds:.1f} {unit})")
         self.events.write(
             "epoch",
             step=step,
@@ -144,7 +144,7 @@ class RankTimes(Watcher):
     """
 
     log: TrainingLog
-    position: TrainProgress
+    progress: TrainProgress
     corrupt_images: CorruptImageCheck
     set_step_time: Callable[[float], None]
     steps: int = 0
@@ -166,7 +166,7 @@ class RankTimes(Watcher):
         """
         if not self.steps:
             return
-        epoch = self.position.epoch
+        epoch = self.progress.epoch
         table = every_rank([*(value / self.steps for value in self.sums), len(epoch.damaged), epoch.images])
         slowest_s = float(table[:, 0].max())
         if self.steps > 1:

@@ -30,7 +30,7 @@ class NonFiniteHandler(Watcher):
     rank: int
     state: TrainState
     warn: Callable[[int, str], None]
-    position: TrainProgress
+    progress: TrainProgress
     wait: Callable[[], None]
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
@@ -45,7 +45,7 @@ class NonFiniteHandler(Watcher):
             return
         self.wait()
         dist.barrier()  # rank 0 has completed the last checkpoint
-        rollbacks = self.position.rollbacks
+        rollbacks = self.progress.rollbacks
         checkpoint = load_newest(self.folder, self.rank) if self.on_nan == "rollback" else None
         if checkpoint and rollbacks.get(checkpoint.path.name, 0) < MAX_ROLLBACKS:
             rename_damaged(checkpoint, self.warn, step, self.rank)

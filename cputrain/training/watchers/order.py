@@ -41,15 +41,15 @@ class DivergenceCheck(Watcher):
     """Warns once if the loss diverges, which shows a too high learning rate long before NaN appears."""
 
     warn: Callable[[int, str], None]
-    position: TrainProgress
+    progress: TrainProgress
 
     def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
         """Compare the loss with the first step's."""
-        loss, first = result.loss, self.position.first_loss
+        loss, first = result.loss, self.progress.first_loss
         if first is None:
-            self.position.first_loss = loss if math.isfinite(loss) else None
-        elif loss > DIVERGENCE_FACTOR * first > 0 and not self.position.diverged:  # a user's loss may be negative
-            self.position.diverged = True
+            self.progress.first_loss = loss if math.isfinite(loss) else None
+        elif loss > DIVERGENCE_FACTOR * first > 0 and not self.progress.diverged:  # a user's loss may be negative
+            self.progress.diverged = True
             self.warn(
                 step,
                 f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times the loss of the first step, "
@@ -73,7 +73,7 @@ class TrackerCheck(Watcher):
 def make_watchers(
     session: Session,
     state: TrainState,
-    position: TrainProgress,
+    progress: TrainProgress,
     log: TrainingLog,
     corrupt_images: CorruptImageCheck,
     *,
@@ -90,7 +90,7 @@ def make_watchers(
         every=recipe.compare_weights_every_steps,
         warn=warn,
         wait=wait,
-        same_after=position.step,
+        same_after=progress.step,
         wording=recipe.wording,
     )
     return [
@@ -102,12 +102,12 @@ def make_watchers(
             rank=session.rank.rank,
             state=state,
             warn=warn,
-            position=position,
+            progress=progress,
             wait=wait,
         ),
         log,
-        RankTimes(log=log, position=position, corrupt_images=corrupt_images, set_step_time=set_step_time),
-        DivergenceCheck(warn=warn, position=position),
+        RankTimes(log=log, progress=progress, corrupt_images=corrupt_images, set_step_time=set_step_time),
+        DivergenceCheck(warn=warn, progress=progress),
         replicas,
         StragglerWatch(hosts=replicas.hosts, warn=warn, pus=session.context.worker.pus, read_s=lambda: replicas.read_s),
         TrackerCheck(trackers=trackers, warn=warn),
