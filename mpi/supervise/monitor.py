@@ -36,7 +36,7 @@ from cputrain.mpi.supervise.wire import (
 
 SILENCE_CHECK_S = 0.25  # between two checks for silent ranks
 ALONE_S = 10.0  # a scheduler that ends a job signals the agents of all hosts within this time
-STACK_S, STACK_POLL_S = 3.5, 0.1  # for the agents' answers: they may wait 3 s for a rank and its data thread
+STACK_S, STACK_POLL_S = 4.5, 0.1  # for the agents' answers: they wait 2 s for a rank, and 2 s for its data thread
 GATHER_S = 1e-5  # per rank, so that reports of many ranks are processed together
 
 
