@@ -1,10 +1,11 @@
 """What a rank on this host does, from outside: its demand for CPU time, and the collective of its heartbeats.
 
-Time that a process waits for a core counts as computing, because a shared host may give it little CPU time; but only up
-to WAITS_PER_CPU times its CPU time, because one that polls may wait for a core each time.
+Time that a thread waits for a core counts as computing, because a shared host may give it little CPU time; but only up
+to a multiple of its CPU time, which is small for one that polls, as it may wait for a core each time.
 """
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +20,43 @@ READ_S = 1.0  # between two readings of a rank
 IDLE_CORES = 0.2  # a rank with less demand is waiting; heartbeats, progress bars and torch's store take some CPU time
 BUSY_CORES = 0.5  # a rank with more demand is computing
 STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /proc/PID/stat
-WAITS_PER_CPU = 4.0  # with 8, threads that ask for the interpreter's lock 200 times a second looked like computing
+# A computing thread keeps a core until the scheduler takes it away, mostly for milliseconds; one that polls, such as
+# for the interpreter's lock 200 times a second, gives it back after a fraction of one.
+COMPUTES_S = 1e-3
+WAITS_PER_CPU, WAITS_PER_POLL = 30.0, 4.0  # what a thread's waiting counts at most, as a multiple of its CPU time
 NANOSECOND_S = 1e-9
 MAX_HEARTBEAT_BYTES = 1 << 20  # of a heartbeat
 SILENT_S = 3 * HEARTBEAT_S  # since a heartbeat, after which it does not tell what the rank does now
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadTime:
+    """A thread's CPU time and its waiting for a core in seconds, and how often it got one: schedstat of Linux."""
+
+    cpu_s: float = 0.0
+    waited_s: float = 0.0
+    turns: int = 0
+
+    def waiting_since(self, before: "ThreadTime") -> float:
+        """Return how much of its waiting since an earlier reading counts as computing, in seconds."""
+        used_s, turns = self.cpu_s - before.cpu_s, self.turns - before.turns
+        limit = WAITS_PER_CPU if used_s >= COMPUTES_S * turns else WAITS_PER_POLL
+        return min(self.waited_s - before.waited_s, limit * used_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTime:
-    """CPU time of one or more processes in seconds, with ended children's, the time that their threads, or their main
-    threads alone, waited for a core, and whether one of the processes is stopped."""
+    """CPU time of one or more processes in seconds, with ended children's, the times of their threads, or of their main
+    threads alone, by number, and whether one of the processes is stopped."""
 
     cpu_s: float
-    waited_s: float
+    threads: Mapping[str, ThreadTime]
     stopped: bool
 
     def demand_since(self, before: "ProcessTime") -> float:
         """Return the demand for CPU time since an earlier reading, in seconds."""
-        used_s = max(0.0, self.cpu_s - before.cpu_s)
-        return used_s + min(max(0.0, self.waited_s - before.waited_s), WAITS_PER_CPU * used_s)
+        waited_s = (time.waiting_since(before.threads.get(key, ThreadTime())) for key, time in self.threads.items())
+        return max(0.0, self.cpu_s - before.cpu_s) + sum(waited_s)
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
@@ -128,20 +147,20 @@ def read_heartbeat(file: int | None) -> Heartbeat | None:
         return None
 
 
-def read_process(pid: int, threads: str = "schedstat") -> ProcessTime | None:
-    """Read a process's times, with the waiting of its main thread or of the `threads` whose files this pattern of names
-    matches; None if it has ended."""
+def read_process(pid: int, *, all_threads: bool = False) -> ProcessTime | None:
+    """Read a process's times, with those of its main thread or of all its threads; None if it has ended."""
     try:
         stat = read_stat(pid)
     except OSError:
         return None
     if stat.state in "ZX":
         return None
-    waited_s = 0.0
-    with suppress(OSError, IndexError):  # a kernel without scheduler statistics
-        for file in Path(f"/proc/{pid}").glob(threads):
-            waited_s += int(file.read_text(encoding="utf-8").split()[1]) * NANOSECOND_S
-    return ProcessTime(cpu_s=stat.cpu_s, waited_s=waited_s, stopped=stat.state == STOPPED)
+    times = dict[str, ThreadTime]()
+    for file in Path(f"/proc/{pid}/task").glob(f"{'*' if all_threads else pid}/schedstat"):
+        with suppress(OSError, ValueError):  # ended meanwhile, or a kernel without scheduler statistics
+            cpu, waited, turns = map(int, file.read_text(encoding="utf-8").split())
+            times[file.parent.name] = ThreadTime(cpu * NANOSECOND_S, waited * NANOSECOND_S, turns)
+    return ProcessTime(cpu_s=stat.cpu_s, threads=times, stopped=stat.state == STOPPED)
 
 
 def process_tree(pid: int) -> list[int]:
@@ -154,10 +173,10 @@ def process_tree(pid: int) -> list[int]:
 
 
 def read_tree(pid: int) -> ProcessTime:
-    """Return the summed times of this process and all its descendants, with the waiting of all their threads."""
-    read = [process for each in process_tree(pid) if (process := read_process(each, "task/*/schedstat"))]
+    """Return the times of this process and all its descendants, with those of all their threads."""
+    read = [process for each in process_tree(pid) if (process := read_process(each, all_threads=True))]
     return ProcessTime(
         cpu_s=sum(process.cpu_s for process in read),
-        waited_s=sum(process.waited_s for process in read),
+        threads={number: time for process in read for number, time in process.threads.items()},
         stopped=any(process.stopped for process in read),
     )

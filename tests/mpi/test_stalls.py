@@ -401,10 +401,10 @@ thread.join()
 
 
 def test_a_thread_that_waits_for_a_core_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of five on one core, in each of which the main thread sleeps."""
+    """One of eight on one core, in each of which the main thread sleeps."""
     monkeypatch.setattr(activity, "READ_S", 0.7)
     with ExitStack() as stack:
-        started = [subprocess.Popen([sys.executable, "-c", CROWDED], stdout=subprocess.PIPE) for _ in range(5)]
+        started = [subprocess.Popen([sys.executable, "-c", CROWDED], stdout=subprocess.PIPE) for _ in range(8)]
         for process in started:
             stack.enter_context(process)
             stack.callback(process.kill)
