@@ -7,7 +7,7 @@
 # make test-ipex: engine=ipex, and ccl on torch 2.8, in a second environment (about 7 GB).
 # make lab: plans and bindings on emulated machines, after make kernels; make lab-slow: those that take minutes each.
 # make release: wheel, sdist and documentation of the tagged version, checked and tried.
-# Each installs into .venv first; compiled code is kept in ~/.cache/cputrain.
+# Each installs into .venv first, and compiles native code, which is kept in ~/.cache/cputrain.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
 #   make demo TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
@@ -32,6 +32,7 @@ install: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(TORCH)
 	$(BIN)/pip install $(VISION) --editable ".[ccl,demo,dev,docs,mlflow,onnx,parquet,tensorboard,timm,turbo,wandb]"
+	$(RUN) tools.compile_native
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.

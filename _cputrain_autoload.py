@@ -1,6 +1,6 @@
 """Entry point that `import torch` runs (group torch.backends): registers the backend "ccl", lets the launcher of a rank
-read its Python stack, registers kernels below torch's operators with CPUTRAIN_KERNELS=auto, and records operators for
-`cputrain bench operators`.
+read its Python stack and end its gloo groups, registers kernels below torch's operators with CPUTRAIN_KERNELS=auto, and
+records operators for `cputrain bench operators`.
 
 An error here would break `import torch` in other people's programs. Therefore this module lies beside the packages,
 imports none of them, and has a name that no user file has; errors are reported when "ccl" is used.
@@ -29,6 +29,8 @@ def register() -> None:
         _enable_kernels()
     if "CPUTRAIN_RECORDING" in os.environ:
         _record()
+    if dist.is_available() and STACK_VARIABLE in os.environ:
+        _end_groups_without_lock()
     if dist.is_available() and not hasattr(dist.Backend, "CCL"):
         dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
 
@@ -70,6 +72,15 @@ def _record() -> None:
         print(f"cputrain: no operator is recorded: cputrain cannot be loaded: {error}{_other()}", file=sys.stderr)
     else:
         record_if_requested(os.environ)
+
+
+def _end_groups_without_lock() -> None:
+    try:
+        from cputrain.comm.gloo_end import end_groups_without_lock
+    except ImportError as error:
+        print(f"cputrain: gloo may hang at the end: cputrain cannot be loaded: {error}{_other()}", file=sys.stderr)
+    else:
+        end_groups_without_lock()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -19,8 +19,8 @@ from email.parser import Parser
 from pathlib import Path
 
 from cputrain import __version__
-from cputrain.kernels import batchnorm, convolution, operators, split_optimizers
 from cputrain.kernels.build import COMPILED, INSTRUCTION_SETS
+from tools.compile_native import KERNELS
 from tools.man_pages import main as write_man_pages
 
 ROOT = Path(__file__).parents[1]
@@ -42,14 +42,14 @@ TRIED = (
     ("launch", "--dry-run", "--", "true"),
     ("job", "slurm", "imagefolder", "data.path=synthetic", "--nodes", "2", "--time", "1:00:00"),
 )
-LIBRARIES = tuple(module.LIBRARY for module in (batchnorm, convolution, operators, split_optimizers))
 # A process without a compiler and with an empty cache prints where its kernels are.
 WITHOUT_COMPILER = """
 import cputrain
-from cputrain.kernels import batchnorm, convolution, operators, split_optimizers
+from cputrain.kernels import batchnorm, convolution, operators, recorder, split_optimizers
 cputrain.kernels.enable()
+recorder.load_recorder(recorder.compiled_recorder({}))
 kernels = batchnorm.load({}), convolution.load_convolutions({}), split_optimizers.load_split_steps({})
-print(*(kernel.path for kernel in kernels), operators.LIBRARY.path({}), sep="\\n")
+print(*(kernel.path for kernel in kernels), operators.LIBRARY.path({}), recorder.LIBRARY.path({}), sep="\\n")
 """
 
 
@@ -128,7 +128,7 @@ def build_compiled(dist: Path) -> Path:
     """Build the wheel whose kernels are compiled, for each set of instructions and this torch; return its path."""
     shutil.rmtree(COMPILED, ignore_errors=True)
     try:
-        for library in LIBRARIES:
+        for library in KERNELS:
             for instructions in INSTRUCTION_SETS:
                 print(f"compiling {library.name} for {instructions.name}", flush=True)
                 library.compile_for(instructions, os.environ)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from cputrain.kernels.build import KERNELS
-from cputrain.native_build import NativeExtension, ensure_compiled, library_path, loading
+from cputrain.kernels.build import KERNELS, KernelLibrary
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCE = KERNELS / "recorder.cpp"
 REQUESTED_BY, ALTERNATIVE = "the recorder of operators", "use torch.profiler"
@@ -57,22 +57,28 @@ class Spent:
     kernels: set[str] = field(default_factory=set)
 
 
-def compiled_recorder(env: Mapping[str, str]) -> Path:
-    """Compile the recorder once per host. Raises InputError without a C++ compiler, RunError if compilation fails."""
-    version = torch.__version__.partition("+")[0]
-    words = (word for word in _compile("", Path("x")) if "/" not in word)
-    path = library_path("recorder", (SOURCE.read_text(encoding="utf-8"), *words, version), env)
-    title = "the recorder of operators"
-    extension = NativeExtension(title=title, requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_compile)
-    return ensure_compiled(extension, path, env)
-
-
 def _compile(cxx: str, output: Path) -> tuple[str, ...]:
     folder = Path(torch.__file__).parent
     paths = (f"-I{folder / 'include'}", f"-L{folder / 'lib'}")
     # NDEBUG as torch itself: without it its classes have other members.
     options = ("-std=c++20", "-O1", "-fPIC", "-shared", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
     return (cxx, *options, *paths, str(SOURCE), "-ltorch_cpu", "-lc10", "-o", str(output))
+
+
+LIBRARY = KernelLibrary(
+    name="recorder",
+    sources=(SOURCE,),
+    extension=NativeExtension(
+        title="the recorder of operators", requested_by=REQUESTED_BY, alternative=ALTERNATIVE, argv=_compile
+    ),
+    depends_on=(torch.__version__.partition("+")[0],),  # the CPU's part is the same in builds with CUDA
+)
+
+
+def compiled_recorder(env: Mapping[str, str]) -> Path:
+    """Compile the recorder once per host, unless the wheel has it. Raises InputError without a C++ compiler, RunError
+    if compilation fails."""
+    return ensure_compiled(LIBRARY.extension, LIBRARY.path(env), env)
 
 
 class Recorder:

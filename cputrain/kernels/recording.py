@@ -59,8 +59,8 @@ class _Recording:
     def write(self) -> None:
         """Write what was recorded so far, in the recorded thread; a forked process has its parent's recording."""
         if os.getpid() == self.pid:
-            about = {"command": sys.argv, "threads": torch.get_num_threads(), "steps": self.steps}
-            values = {**about, "is_over": self.recorder.is_over, **self.recorder.recorded()}
+            process = {"command": sys.argv, "rank": os.environ.get("RANK", ""), "threads": torch.get_num_threads()}
+            values = {**process, "steps": self.steps, "is_over": self.recorder.is_over, **self.recorder.recorded()}
             write_bytes(self.path, json.dumps(values).encode())
 
     def keep_writing(self) -> None:

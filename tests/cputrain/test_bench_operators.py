@@ -124,7 +124,7 @@ def test_the_flop_of_a_convolution_s_gradients_are_twice_its_own(recorder: Recor
         ("cat", "", ((tensor(8, 8), tensor(8, 8)), 0), 4 * 256),
         ("sum", "", (TensorType((64, 64), (0, 0), "float32"), None), 2 * 4),
         ("nonzero", "", (tensor(8, 8),), None),
-        ("empty", "memory_format", ((8, 8), None, None, None, None, None), None),
+        ("empty", "memory_format", ((8, 8), None, None, None, None, None), 0),
     ],
 )
 def test_bytes_are_those_that_an_operator_reads_and_writes(
@@ -157,6 +157,8 @@ def test_an_operator_has_its_share_its_limit_and_its_kernel() -> None:
     assert (shape["type"], shape["layout"], shape["GFLOP"]) == ("float32", "contiguous", pytest.approx(0.004))
     ours, torchs = data["figures"]
     assert (ours["value"], torchs["value"]) == (pytest.approx(40), pytest.approx(20))
+    (unknown,) = [note for note in report.notes if "unknown" in note]
+    assert unknown == "no limit, as their work is unknown: nonzero; 10 % of the time, which counts as 0 in other limits"
     text = report_text(report)
     assert "layout" not in text and "mm 100x100 100x100 float32 contiguous" in text and "1 GFLOP/s in float32" in text
 
@@ -189,12 +191,21 @@ def test_the_picture_has_bars_with_limits_and_ours_in_another_color() -> None:
         (("no_such_module:Net",), "no_such_module is not installed, nor a file here"),
         (("json:loads",), "network json:loads: json makes no network loads: name a class or function without"),
         (("json:absent",), "json makes no network absent"),
+        ((f"{__name__}:Broken",), f"network {__name__}:Broken: KeyError: 'width' ({__file__}, line "),
     ],
 )
 def test_wrong_input_is_one_line(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "operators", *words]) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
+
+
+class Broken(nn.Module):
+    """A user's network that cannot be built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise KeyError("width")
 
 
 class Own(nn.Module):

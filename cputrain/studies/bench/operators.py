@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cputrain.affinity.wording import plural
+from cputrain.affinity.wording import first_named, plural
 from cputrain.kernels.recorder import Call, Spent, TensorType
 from cputrain.studies.bench.figures import Cell, Figure, Report, Table, figure_of, number_text
 from cputrain.studies.bench.limits import GB
@@ -189,14 +189,14 @@ def operators_report(measured: Measured, rates: Rates, shown: int | None) -> Rep
                 **drawn,
             ),
         ),
-        notes=(_limits_note(rates), *measured.notes),
+        notes=(_limits_note(rates), *_unknown_note(operators, step_ms), *measured.notes),
     )
 
 
 def _cells(name: str, total: Sum, step_ms: float) -> tuple[Cell, ...]:
     by = None if not total.limit_ms else "FLOP" if total.flop_ms > total.limit_ms / 2 else "bytes"
     return (
-        *(name, number_text(total.calls), total.ms, 100 * total.ms / step_ms, total.limit_ms, total.times),
+        *(name, number_text(total.calls), total.ms, 100 * total.ms / step_ms, total.limit_ms or None, total.times),
         *(total.torch_ms, ", ".join(sorted(total.kernels)) or None, by, total.flop / GIGA, total.bytes / 1e6),
     )
 
@@ -219,6 +219,16 @@ def _figures(measured: Measured, groups: Mapping[Group, Sum]) -> tuple[Figure, .
         )
         for name, seconds in zip(names, (measured.seconds, measured.seconds_without), strict=False)
     )
+
+
+def _unknown_note(operators: Mapping[str, Sum], step_ms: float) -> tuple[str, ...]:
+    """Return a line about the operators of which some calls' work is unknown, if there are any."""
+    unknown = {name: total.ms for name, total in operators.items() if total.limit_ms is None}
+    if not unknown:
+        return ()
+    names = first_named(sorted(unknown, key=lambda name: -unknown[name]))
+    share = number_text(100 * sum(unknown.values()) / step_ms)
+    return (f"no limit, as their work is unknown: {names}; {share} % of the time, which counts as 0 in other limits",)
 
 
 def _limits_note(rates: Rates) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,11 +104,15 @@ def _imported(name: str, module: str, member: str) -> nn.Module:
     sys.path.insert(0, "")
     try:
         make: Any = getattr(importlib.import_module(module), member, None)
+        network = make() if not isinstance(make, nn.Module) and _takes_nothing(make) else make
     except ModuleNotFoundError as error:
         raise InputError(f"network {name}: {error.name} is not installed, nor a file here: check the name") from None
+    except Exception as error:  # a user's code raises anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"network {name}: {first} ({place.filename}, line {place.lineno}): correct it") from error
     finally:
         sys.path.remove("")
-    network = make() if not isinstance(make, nn.Module) and _takes_nothing(make) else make
     if not isinstance(network, nn.Module):
         raise InputError(
             f"network {name}: {module} makes no network {member}: name a class or function without arguments"
@@ -173,7 +178,8 @@ def _read_measurement(command: tuple[str, ...], values: Mapping[str, Any], proce
         f"recorded {recorded_s:.1f} s from {skipped_s:.1f} s after its first operator on; it ran for {lasted_s:.1f} s"
     ]
     if processes > 1:
-        notes.append(f"{plural(processes, 'process')} computed; this one most: {shlex.join(values['command'])}")
+        rank = f"rank {values['rank']}, " if values["rank"] else ""
+        notes.append(f"{plural(processes, 'process')} computed; this one most: {rank}{shlex.join(values['command'])}")
     return Measured(
         title=f"{shlex.join(command)}: {plural(steps, 'step')} of its optimizers, "
         f"{plural(values['threads'], 'thread')}",

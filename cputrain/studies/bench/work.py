@@ -76,9 +76,11 @@ def operator_of(call: Call) -> Any:
 
 
 def work_of(call: Call) -> Work | None:
-    """Return a call's work; None if its result's size depends on values, or if it only allocates."""
+    """Return a call's work; None if it is unknown, as where its result's size depends on values."""
     operator, base = operator_of(call), call.name.removeprefix(ATEN)
-    if operator is None or base.startswith(ALLOCATES):
+    if base.startswith(ALLOCATES):
+        return Work(flop=0.0, bytes=0, dtype="")
+    if operator is None:
         return None
     try:
         arguments = _meta_arguments(operator, call.arguments)
