@@ -27,13 +27,13 @@ def end_groups_without_lock() -> None:
     A group stays until its networks are gone and another network is built, or until the process exits, after the
     program's own exit handlers. Programs notice nothing else. Calling this twice changes nothing.
     """
-    build = DistributedDataParallel._ddp_init_helper
-    if getattr(build, "__module__", "") == __name__:
+    build = getattr(DistributedDataParallel, "_ddp_init_helper", None)  # torch 2.8 to 2.13 have it
+    if build is None or build.__module__ == __name__:
         return
 
     @wraps(build, assigned=())
     def build_and_keep_group(network: DistributedDataParallel, *args: Any, **options: Any) -> None:
-        build(network, *args, **options)  # type: ignore[no-untyped-call]
+        build(network, *args, **options)
         _drop_unused_groups()
         group = network.process_group
         if type(group) is dist.ProcessGroup and group.name() == dist.Backend.GLOO:
