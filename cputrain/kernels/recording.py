@@ -33,7 +33,7 @@ def record_if_requested(env: Mapping[str, str]) -> None:
     if setting is None or threading.current_thread() is not threading.main_thread():
         return
     library, folder, after_s, seconds = json.loads(setting)
-    recording = _Recording(load_recorder(Path(library)), Path(folder) / f"{os.getpid()}.json")
+    recording = _Recording(load_recorder(Path(library)), Path(folder) / f"{os.getpid()}.json", env)
     register_optimizer_step_post_hook(recording.count_step)
     atexit.register(recording.finish)
     recording.recorder.begin(after_s, seconds)
@@ -43,8 +43,8 @@ def record_if_requested(env: Mapping[str, str]) -> None:
 class _Recording:
     """What this process computes, kept in a file."""
 
-    def __init__(self, recorder: Recorder, path: Path) -> None:
-        self.recorder, self.path, self.pid = recorder, path, os.getpid()
+    def __init__(self, recorder: Recorder, path: Path, env: Mapping[str, str]) -> None:
+        self.recorder, self.path, self.env, self.pid = recorder, path, env, os.getpid()
         self.steps = 0
 
     def count_step(self, *_: Any) -> None:
@@ -59,7 +59,7 @@ class _Recording:
     def write(self) -> None:
         """Write what was recorded so far, in the recorded thread; a forked process has its parent's recording."""
         if os.getpid() == self.pid:
-            process = {"command": sys.argv, "rank": os.environ.get("RANK", ""), "threads": torch.get_num_threads()}
+            process = {"command": sys.argv, "rank": self.env.get("RANK", ""), "threads": torch.get_num_threads()}
             values = {**process, "steps": self.steps, "is_over": self.recorder.is_over, **self.recorder.recorded()}
             write_bytes(self.path, json.dumps(values).encode())
 
