@@ -105,7 +105,8 @@ def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Pat
 
 def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path: Path) -> None:
     argv = ("mpirun", "-n", str(PPN), sys.executable, "-m", "cputrain", "launch", "--", sys.executable, "-c")
-    code = "import time; print('up', flush=True); time.sleep(300)"
+    # In one write, as mpirun passes on what it gets from both ranks, and PYTHONUNBUFFERED splits a print.
+    code = "import os, time; os.write(1, b'up\\n'); time.sleep(300)"
     pipe = subprocess.PIPE
     with subprocess.Popen(
         (*argv, code), cwd=tmp_path, env={**os.environ, **mpi_path("mpich")}, stdout=pipe, stderr=pipe, text=True
