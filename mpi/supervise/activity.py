@@ -155,11 +155,12 @@ def read_process(pid: int, *, all_threads: bool = False) -> ProcessTime | None:
         return None
     if stat.state in "ZX":
         return None
-    times = dict[str, ThreadTime]()
-    for file in Path(f"/proc/{pid}/task").glob(f"{'*' if all_threads else pid}/schedstat"):
-        with suppress(OSError, ValueError):  # ended meanwhile, or a kernel without scheduler statistics
-            cpu, waited, turns = map(int, file.read_text(encoding="utf-8").split())
-            times[file.parent.name] = ThreadTime(cpu * NANOSECOND_S, waited * NANOSECOND_S, turns)
+    times, tasks = dict[str, ThreadTime](), Path(f"/proc/{pid}/task")
+    with suppress(OSError):  # ended meanwhile, as each of its threads may have
+        for thread in tasks.iterdir() if all_threads else (tasks / str(pid),):
+            with suppress(OSError, ValueError):  # a kernel without scheduler statistics has no numbers
+                cpu, waited, turns = map(int, (thread / "schedstat").read_text(encoding="utf-8").split())
+                times[thread.name] = ThreadTime(cpu * NANOSECOND_S, waited * NANOSECOND_S, turns)
     return ProcessTime(cpu_s=stat.cpu_s, threads=times, stopped=stat.state == STOPPED)
 
 

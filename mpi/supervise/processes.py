@@ -307,10 +307,11 @@ def _answers(requested: Sequence[WatchedFiles]) -> dict[int, tuple[str, ...]]:
 
 def data_thread(pid: int) -> int | None:
     """Return the number of a process's thread that reads a caller's data set; None if it has none."""
-    for name in PROC.glob(f"{pid}/task/*/comm"):
-        with suppress(OSError):  # ended meanwhile
-            if name.read_text(encoding="utf-8").startswith(DATA_THREAD):
-                return int(name.parent.name)
+    with suppress(OSError):  # ended meanwhile, as each of its threads may have
+        for thread in (PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):
+                if (thread / "comm").read_text(encoding="utf-8").startswith(DATA_THREAD):
+                    return int(thread.name)
     return None
 
 

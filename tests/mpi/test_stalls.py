@@ -388,6 +388,22 @@ def test_the_kernel_tells_what_a_rank_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [*programs.values()]
 
 
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_a_process_that_ends_while_it_is_read_is_no_error(all_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its folder is gone once it is opened: an agent would end its rank."""
+    found = activity.read_stat(os.getpid())
+    monkeypatch.setattr(activity, "read_stat", lambda _: found)
+
+    def gone(path: Path, *_: object, **__: object) -> str:
+        raise ProcessLookupError(path)
+
+    for name in ("iterdir", "glob", "read_text"):
+        monkeypatch.setattr(Path, name, gone)
+    read = activity.read_process(os.getpid(), all_threads=all_threads)
+    assert read == activity.ProcessTime(cpu_s=found.cpu_s, threads={}, stopped=False)
+    assert processes.data_thread(os.getpid()) is None
+
+
 CROWDED = """
 import os, threading
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
