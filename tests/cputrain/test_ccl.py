@@ -42,6 +42,7 @@ def test_sums_of_two_ranks_are_gloo_s_bit_for_bit_and_tensors_may_be_huge() -> N
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_ten_thousand_collectives_leak_no_memory() -> None:
     for line in together("soak", "10000"):
         assert line["grown_mib"] < 20, line

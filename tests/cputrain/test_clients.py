@@ -106,7 +106,9 @@ def onnx(network: nn.Module, images: torch.Tensor, path: Path) -> Callable[[torc
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's, of its own exporters
-@pytest.mark.parametrize("export", [scripted, exported, pytest.param(onnx, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "export", [scripted, exported, pytest.param(onnx, marks=[pytest.mark.long, pytest.mark.nightly])]
+)
 def test_a_restored_network_is_exported(
     export: Callable[[nn.Module, torch.Tensor, Path], Callable[[torch.Tensor], torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -77,10 +77,16 @@ def test_other_code_options_or_versions_and_damaged_files_are_compiled(
 
 
 @pytest.mark.long
-def test_compiled_kernels_are_right_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [FLAGS["avx2"], pytest.param("this CPU's", marks=pytest.mark.nightly)])
+def test_compiled_kernels_are_right_without_a_compiler(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "COMPILED", tmp_path / "compiled")
+    if flags == FLAGS["avx2"]:
+        monkeypatch.setattr(build, "cpu_flags", lambda: flags)
     for instructions in INSTRUCTION_SETS:
-        batchnorm.LIBRARY.compile_for(instructions, os.environ)
+        if flags in (FLAGS[instructions.name], "this CPU's"):
+            batchnorm.LIBRARY.compile_for(instructions, os.environ)
     kernels = batchnorm.load({"PATH": "/nowhere", "CPUTRAIN_CACHE": str(tmp_path / "cache")})
     assert kernels.path.is_relative_to(tmp_path / "compiled") and not (tmp_path / "cache").exists()
 

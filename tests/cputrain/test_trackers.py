@@ -245,6 +245,7 @@ def only_failure(folder: Path, env: dict[str, str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
