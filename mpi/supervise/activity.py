@@ -23,7 +23,7 @@ STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /p
 # A computing thread keeps a core until the scheduler takes it away, mostly for milliseconds; one that polls, such as
 # for the interpreter's lock 200 times a second, gives it back after a fraction of one.
 COMPUTES_S = 1e-3
-WAITS_PER_CPU, WAITS_PER_POLL = 30.0, 4.0  # what a thread's waiting counts at most, as a multiple of its CPU time
+WAITS_PER_CPU, WAITS_PER_POLL = 12.0, 4.0  # what a thread's waiting counts at most, as a multiple of its CPU time
 NANOSECOND_S = 1e-9
 MAX_HEARTBEAT_BYTES = 1 << 20  # of a heartbeat
 SILENT_S = 3 * HEARTBEAT_S  # since a heartbeat, after which it does not tell what the rank does now
