@@ -42,7 +42,7 @@ FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 STACK_BEGINS = b"Stack (most recent call first):\n"  # the first line of each stack that faulthandler writes
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
-ANSWER_S = 2.0  # a computing process answers immediately; later if it waits for a core, or for its pages
+STACK_ANSWER_S = 2.0  # a computing process answers immediately; later if it waits for a core, or for its pages
 STACK_POLL_S = 0.02
 
 ITS_DATA_THREAD = "its data thread at "  # the last line of a stack, if that thread is at work
@@ -269,8 +269,8 @@ def signal_thread(pid: int, thread: int, number: int) -> None:
 
 def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tuple[str, ...]]:
     """Return the Python stack of each rank, innermost frame first, given its processes and files: empty if none of them
-    can dump its stack, NO_ANSWER if none does within ANSWER_S. If it has a data thread that is at work, and answers
-    within ANSWER_S too, the last line is ITS_DATA_THREAD and its innermost frame outside Python's library."""
+    can dump its stack, NO_ANSWER if none does within STACK_ANSWER_S. If it has a data thread that is at work, and this
+    answers in time too, the last line is ITS_DATA_THREAD and its innermost frame outside Python's library."""
     able = [(next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None), files) for pids, files in ranks]
     for pid, files in able:
         if pid is not None:
@@ -290,10 +290,10 @@ def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tup
 
 
 def _answers(requested: Sequence[WatchedFiles]) -> dict[int, tuple[str, ...]]:
-    """Return the frames that have been written to these files when all are complete, or after ANSWER_S. What comes
-    before the first line of a stack is the end of the one before it, of a process that runs rarely."""
+    """Return the frames that have been written to these files when all are complete, or after STACK_ANSWER_S. What
+    comes before the first line of a stack is the end of the one before it, of a process that runs rarely."""
     waiting = [files for files in requested if files.asked is not None]
-    deadline, texts = time.monotonic() + ANSWER_S, dict[int, bytes]()
+    deadline, texts = time.monotonic() + STACK_ANSWER_S, dict[int, bytes]()
     while any(files.asked is not None for files in waiting) and time.monotonic() < deadline:
         time.sleep(STACK_POLL_S)
         for files in waiting:

@@ -450,7 +450,7 @@ forever()
 def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "ANSWER_S", HANGS_S)
+    monkeypatch.setattr(processes, "STACK_ANSWER_S", HANGS_S)
     files = WatchedFiles.create()
     argv = [sys.executable, "-c", SHOWING, *words]
     pipe = subprocess.PIPE
@@ -483,7 +483,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("state", ["busy", "idle"])
 def test_a_data_thread_at_work_is_in_the_stack(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ANSWER_S", HANGS_S)
+    monkeypatch.setattr(processes, "STACK_ANSWER_S", HANGS_S)
     files = WatchedFiles.create()
     argv = [sys.executable, "-c", READING, state]
     pipe = subprocess.PIPE
