@@ -228,6 +228,11 @@ def survives_signal(pid: int, number: int) -> bool:
     return _has(pid, number, "SigCgt", "SigBlk", "SigIgn")
 
 
+def delays_signal(thread: int, number: int) -> bool:
+    """Whether a thread has not taken a signal yet, or blocks it, as while a handler of it runs."""
+    return _has(thread, number, "SigPnd", "SigBlk")
+
+
 def _has(pid: int, number: int, *masks: str) -> bool:
     try:
         text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")

@@ -216,13 +216,12 @@ def _show(
 def _predicted(training: "Recipe", plan: Plan, fabric: str, env: Mapping[str, str]) -> list[str]:
     """Return the lines of a prediction, of a job of several hosts whose links are known."""
     from cputrain.predict.assumptions import LINKED
-    from cputrain.recipe.request import for_prediction
     from cputrain.studies.simulate.output import predicted
     from cputrain.studies.simulate.predict import scenario_of_plan
 
     if plan.request.nodes == 1 or fabric not in LINKED:
         return []
-    scenario, notes = scenario_of_plan(for_prediction(training), plan, fabric, env)
+    scenario, notes = scenario_of_plan(training.in_precision(training.planned_precision), plan, fabric, env)
     return notes if scenario is None else [*notes, *predicted(scenario, plan.request.nodes)]
 
 

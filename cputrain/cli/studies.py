@@ -408,10 +408,11 @@ def simulate_command(
     """
     from cputrain.affinity.planner.records import read_measured, read_records
     from cputrain.affinity.topology.catalog import find_machine
-    from cputrain.recipe.request import for_prediction, request_of
+    from cputrain.recipe.request import request_of
 
     counts = numbers_of_hosts(nodes)
-    training = for_prediction(load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if))))
+    training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
+    training = training.in_precision(training.planned_precision)
     trace_unknown(training.model.name, training.data.crop)
     host_machine = find_machine(machine)
     env = os.environ

@@ -42,13 +42,7 @@ from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.recipe.derivation import explain
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.request import for_evaluation, request_of
-from cputrain.recipe.resume import (
-    check_folder,
-    load_training,
-    with_first_precision,
-    with_precision_of,
-    with_same_global_batch,
-)
+from cputrain.recipe.resume import check_folder, first_precision, load_training, with_same_global_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import check_log_formats
 from cputrain.runs.folder import checkpoints_of, continues_run, finished, run_of
@@ -138,7 +132,8 @@ def _check_start(
     with, and the line of `check_folder`; None, after a message, if the run is already finished."""
     again, fresh = options.resume, options.overwrite
     restarted, job = is_restarted(env), lock_name_in(env)
-    training = with_first_precision(planned.recipe) if again else planned.recipe
+    first = first_precision(planned.recipe.folder) if again else None
+    training = planned.recipe if first is None else planned.recipe.in_precision(first)
     resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
     if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
         print_line(message)
@@ -239,7 +234,8 @@ def eval_command(
         )
     alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
     checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
-    training = with_precision_of(checkpoints[0], training)
+    if training.precision == "auto":
+        training = training.in_precision(load_training(str(checkpoints[0])).precision)
     if page is not None and len(checkpoints) > 1:
         raise InputError(f"--report shows one checkpoint, but {len(checkpoints)} are evaluated: name one")
     env = os.environ

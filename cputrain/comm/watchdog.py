@@ -31,6 +31,7 @@ NOT_SCHEDULED = frozenset("TZXx")  # stopped or dead, in /proc/PID/stat, proc(5)
 MAX_WATCHED_RANKS = 16
 SAME = "with the same sizes, types and options"
 STOPPED_TIMEOUT_S = 6.0  # timeout for a rank on this host if the kernel reports it as stopped or dead
+STOPPED_LOOK_S = 1.0  # for which a stopped process is looked at: cpulimit(1) stops and continues one all the time
 
 ABSENT_S = 3 * HEARTBEAT_S  # before a collective's timeout, when absent ranks are first looked up
 EXIT_S = 3.0  # between failing a rank's collectives and ending the process, for its code to report the error
@@ -132,12 +133,16 @@ def place_of_this_process(*, native: bool) -> ProcessPlace:
 
 
 def is_scheduled(pid: int, started: int) -> bool:
-    """Return whether a process on this host is neither stopped nor dead."""
+    """Return whether a process on this host is neither stopped nor dead. One that is stopped is looked at for
+    STOPPED_LOOK_S: it may run by turns."""
     try:
         stat = read_stat(pid)
+        if stat.started != started or stat.state not in NOT_SCHEDULED:
+            return stat.started == started
+        time.sleep(STOPPED_LOOK_S)
+        return read_stat(pid).cpu_s > stat.cpu_s
     except OSError:
         return False
-    return stat.started == started and stat.state not in NOT_SCHEDULED
 
 
 def silence_limit(heartbeat: ProcessPlace, kernel: str, timeout_s: float) -> float:

@@ -103,13 +103,8 @@ def for_evaluation(recipe: Recipe) -> Recipe:
 def for_measurement(recipe: Recipe) -> Recipe:
     """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time, in the precision
     that it is planned for."""
-    without = recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
-    return for_prediction(without)
-
-
-def for_prediction(recipe: Recipe) -> Recipe:
-    """Return the recipe with the precision that it is planned for: only the start of a training chooses another."""
-    return recipe.model_copy(update={"precision": recipe.planned_precision})
+    without = {"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None}
+    return recipe.in_precision(recipe.planned_precision).model_copy(update=without)
 
 
 def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: OutOfMemory, workers: str = "plan.ppn=") -> str:

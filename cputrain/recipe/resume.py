@@ -88,20 +88,6 @@ def first_precision(folder: Path) -> str | None:
     return load_recipe(str(folder / RECIPE)).precision if has_run(folder) and has_trained(folder) else None
 
 
-def with_first_precision(recipe: Recipe) -> Recipe:
-    """Return the recipe with the precision that the run in its folder began with, if the recipe's is auto."""
-    first = first_precision(recipe.folder) if recipe.precision == "auto" else None
-    return recipe if first is None else recipe.model_copy(update={"precision": first})
-
-
-def with_precision_of(checkpoint: Path, recipe: Recipe) -> Recipe:
-    """Return the recipe with the precision that a checkpoint was trained in, if the recipe's is auto."""
-    if recipe.precision != "auto":
-        return recipe
-    trained = recipe_of(read_manifest(checkpoint).recipe, checkpoint / MANIFEST)
-    return recipe.model_copy(update={"precision": trained.precision})
-
-
 def differences(old: Recipe, new: Recipe) -> Differences:
     """Return the keys in which two recipes differ, comparing absolute paths and ignoring `output`."""
     a, b = values_by_key(old), values_by_key(new)
@@ -246,19 +232,8 @@ def _resumption(recipe: Recipe, old: Recipe, now: ScaleRecord) -> str:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Return the text of a run's recipe.yaml: the recipe with absolute paths, below a comment with the given ones."""
-    return _given_paths(recipe) + dump_recipe(recipe.with_absolute_paths())
-
-
-def record_precision(folder: Path, precision: str) -> None:
-    """Write the precision chosen for a run over the "auto" in its recipe.yaml."""
-    path = folder / RECIPE
-    text = path.read_text(encoding="utf-8")
-    write_text(path, text.replace("\nprecision: auto\n", f"\nprecision: {precision}\n"))
-
-
-def _given_paths(recipe: Recipe) -> str:
-    """Return a YAML comment with the recipe's relative paths and the directory that they are relative to."""
+    """Return the text of a run's recipe.yaml: the recipe with absolute paths, below a comment with those given relative
+    to the working directory."""
     given = {
         "data.path": None if recipe.data.generated else recipe.data.path,
         "data.stage_dir": recipe.data.stage_dir,
@@ -266,4 +241,12 @@ def _given_paths(recipe: Recipe) -> str:
         "output": str(recipe.folder),
     }
     relative = [f"{key}={json.dumps(path)}" for key, path in given.items() if path and not Path(path).is_absolute()]
-    return f"# Paths as given in {json.dumps(str(Path.cwd()))}: {', '.join(relative)}\n" if relative else ""
+    comment = f"# Paths as given in {json.dumps(str(Path.cwd()))}: {', '.join(relative)}\n" if relative else ""
+    return comment + dump_recipe(recipe.with_absolute_paths())
+
+
+def record_precision(folder: Path, precision: str) -> None:
+    """Write the precision chosen for a run over the "auto" in its recipe.yaml."""
+    path = folder / RECIPE
+    text = path.read_text(encoding="utf-8")
+    write_text(path, text.replace("\nprecision: auto\n", f"\nprecision: {precision}\n"))

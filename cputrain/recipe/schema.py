@@ -491,6 +491,10 @@ class Recipe(Section, frozen=True):
         """The precision to plan for: of "auto" float32, whose activations take more memory than bf16's."""
         return "float32" if self.precision == "auto" else self.precision
 
+    def in_precision(self, precision: str) -> "Recipe":
+        """Return the recipe in this precision if its own is "auto"."""
+        return self.model_copy(update={"precision": precision}) if self.precision == "auto" else self
+
     @property
     def evaluation_batch(self) -> int:
         """Images of one forward pass of an evaluation."""

@@ -40,7 +40,7 @@ from cputrain.launch.rank_process import RankContext
 from cputrain.manifest import ScaleRecord
 from cputrain.models.networks import build_model, check_network
 from cputrain.recipe.derivation import TrainingSizes, derive, schedule_of
-from cputrain.recipe.request import for_prediction, request_of
+from cputrain.recipe.request import request_of
 from cputrain.recipe.resume import first_precision
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
@@ -134,7 +134,7 @@ def start_session(
     large allocation are not where the plan puts them.
     """
     rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
-    asked, recipe = recipe, for_prediction(recipe)
+    asked, recipe = recipe, recipe.in_precision(recipe.planned_precision)
     team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
     if user_task is None:

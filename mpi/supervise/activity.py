@@ -5,10 +5,12 @@ to a multiple of its CPU time, which is small for one that polls, as it may wait
 """
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from msgspec import MsgspecError, Struct, json, structs
 
@@ -17,7 +19,9 @@ from cputrain.mpi.supervise.wire import HEARTBEAT_S, Activity
 from cputrain.mpi.usage import children_of
 
 READ_S = 1.0  # between two readings of a rank
-IDLE_CORES = 0.2  # a rank with less demand is waiting; heartbeats, progress bars and torch's store take some CPU time
+# A rank with less demand is waiting; heartbeats, progress bars and torch's store take some CPU time, and on a crowded
+# host some more for a second.
+IDLE_CORES, IDLE_READINGS = 0.2, 3
 BUSY_CORES = 0.5  # a rank with more demand is computing
 STOPPED = "T"  # stopped by a signal, not by a debugger (state "t"): proc(5), /proc/PID/stat
 # A computing thread keeps a core until the scheduler takes it away, mostly for milliseconds; one that polls, such as
@@ -73,7 +77,7 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
 class ActivityMeter:
     """Measure the activity of the rank whose first process is `pid`. Times are in seconds of one clock.
 
-    Other threads and descendants are read only while that process itself seems idle: one that waits for a child, such
+    Other threads and descendants are read only while that process itself is not busy: one that waits for a child, such
     as a shell, or for a thread that reads data, is as busy as these. The rank copies its heartbeats to the open file
     `state`; None if it has no such file.
     """
@@ -84,6 +88,7 @@ class ActivityMeter:
         self._stopped_since: float | None = None
         self._root = read_process(pid)
         self._tree: ProcessTime | None = None
+        self._demands: deque[float] = deque(maxlen=IDLE_READINGS)  # cores, in the latest readings
         self._beat: Heartbeat | None = None
         self._beat_at = now
         self.activity = Activity()
@@ -94,12 +99,15 @@ class ActivityMeter:
             return
         seconds = now - self._at
         demand = root.demand_since(self._root) if self._root else 0.0
-        tree = read_tree(self._pid) if demand < IDLE_CORES * seconds else None
+        tree = read_tree(self._pid) if demand < BUSY_CORES * seconds else None
         if tree is not None and self._tree is not None:
             demand = tree.demand_since(self._tree)
             idle, busy = demand < IDLE_CORES * seconds, demand >= BUSY_CORES * seconds
+            self._demands.append(demand / seconds)
+            idle = idle or (len(self._demands) == IDLE_READINGS and fmean(self._demands) < IDLE_CORES)
         else:  # nothing is known about threads and children yet
-            idle, busy = False, tree is None and demand >= BUSY_CORES * seconds
+            self._demands.clear()
+            idle, busy = False, tree is None
         self._idle_since = self._idle_since if idle else now
         self._busy_since = self._busy_since if busy else now
         if not (root.stopped or (idle and tree is not None and tree.stopped)):

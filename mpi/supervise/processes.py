@@ -22,7 +22,7 @@ from pathlib import Path
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE, STATE_FILE, STATE_VARIABLE
 from cputrain.affinity.binding import DATA_THREAD
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.filesystem import PROC, handles_signal, read_stat, write_bytes
+from cputrain.affinity.filesystem import PROC, delays_signal, handles_signal, read_stat, write_bytes
 from cputrain.affinity.terminal import printable
 from cputrain.affinity.topology.kernel_files import cgroup_folders, read_limits
 from cputrain.affinity.wording import GIB
@@ -39,7 +39,6 @@ OUTPUT_FOLLOWS = "; its last lines:"  # ends a message's first line; the lines f
 STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the signal that ended the process
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-STACK_BEGINS = b"Stack (most recent call first):\n"  # the first line of each stack that faulthandler writes
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
 STACK_ANSWER_S = 2.0  # a computing process answers immediately; later if it waits for a core, or for its pages
@@ -224,14 +223,15 @@ def describe_status(status: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class WatchedFiles:
-    """Descriptors of two unnamed files that a rank inherits: for its stack, and for copies of its heartbeats.
+    """Descriptors of two unnamed files that a rank inherits: for stacks, and for copies of its heartbeats.
 
-    `asked` is the size of the first one when a stack was requested that has not been written yet.
+    `asked` is the thread whose stack was requested and is not there yet; it begins at the offset `begins`.
     """
 
     stack: int
     state: int
     asked: int | None = None
+    begins: int = 0
 
     @classmethod
     def create(cls) -> "WatchedFiles":
@@ -244,12 +244,24 @@ class WatchedFiles:
         return {STACK_VARIABLE: str(self.stack), STATE_VARIABLE: str(self.state)}
 
     def ask(self, pid: int, thread: int) -> None:
-        """Request the stack of a process's thread, unless one is requested."""
-        if self.asked is None:
-            size = os.fstat(self.stack).st_size
-            with suppress(ProcessLookupError):  # ended meanwhile
-                signal_thread(pid, thread, STACK_SIGNAL)
-                self.asked = size
+        """Request the stack of a process's thread; one at a time, as two would write into one another."""
+        begins = os.fstat(self.stack).st_size
+        with suppress(ProcessLookupError):  # ended meanwhile
+            signal_thread(pid, thread, STACK_SIGNAL)
+            self.asked, self.begins = thread, begins
+
+    def answer(self) -> tuple[str, ...] | None:
+        """Return the frames of the requested stack once all of it is written; None before, or without a request.
+
+        A process that runs rarely writes for seconds: while it does, the kernel blocks the signal for the thread.
+        """
+        if self.asked is None or delays_signal(self.asked, STACK_SIGNAL):
+            return None
+        text = os.pread(self.stack, MAX_STACK_BYTES, self.begins)
+        if not text:
+            return None
+        self.asked = None
+        return frames(text.decode(errors="replace"))
 
     def close(self) -> None:
         """Close both files."""
@@ -270,39 +282,38 @@ def signal_thread(pid: int, thread: int, number: int) -> None:
 def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tuple[str, ...]]:
     """Return the Python stack of each rank, innermost frame first, given its processes and files: empty if none of them
     can dump its stack, NO_ANSWER if none does within STACK_ANSWER_S. If it has a data thread that is at work, and this
-    answers in time too, the last line is ITS_DATA_THREAD and its innermost frame outside Python's library."""
+    answers within twice that time, the last is ITS_DATA_THREAD and its innermost frame outside Python's library."""
+    begun = time.monotonic()
     able = [(next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None), files) for pids, files in ranks]
-    for pid, files in able:
-        if pid is not None:
-            files.ask(pid, pid)
-    dumps = _answers([files for _, files in able])
-    answered = [(pid, files) for pid, files in able if pid is not None and files.asked is None]
-    for pid, files in answered:
-        if (thread := data_thread(pid)) is not None:
-            files.ask(pid, thread)
-    of_threads = _answers([files for _, files in answered])
-    for _, files in answered:
-        files.asked = None  # next time the main thread is asked again
-    return [
-        (NO_ANSWER,) if files.asked is not None else (*with_wait(dump), *_at_work(of_threads.get(files.stack, ())))
-        for (_, files), dump in zip(able, (dumps.get(files.stack, ()) for _, files in able), strict=True)
-    ]
-
-
-def _answers(requested: Sequence[WatchedFiles]) -> dict[int, tuple[str, ...]]:
-    """Return the frames that have been written to these files when all are complete, or after STACK_ANSWER_S. What
-    comes before the first line of a stack is the end of the one before it, of a process that runs rarely."""
-    waiting = [files for files in requested if files.asked is not None]
-    deadline, texts = time.monotonic() + STACK_ANSWER_S, dict[int, bytes]()
-    while any(files.asked is not None for files in waiting) and time.monotonic() < deadline:
+    waiting = {files.stack: (pid, files) for pid, files in able if pid is not None}
+    of_main, of_data = dict[int, tuple[str, ...]](), dict[int, tuple[str, ...]]()
+    for pid, files in waiting.values():
+        files.answer()  # a late one, to an earlier request
+        if not (PROC / f"{pid}/task/{files.asked}").exists():
+            files.asked = None
+    while waiting and (seconds := time.monotonic() - begun) < 2 * STACK_ANSWER_S:
+        for file, (pid, files) in tuple(waiting.items()):
+            thread, written = files.asked, files.answer()
+            if written is not None:
+                (of_main if thread == pid else of_data)[file] = written
+            if files.asked is None:
+                thread = pid if file not in of_main else data_thread(pid) if file not in of_data else None
+                if thread is not None:
+                    files.ask(pid, thread)
+            if files.asked is None or (file not in of_main and seconds >= STACK_ANSWER_S):
+                del waiting[file]
         time.sleep(STACK_POLL_S)
-        for files in waiting:
-            if files.asked is not None:
-                text = os.pread(files.stack, MAX_STACK_BYTES, files.asked).partition(STACK_BEGINS)[2]
-                if text and text == texts.get(files.stack):
-                    files.asked = None
-                texts[files.stack] = text
-    return {stack: frames(text.decode(errors="replace")) for stack, text in texts.items()}
+    stacks = [(pid, of_main.get(files.stack), of_data.get(files.stack, ())) for pid, files in able]
+    return [() if pid is None else _with_data_thread(main, data) for pid, main, data in stacks]
+
+
+def _with_data_thread(main: tuple[str, ...] | None, data: Sequence[str]) -> tuple[str, ...]:
+    """Return a process's stack, given those of its main thread, None if it does not answer, and of its data thread,
+    which is in the standard library while it waits for work."""
+    if main is None:
+        return (NO_ANSWER,)
+    frame = place(data)
+    return (*with_wait(main), *(() if frame is None else (ITS_DATA_THREAD + frame,)))
 
 
 def data_thread(pid: int) -> int | None:
@@ -313,12 +324,6 @@ def data_thread(pid: int) -> int | None:
                 if (thread / "comm").read_text(encoding="utf-8").startswith(DATA_THREAD):
                     return int(thread.name)
     return None
-
-
-def _at_work(stack: Sequence[str]) -> tuple[str, ...]:
-    """Return the line about a data thread with this stack; nothing while it waits for work."""
-    frame = place(stack)
-    return () if frame is None else (ITS_DATA_THREAD + frame,)
 
 
 def place(stack: Sequence[str]) -> str | None:

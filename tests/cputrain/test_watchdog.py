@@ -4,7 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import (
     HeartbeatThread,
@@ -40,6 +44,7 @@ OTHER_VERSION = """
 import json, logging, time
 from torch.distributed import HashStore
 from cputrain.comm import watchdog
+from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
@@ -60,6 +65,7 @@ STUCK = """
 import threading, time
 from torch.distributed import HashStore
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
+from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
 never = threading.Event()
@@ -95,6 +101,7 @@ KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
 from cputrain.comm.ccl.environment import ensure_extension, find_libraries, load_extension
+from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
 loaded = load_extension(ensure_extension(find_libraries(os.environ), os.environ))
@@ -202,6 +209,18 @@ def test_a_rank_that_lives_here_has_all_of_the_timeout_and_a_stopped_or_unseen_o
         assert not is_scheduled(process.pid, started)
         process.kill()
     assert not is_scheduled(process.pid, started)
+
+
+def test_a_rank_that_is_stopped_and_continued_all_the_time_lives() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process, ThreadPoolExecutor() as pool:
+        started = read_stat(process.pid).started
+        judged = pool.submit(lambda: [is_scheduled(process.pid, started) for _ in range(5)])
+        while not judged.done():
+            for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGCONT, 0.03)):
+                process.send_signal(number)
+                time.sleep(seconds)
+        process.kill()
+    assert judged.result() == [True] * 5
 
 
 def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> None:

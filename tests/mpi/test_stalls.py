@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -388,6 +389,30 @@ def test_the_kernel_tells_what_a_rank_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [*programs.values()]
 
 
+@pytest.mark.parametrize(
+    ("cores", "idle_s", "busy_s"),
+    [
+        ((0.1, 0.1, 0.1, 0.1, 0.1), 4.0, 0.0),
+        ((0.0, 0.1, 0.1, 0.3, 0.0), 4.0, 0.0),  # some work on a crowded host for a second
+        ((0.0, 0.1, 0.1, 0.3, 0.3), 0.0, 0.0),
+        ((0.0, 0.0, 0.0, 0.0, 0.9), 0.0, 1.0),
+        ((0.9, 0.9, 0.9, 0.9, 0.0), 0.0, 0.0),  # what its threads did before is unknown
+        ((0.9, 0.9, 0.9, 0.0, 0.0), 1.0, 0.0),
+    ],
+)
+def test_a_rank_is_idle_while_it_needs_little_of_a_core(
+    cores: tuple[float, ...], idle_s: float, busy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = [activity.ProcessTime(cpu_s=sum(cores[:second]), threads={}, stopped=False) for second in range(6)]
+    read = iter(used)
+    monkeypatch.setattr(activity, "read_process", lambda _: next(read))
+    monkeypatch.setattr(activity, "read_tree", lambda _: used[second])
+    meter = ActivityMeter(1, 0.0)
+    for second in range(1, 6):
+        meter.read(float(second))
+    assert (meter.activity.idle_s, meter.activity.busy_s) == (idle_s, busy_s)
+
+
 @pytest.mark.parametrize("all_threads", [False, True])
 def test_a_process_that_ends_while_it_is_read_is_no_error(all_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its folder is gone once it is opened: an agent would end its rank."""
@@ -473,12 +498,16 @@ from cputrain.affinity.binding import DATA_THREAD, name_thread
 offer_stack(os.environ)
 def read():
     print(flush=True)
-    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+    # Keeps the interpreter's lock, and is continued after a signal.
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 pool = ThreadPoolExecutor(1, initializer=name_thread, initargs=(DATA_THREAD,))
 pool.submit(print, end="").result()
 pool.submit(read if sys.argv[1] == "busy" else lambda: print(flush=True)).result()
 time.sleep(600)
 """
+
+
+AT_WORK = "its data thread at <string>:10 in read"
 
 
 @pytest.mark.parametrize("state", ["busy", "idle"])
@@ -493,30 +522,49 @@ def test_a_data_thread_at_work_is_in_the_stack(state: str, monkeypatch: pytest.M
         (stack,) = read_stacks([([process.pid], files)])
         process.kill()
     files.close()
-    assert [line for line in stack if line.startswith(ITS_DATA_THREAD)] == (
-        ["its data thread at <string>:9 in read"] if state == "busy" else []
-    )
+    assert [line for line in stack if line.startswith(ITS_DATA_THREAD)] == ([AT_WORK] if state == "busy" else [])
     assert "<module>" in " ".join(stack)
     awaited = rank_states(at(21, waited_s=9.0), at(20, idle_s=9.0))
     line = describe_stall(Stall(waiting=awaited[:1], awaited=awaited[1:], rank_states=awaited), {1: stack})
-    assert line.endswith(", its data thread at <string>:9 in read)") == (state == "busy")
+    assert line.endswith(f", {AT_WORK})") == (state == "busy")
 
 
-def test_the_rest_of_a_stack_that_a_slow_rank_writes_late_is_not_its_data_thread_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written = iter(
-        (
-            'Stack (most recent call first):\n  File "/a/train.py", line 5 in step\n',
-            '  File "/a/core.py", line 9 in invoke\n'
-            'Stack (most recent call first):\n  File "/a/data.py", line 7 in read\n',
-        )
-    )
+def test_the_stack_of_a_rank_that_runs_rarely_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs for a fraction of a millisecond at a time, and writes for longer; its data thread is asked after that."""
+    monkeypatch.setattr(processes, "STACK_ANSWER_S", HANGS_S)
     files = WatchedFiles.create()
+    deep = "def deep(n): return deep(n - 1) if n else pool.submit(read).result()\ndeep(40)\n"
+    argv, pipe = [sys.executable, "-c", READING.partition("pool.submit(read")[0] + deep], subprocess.PIPE
+    with subprocess.Popen(argv, env={**os.environ, **files.variables}, pass_fds=(files.stack,), stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(lambda: [read_stacks([([process.pid], files)])[0] for _ in range(3)])
+            while not reading.done():
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.0001)
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(0.05)
+        process.kill()
+    files.close()
+    for stack in reading.result():
+        assert len(stack) == processes.MAX_FRAMES + 1 and stack[-2:] == ("<string>:13 in deep", AT_WORK)
+
+
+def test_a_data_thread_has_the_time_that_its_main_thread_did_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = 'Stack (most recent call first):\n  File "/a/train.py", line 5 in step\n'
+    data = main.replace("train.py", "data.py")
+    files = WatchedFiles.create()
+
+    def answer(_pid: int, thread: int, _number: int) -> None:
+        text, after_s = (main, 0.0) if thread == 6 else (data, 1.4)
+        threading.Timer(after_s, os.write, (files.stack, text.encode())).start()
+
+    monkeypatch.setattr(processes, "STACK_ANSWER_S", 1.0)
     monkeypatch.setattr(processes, "handles_signal", lambda *_: True)
     monkeypatch.setattr(processes, "data_thread", lambda _: 7)
-    monkeypatch.setattr(processes, "signal_thread", lambda *_: os.write(files.stack, next(written).encode()))
-    assert read_stacks([([6], files)]) == [("/a/train.py:5 in step", "its data thread at /a/data.py:7 in read")]
+    monkeypatch.setattr(processes, "signal_thread", answer)
+    assert read_stacks([([6], files)]) == [("/a/train.py:5 in step", "its data thread at /a/data.py:5 in step")]
     files.close()
 
 

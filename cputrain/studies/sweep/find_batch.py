@@ -21,7 +21,6 @@ from cputrain.files import CHECKPOINTS, LOGS, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.request import for_prediction
 from cputrain.recipe.schema import SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
@@ -189,8 +188,9 @@ class BatchSearch:
         """Plan the trial of a local batch. Raises InputError if it cannot run, DoesNotFitError if memory is short."""
         output = f"output={self.folder / f'local-{batch}'}"
         sizes = (f"batch.local={batch}", "batch.global=null", "batch.accumulation=1")
-        recipe = for_prediction(load_recipe(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output)))
-        planned = plan_training(recipe.model_copy(update={"sweep": SweepSection()}), self.env)
+        recipe = load_recipe(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output))
+        recipe = recipe.in_precision(recipe.planned_precision).model_copy(update={"sweep": SweepSection()})
+        planned = plan_training(recipe, self.env)
         _check_limit(planned, self.limit)
         return planned
 
