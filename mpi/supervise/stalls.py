@@ -356,8 +356,8 @@ class StallWatch:
             self._pause_s = min(2 * self._pause_s, MAX_ASK_AGAIN_S)
             return None
         awaited = tuple(rank.rank for rank in stall.awaited)
-        if awaited == self._reported:
-            return None
+        if awaited == self._reported or any(rank.doing is Doing.STOPPED for rank in stall.awaited):
+            return None  # told before, or soon by `check`, unless the rank is continued
         if stall.lasts_s < self._waiting_s:
             self._ask_at = now + self._waiting_s - stall.lasts_s
             return None

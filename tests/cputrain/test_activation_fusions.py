@@ -48,7 +48,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # how it is built,
     "efficientnet_b0": (partial(of_torchvision, "efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0), "SiLU"),
     "regnet_y_400mf": (partial(of_torchvision, "regnet_y_400mf"), "ReLU"),
 }
-COSTLY = ("mobilenet_v2", "efficientnet_b0")
+# The last one's layers are in the others.
+COSTLY = {"mobilenet_v2": (pytest.mark.long,), "efficientnet_b0": (pytest.mark.long, pytest.mark.nightly)}
 
 
 def built(kind: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -87,9 +88,7 @@ def off(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).double().norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in COSTLY else ()) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=COSTLY.get(name, ())) for name in NETWORKS])
 def test_a_network_trains_as_with_torch_s_layers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, activation = NETWORKS[name]
     (plain, plain_optimizer), (network, optimizer) = built(kind), built(kind)

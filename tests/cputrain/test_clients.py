@@ -31,6 +31,8 @@ LOOPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
     "fsdp2": (("timm",), IMAGES, False),
 }
 COSTLY = ("timm_compiled", "compiled", "deepspeed", "trainer on swin")
+# The other loops train in one way each; the second is nightly.
+SECOND = {"ddp torchvision timm lightning": "float32", "accelerate": "float32", "trainer": "split", "fsdp2": "float32"}
 WAYS = {"float32": ((), 1e-3), "bf16": (("--bf16",), 5e-2), "split": (("--split",), 5e-2)}
 """Options of a way to train, and how much the changes of weights may differ from those without the line."""
 
@@ -43,7 +45,7 @@ def cases() -> list[object]:
     cases: list[object] = []
     for name, (_, _, splits) in LOOPS.items():
         for way in ("float32", "split" if splits else "bf16"):
-            marks = [pytest.mark.nightly] if name in COSTLY else []
+            marks = [pytest.mark.nightly] if name in COSTLY or SECOND[name] == way else []
             cases.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}"))
     return cases
 

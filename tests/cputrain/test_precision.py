@@ -29,6 +29,7 @@ from cputrain.training.precision import (
     kept_step_speedup,
 )
 from cputrain.training.session import recipe_task
+from tests.support.ccl_jobs import unmeasured_cache
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import PPN, here, refused
 from tests.support.trainings import SMALL, trained
@@ -172,7 +173,7 @@ def recorded(run: Path) -> set[str]:
 @pytest.mark.processes
 def test_ranks_agree_record_their_choice_and_a_resumed_run_keeps_it(place: Path) -> None:
     """Bit for bit the training with precision=bf16. Without a number, measuring fails."""
-    cache = {"CPUTRAIN_CACHE": str(place / "cache")}
+    cache = unmeasured_cache(place / "cache")
     runs = {name: f"output={name}" for name in ("whole", "fixed", "parts", "slow")}
     slow = (*AUTO, "batch.local=5", runs["slow"])
     result = trained(
@@ -203,7 +204,7 @@ def test_ranks_agree_record_their_choice_and_a_resumed_run_keeps_it(place: Path)
 @pytest.mark.long
 @pytest.mark.processes
 def test_train_measures_says_and_records_and_eval_takes_the_checkpoints_precision(place: Path) -> None:
-    cache = {"CPUTRAIN_CACHE": str(place / "cache")}
+    cache = unmeasured_cache(place / "cache")
     done = here("train", *AUTO, "max_steps=2", cwd=place, **cache)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "(auto)" in line)

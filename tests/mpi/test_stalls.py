@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from _cputrain_autoload import STACK_VARIABLE
 from cputrain.mpi.supervise import activity, processes, ranks
 from cputrain.mpi.supervise.activity import ActivityMeter, process_tree
-from cputrain.mpi.supervise.processes import ITS_DATA_THREAD, RankExit, WatchedFiles, frames, read_stacks
+from cputrain.mpi.supervise.processes import (
+    ITS_DATA_THREAD,
+    JobFailedError,
+    RankExit,
+    WatchedFiles,
+    frames,
+    read_stacks,
+)
 from cputrain.mpi.supervise.signals import RunningClock
 from cputrain.mpi.supervise.stalls import (
     STARTING_S,
@@ -339,6 +346,17 @@ def test_stacks_of_a_job_with_idle_ranks_are_asked_for_once_a_minute_at_most(doi
 
     assert not any(watch.take(rank_states(*doing), float(second), stacks) for second in range(1, 3600))
     assert len(asked) < 70
+
+
+def test_a_rank_that_others_await_since_it_was_stopped_is_told_of_as_stopped() -> None:
+    for stopped_s, told in (
+        (6.0, nullcontext()),
+        (8.0, pytest.raises(JobFailedError, match="rank 1 on h1 has been stopped")),
+    ):
+        awaited = rank_states(IDLE, Activity(idle_s=stopped_s, stopped_s=stopped_s))
+        with told:
+            StallWatch().check(awaited, 40.0, lambda _: {0: (C10D,)})
+        assert StallWatch().take(awaited, 40.0, lambda _: {0: (C10D,)}) is None
 
 
 @given(st.lists(st.floats(0.01, 60.0), max_size=50))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import cache_folder
 from cputrain.comm.ccl.environment import ensure_extension, find_libraries
 from cputrain.mpi.supervise.run import free_port
 from tests.support.forked import ROOT, Ended, Forked, ended, forked, writing
@@ -28,10 +29,12 @@ needs_ccl = pytest.mark.skipif(missing_ccl() != "", reason=missing_ccl())
 
 
 def unmeasured_cache(folder: Path) -> dict[str, str]:
-    """Return the variable of a cache with the compiled backend and kernels, and without measurements."""
-    cache = ensure_extension(find_libraries(os.environ), os.environ).parents[1]
+    """Return the variable of a cache with the backend and kernels compiled here, and without measurements."""
+    if not missing_ccl():
+        ensure_extension(find_libraries(os.environ), os.environ)
     folder.mkdir(exist_ok=True)
-    for built in cache.iterdir():
+    cache = cache_folder(os.environ)
+    for built in cache.iterdir() if cache.is_dir() else ():
         if built.name != "measured":
             (folder / built.name).symlink_to(built)
     return {"CPUTRAIN_CACHE": str(folder)}
