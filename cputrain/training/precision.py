@@ -15,8 +15,9 @@ from cputrain.kernels.apply import apply_plan
 from cputrain.kernels.evidence import random_numbers_kept, restore
 from cputrain.kernels.measure import kept_speedups
 from cputrain.measurements import AUTO_BF16_GAIN
+from cputrain.models.settings import ModelSettings
 from cputrain.optim import build_optimizer
-from cputrain.recipe.schema import Recipe
+from cputrain.optim_settings import OptimSettings
 from cputrain.training.engine import (
     Engine,
     agree_on_engine,
@@ -39,13 +40,16 @@ MAX_S = 10.0  # after which no further round begins, for networks with long step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is measured: a recipe's steps with `images` images a pass, on a host with `workers` ranks; `engine` is the
-    one in float32, and `cpus` are the types of CPU of all ranks."""
+    """What is measured: steps with `images` images a pass, `side` pixels wide, on a host with `workers` ranks; `engine`
+    is the one in float32, chosen for the setting `engine_setting`, and `cpus` are the types of CPU of all ranks."""
 
-    recipe: Recipe
+    model: ModelSettings
+    optim: OptimSettings
+    engine_setting: str
     task: Task
     engine: Engine
     images: int
+    side: int
     workers: int
     cpus: tuple[str, ...]
     env: Mapping[str, str]
@@ -53,8 +57,8 @@ class Trial:
     @property
     def steps(self) -> str:
         """The steps in words: "steps of resnet50 at 64 x 64 with 16 images and 1 thread"."""
-        network, side = self.recipe.model.name, self.recipe.data.crop
-        return f"steps of {network} at {side} x {side} with {plural(self.images, 'image')} and {self.threads}"
+        size = f"{self.side} x {self.side}"
+        return f"steps of {self.model.name} at {size} with {plural(self.images, 'image')} and {self.threads}"
 
     @property
     def threads(self) -> str:
@@ -108,8 +112,7 @@ def decided(speedup: float, steps: str) -> Choice:
 def kept_step_speedup(trial: Trial) -> float:
     """Return the speedup of steps by bfloat16: kept on rank 0's host for this network, batch, optimizer, engine,
     threads and workers, or measured now. All ranks must call this."""
-    recipe = trial.recipe
-    own = f"{trial.steps}, {recipe.optim.name}, {trial.engine.name}, {', '.join(sorted(set(trial.cpus)))}"
+    own = f"{trial.steps}, {trial.optim.name}, {trial.engine.name}, {', '.join(sorted(set(trial.cpus)))}"
     key = all_gather(own)[0]  # batches and threads of ranks may differ
     name = f"{trial.threads}, {plural(trial.workers, 'worker')}"
     return kept_speedups(RECORD, name, (key,), lambda _: step_speedup(trial), trial.env)[key]
@@ -130,16 +133,16 @@ def step_speedup(trial: Trial) -> float:
 def _fastest_steps(trial: Trial) -> tuple[float, float]:
     """Return the seconds of the fastest step in float32 and in bf16, in which this thread had a CPU: it takes part in
     all of a step, and seconds in which other processes had the CPU do not count."""
-    recipe, task, env, images = trial.recipe, trial.task, trial.env, trial.images
-    narrow = choose_engine(recipe.engine, BF16, env)
+    task, env, images, winograd = trial.task, trial.env, trial.images, trial.model.winograd
+    narrow = choose_engine(trial.engine_setting, BF16, env)
     engines = {FLOAT32: trial.engine, BF16: agree_on_engine(all_gather((narrow.name, narrow.why)), narrow)}
     network = task.build()
     planned = {
-        precision: plan_network(engine, network, task.example, images, precision, env, winograd=recipe.model.winograd)
+        precision: plan_network(engine, network, task.example, images, precision, env, winograd=winograd)
         for precision, engine in engines.items()
     }
     prepare_model(network, planned[FLOAT32][0], FLOAT32, planned[FLOAT32][1])
-    optimizer = build_optimizer(network, recipe.optim, task.loss_module)  # with a rate of 0
+    optimizer = build_optimizer(network, trial.optim, task.loss_module)  # with a rate of 0
     network, optimizer = optimize_training(network, optimizer, trial.engine)
     learner = Learner(network, task.losses, FLOAT32, task.loss_module)
     inputs, targets = task.example(images)

@@ -197,10 +197,13 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
     recipe, env = session.recipe, session.context.env
     first = first_precision(recipe.folder) if resume and session.is_main_rank else None
     trial = Trial(
-        recipe=recipe,
+        model=recipe.model,
+        optim=recipe.optim,
+        engine_setting=recipe.engine,
         task=session.task,
         engine=session.engine,
         images=session.mean_local_batch,
+        side=recipe.data.crop,
         workers=session.rank.local_world_size,
         cpus=tuple(all_gather(this_machine().model)),
         env=env,

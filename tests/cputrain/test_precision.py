@@ -43,10 +43,13 @@ def trial(group: None, tmp_path: Path) -> Trial:
     """Steps of a small network by torch's layers, with a cache of their own."""
     recipe = load_recipe("imagefolder", (*SMALL, "precision=float32", "engine=eager"))
     return Trial(
-        recipe=recipe,
+        model=recipe.model,
+        optim=recipe.optim,
+        engine_setting=recipe.engine,
         task=recipe_task(recipe, 3, None, lambda images: images),
         engine=Engine(name="eager", why="engine=eager"),
         images=6,
+        side=recipe.data.crop,
         workers=1,
         cpus=("a CPU",),
         env={**os.environ, "CPUTRAIN_CACHE": str(tmp_path / "cache")},
