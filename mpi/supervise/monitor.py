@@ -37,7 +37,7 @@ from cputrain.mpi.supervise.wire import (
 
 SILENCE_CHECK_S = 0.25  # between two checks for silent ranks
 ALONE_S = 10.0  # a scheduler that ends a job signals the agents of all hosts within this time
-STACK_S, STACK_POLL_S = 2 * STACK_ANSWER_S + 0.5, 0.1  # for the agents, which ask a rank and then its data thread
+STACK_S, STACK_POLL_S = STACK_ANSWER_S + 0.5, 0.1  # for the agents
 GATHER_S = 1e-5  # per rank, so that reports of many ranks are processed together
 
 

@@ -41,7 +41,7 @@ STATUSES = range(-signal.SIGRTMAX, 256)  # possible statuses; negative: the sign
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # files of the standard library
 MAX_FRAMES, MAX_STACK_BYTES = 12, 1 << 16
-STACK_ANSWER_S = 2.0  # a computing process answers immediately; later if it waits for a core, or for its pages
+STACK_ANSWER_S = 4.0  # a computing process answers immediately; later if it waits for a core, or for its pages
 STACK_POLL_S = 0.02
 
 ITS_DATA_THREAD = "its data thread at "  # the last line of a stack, if that thread is at work
@@ -282,8 +282,8 @@ def signal_thread(pid: int, thread: int, number: int) -> None:
 def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tuple[str, ...]]:
     """Return the Python stack of each rank, innermost frame first, given its processes and files: empty if none of them
     can dump its stack, NO_ANSWER if none does within STACK_ANSWER_S. If it has a data thread that is at work, and this
-    answers within twice that time, the last is ITS_DATA_THREAD and its innermost frame outside Python's library."""
-    begun = time.monotonic()
+    answers in time, too, the last line is ITS_DATA_THREAD and its innermost frame outside Python's library."""
+    deadline = time.monotonic() + STACK_ANSWER_S
     able = [(next((pid for pid in pids if handles_signal(pid, STACK_SIGNAL)), None), files) for pids, files in ranks]
     waiting = {files.stack: (pid, files) for pid, files in able if pid is not None}
     of_main, of_data = dict[int, tuple[str, ...]](), dict[int, tuple[str, ...]]()
@@ -291,7 +291,7 @@ def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tup
         files.answer()  # a late one, to an earlier request
         if not (PROC / f"{pid}/task/{files.asked}").exists():
             files.asked = None
-    while waiting and (seconds := time.monotonic() - begun) < 2 * STACK_ANSWER_S:
+    while waiting and time.monotonic() < deadline:
         for file, (pid, files) in tuple(waiting.items()):
             thread, written = files.asked, files.answer()
             if written is not None:
@@ -300,7 +300,7 @@ def read_stacks(ranks: Sequence[tuple[Iterable[int], WatchedFiles]]) -> list[tup
                 thread = pid if file not in of_main else data_thread(pid) if file not in of_data else None
                 if thread is not None:
                     files.ask(pid, thread)
-            if files.asked is None or (file not in of_main and seconds >= STACK_ANSWER_S):
+            if files.asked is None:
                 del waiting[file]
         time.sleep(STACK_POLL_S)
     stacks = [(pid, of_main.get(files.stack), of_data.get(files.stack, ())) for pid, files in able]

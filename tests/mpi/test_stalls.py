@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -567,23 +566,6 @@ def test_the_stack_of_a_rank_that_runs_rarely_is_whole(monkeypatch: pytest.Monke
     files.close()
     for stack in reading.result():
         assert len(stack) == processes.MAX_FRAMES + 1 and stack[-2:] == ("<string>:13 in deep", AT_WORK)
-
-
-def test_a_data_thread_has_the_time_that_its_main_thread_did_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = 'Stack (most recent call first):\n  File "/a/train.py", line 5 in step\n'
-    data = main.replace("train.py", "data.py")
-    files = WatchedFiles.create()
-
-    def answer(_pid: int, thread: int, _number: int) -> None:
-        text, after_s = (main, 0.0) if thread == 6 else (data, 1.4)
-        threading.Timer(after_s, os.write, (files.stack, text.encode())).start()
-
-    monkeypatch.setattr(processes, "STACK_ANSWER_S", 1.0)
-    monkeypatch.setattr(processes, "handles_signal", lambda *_: True)
-    monkeypatch.setattr(processes, "data_thread", lambda _: 7)
-    monkeypatch.setattr(processes, "signal_thread", answer)
-    assert read_stacks([([6], files)]) == [("/a/train.py:5 in step", "its data thread at /a/data.py:5 in step")]
-    files.close()
 
 
 def test_a_rank_that_does_not_answer_in_time_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
