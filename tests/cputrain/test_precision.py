@@ -121,8 +121,8 @@ def test_a_speedup_is_measured_once_for_each_network_batch_optimizer_engine_and_
         replace(trial, cpus=("a CPU", "another")),
         replace(trial, workers=2),
         replace(trial, engine=Engine(name="native", why="")),
-        replace(trial, recipe=load_recipe("imagefolder", (*SMALL, "optim.name=adam"))),
-        replace(trial, recipe=load_recipe("imagefolder", (*SMALL, "data.crop=32"))),
+        replace(trial, optim=load_recipe("imagefolder", (*SMALL, "optim.name=adam")).optim),
+        replace(trial, side=32),
     )
     for _ in range(2):
         assert [kept_step_speedup(each) for each in (trial, *others)] == [1.7] * 7
