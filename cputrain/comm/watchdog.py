@@ -27,7 +27,7 @@ from cputrain.affinity.wording import first_named
 from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
-NOT_SCHEDULED = frozenset("TZXx")  # stopped or dead, in /proc/PID/stat, proc(5); not "t", which is in a debugger
+STOPPED, DEAD = "T", frozenset("ZXx")  # in /proc/PID/stat, proc(5); "t" is in a debugger
 MAX_WATCHED_RANKS = 16
 SAME = "with the same sizes, types and options"
 STOPPED_TIMEOUT_S = 6.0  # timeout for a rank on this host if the kernel reports it as stopped or dead
@@ -137,8 +137,8 @@ def is_scheduled(pid: int, started: int) -> bool:
     STOPPED_LOOK_S: it may run by turns."""
     try:
         stat = read_stat(pid)
-        if stat.started != started or stat.state not in NOT_SCHEDULED:
-            return stat.started == started
+        if stat.state != STOPPED or stat.started != started:
+            return stat.started == started and stat.state not in DEAD
         time.sleep(STOPPED_LOOK_S)
         return read_stat(pid).cpu_s > stat.cpu_s
     except OSError:
