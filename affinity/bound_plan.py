@@ -24,16 +24,10 @@ from cputrain.affinity.binding import (
     verify_binding,
 )
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import PLAN_FILE
 from cputrain.affinity.planner.openmp import reconciled_environment, with_libiomp5
 from cputrain.affinity.planner.plan import Compare, Plan, Request, WorkerPlan, plan_machine
-from cputrain.affinity.planner.plan_file import (
-    PLAN_FILE,
-    plan_from_dict,
-    plan_of_this_host,
-    plan_to_json,
-    read_json,
-    worker_of,
-)
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_of_this_host, plan_to_json, read_json, worker_of
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.rank import ENV, LAUNCHER_VARIABLES, SET_FOR_RANKS, Rank, rank_from_env, with_rank
 from cputrain.affinity.terminal import printable

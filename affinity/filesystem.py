@@ -27,6 +27,7 @@ TRIED_BYTES = 1 << 16
 TARBALLS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 NO_TEMPORARY = "No usable temporary directory"  # tempfile's message, which does not give the reason for each directory
 
+PLAN_FILE = "plan.json"  # in the folder of a job or run
 PROC = Path("/proc")
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 

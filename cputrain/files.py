@@ -9,8 +9,7 @@ from io import RawIOBase
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.filesystem import errors_name, shipped_folder, write_bytes
-from cputrain.affinity.planner.plan_file import PLAN_FILE
+from cputrain.affinity.filesystem import PLAN_FILE, errors_name, shipped_folder, write_bytes
 from cputrain.affinity.terminal import CODES
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (

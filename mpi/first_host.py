@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cputrain.affinity.filesystem import PLAN_FILE
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
+from cputrain.affinity.planner.plan_file import plan_to_json, read_plan, request_from_json
 from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.terminal import exit_status, use_utf8
 from cputrain.affinity.wording import plural, spread

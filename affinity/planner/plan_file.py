@@ -21,8 +21,6 @@ from cputrain.affinity.wording import plural
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
-PLAN_FILE = "plan.json"
-"""The name of a plan's file in the folder of a job or run."""
 MAX_NUMBER = 1 << 63
 # Control characters, which a terminal would interpret, and surrogates, which cannot be encoded; except surrogates that
 # stand for non-UTF-8 bytes of a file name.

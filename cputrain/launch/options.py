@@ -10,6 +10,7 @@ from typing import Any
 
 from cputrain.affinity.bound_plan import NOT_SHARED, plan_beside
 from cputrain.affinity.errors import InputError, RequestError, RunError
+from cputrain.affinity.filesystem import PLAN_FILE
 from cputrain.affinity.host_names import (
     LOCALHOST,
     is_loopback,
@@ -22,7 +23,6 @@ from cputrain.affinity.planner.domains import usable_cores
 from cputrain.affinity.planner.layouts import uniform_groups
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
-from cputrain.affinity.planner.plan_file import PLAN_FILE
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
 from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
 from cputrain.affinity.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of

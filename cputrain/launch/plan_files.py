@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError, as_option
-from cputrain.affinity.filesystem import check_execution, check_writable, write_bytes
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_json, plan_to_json
+from cputrain.affinity.filesystem import PLAN_FILE, check_execution, check_writable, write_bytes
+from cputrain.affinity.planner.plan_file import plan_json, plan_to_json
 from cputrain.affinity.rank import MASTER_PORT
 from cputrain.affinity.start import isolated_command
 from cputrain.affinity.views import plan_to_svg, plan_to_text

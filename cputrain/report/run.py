@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from cputrain.affinity.errors import InputError, as_option, as_recipe_key
+from cputrain.affinity.filesystem import PLAN_FILE
 from cputrain.affinity.planner.plan import Plan, WorkerPlan
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_of_host, read_json
 from cputrain.affinity.wording import GIB, first_named, plural
 from cputrain.data.settings import USER_SAMPLES
 from cputrain.files import ENVIRONMENT, PLAN, RECIPE
