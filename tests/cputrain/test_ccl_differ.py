@@ -121,9 +121,14 @@ def test_so_it_is_over_mpi() -> None:
 def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_cannot_judge() -> None:
     """Rank 0 waits for a rank that is in another group's collective, also where no thread can sign heartbeats without
     Python; rank 0 is busy; rank 1 has left for good; whom a message waits for is said at its timeout."""
-    names = ("busy_first_rank", "other_group", "other_group_without_openssl", "unanswered", "leaves", "leaves_message")
-    with started(PROGRAM, *cases_of(*names), ranks=3, **QUIET) as processes:
-        found = said_by(*processes)
+    found: Found = {}
+    # Nine processes at a time: the groups of more take too long to be created on a busy host.
+    for names in (
+        ("busy_first_rank", "other_group", "leaves"),
+        ("other_group_without_openssl", "unanswered", "leaves_message"),
+    ):
+        with started(PROGRAM, *cases_of(*names), ranks=3, **QUIET) as processes:
+            found |= said_by(*processes)
     for name in ("other_group", "other_group_without_openssl"):
         absent = found[name][0].error
         assert "Timed out after 10 s in ALLREDUCE #2 of group 0 (Float[3]); not joined by rank 1 on " in absent
