@@ -221,7 +221,7 @@ def _predicted(training: "Recipe", plan: Plan, fabric: str, env: Mapping[str, st
 
     if plan.request.nodes == 1 or fabric not in LINKED:
         return []
-    scenario, notes = scenario_of_plan(training.in_precision(training.planned_precision), plan, fabric, env)
+    scenario, notes = scenario_of_plan(training.as_planned(), plan, fabric, env)
     return notes if scenario is None else [*notes, *predicted(scenario, plan.request.nodes)]
 
 

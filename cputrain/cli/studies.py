@@ -411,8 +411,7 @@ def simulate_command(
     from cputrain.recipe.request import request_of
 
     counts = numbers_of_hosts(nodes)
-    training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
-    training = training.in_precision(training.planned_precision)
+    training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if))).as_planned()
     trace_unknown(training.model.name, training.data.crop)
     host_machine = find_machine(machine)
     env = os.environ

@@ -104,7 +104,7 @@ def for_measurement(recipe: Recipe) -> Recipe:
     """Return the recipe without evaluation, sweep and weight averaging, so that only steps take time, in the precision
     that it is planned for."""
     without = {"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None}
-    return recipe.in_precision(recipe.planned_precision).model_copy(update=without)
+    return recipe.as_planned().model_copy(update=without)
 
 
 def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: OutOfMemory, workers: str = "plan.ppn=") -> str:

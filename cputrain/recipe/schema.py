@@ -495,6 +495,10 @@ class Recipe(Section, frozen=True):
         """Return the recipe in this precision if its own is "auto"."""
         return self.model_copy(update={"precision": precision}) if self.precision == "auto" else self
 
+    def as_planned(self) -> "Recipe":
+        """Return the recipe in the precision that it is planned for: only the start of a training chooses another."""
+        return self.in_precision(self.planned_precision)
+
     @property
     def evaluation_batch(self) -> int:
         """Images of one forward pass of an evaluation."""

@@ -134,7 +134,7 @@ def start_session(
     large allocation are not where the plan puts them.
     """
     rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
-    asked, recipe = recipe, recipe.in_precision(recipe.planned_precision)
+    asked, recipe = recipe, recipe.as_planned()
     team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
     if user_task is None:

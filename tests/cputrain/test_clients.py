@@ -45,7 +45,7 @@ def cases() -> list[object]:
     cases: list[object] = []
     for name, (_, _, splits) in LOOPS.items():
         for way in ("float32", "split" if splits else "bf16"):
-            marks = [pytest.mark.nightly] if name in COSTLY or SECOND[name] == way else []
+            marks = [pytest.mark.nightly] if name in COSTLY or SECOND.get(name) == way else []
             cases.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}"))
     return cases
 

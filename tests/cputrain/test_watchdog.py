@@ -44,7 +44,6 @@ OTHER_VERSION = """
 import json, logging, time
 from torch.distributed import HashStore
 from cputrain.comm import watchdog
-from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
@@ -65,7 +64,6 @@ STUCK = """
 import threading, time
 from torch.distributed import HashStore
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
-from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
 never = threading.Event()
@@ -101,7 +99,6 @@ KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
 from cputrain.comm.ccl.environment import ensure_extension, find_libraries, load_extension
-from cputrain.affinity.filesystem import read_stat
 from cputrain.comm.store import SignedKeys, openssl_hmac
 store = HashStore()
 loaded = load_extension(ensure_extension(find_libraries(os.environ), os.environ))

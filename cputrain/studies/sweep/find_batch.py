@@ -189,7 +189,7 @@ class BatchSearch:
         output = f"output={self.folder / f'local-{batch}'}"
         sizes = (f"batch.local={batch}", "batch.global=null", "batch.accumulation=1")
         recipe = load_recipe(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output))
-        recipe = recipe.in_precision(recipe.planned_precision).model_copy(update={"sweep": SweepSection()})
+        recipe = recipe.as_planned().model_copy(update={"sweep": SweepSection()})
         planned = plan_training(recipe, self.env)
         _check_limit(planned, self.limit)
         return planned
