@@ -101,7 +101,7 @@ def check(row: Row, seconds: float, line: str) -> None:
     assert re.search(rf" ha(s|ve) waited \d+ s for rank {rank} on \S+, which {doing} ", line), (row, line)
     # In cputrain.train a thread reads the data, for which the main thread waits.
     at = "is at .*, its data thread at" if phase == "data" else "is at"
-    assert re.search(rf"\(rank {rank} {at} \S*tests/support/stalls.py:", line), (row, line)
+    assert re.search(rf"\(rank {rank} {at} .*tests/support/stalls.py:", line), (row, line)
 
 
 def name_the_ranks(rows: Sequence[Row], place: Path, *, at_once: bool = False) -> None:
