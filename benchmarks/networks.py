@@ -1,114 +1,120 @@
-"""Steps of twelve networks: torch's operators and ours, with no changed line and with `cputrain.optimize`.
+"""Steps of any network: torch's operators, torch.compile, our kernels, `cputrain.optimize`, split weights, IPEX.
 
-python -m benchmarks.networks [NETWORK...] [--batch 8] [--size 224] [--threads 2] [--rounds 5]
+python -m benchmarks.networks [NETWORK...] [--dtype bfloat16] [--way kernels ...] [--batch 8] [--size 224] [--threads 2]
+    [--rounds 5]
 
-Each network of torchvision trains by SGD with momentum on random images, as an expert's script does (channels-last), in
-float32 and in bfloat16 (autocast). A round makes a step each way, in turns in one process, so that the machine's
-neighbors disturb all alike; the ratios are of medians. Run it with tcmalloc or jemalloc preloaded, as `cputrain launch`
-does, and without other programs.
+Each network (of torchvision, or bert: BERT-base's size) trains on random samples as an expert's script does
+(channels-last), by the optimizer that its users choose, in float32 and in bfloat16 (autocast), each way from the same
+weights. A round makes two steps each way, in turns, so that the machine's neighbors disturb all alike; the second one
+counts, as the first finds other processes' memory in the caches; the ratios are of medians. IPEX 2.8, where `make test-
+ipex` has installed it, trains in a process of its own; its mean is of the networks that it trains. Run it with tcmalloc
+or jemalloc preloaded, as `cputrain launch` does, and without other programs.
 """
 
 import argparse
-import copy
-import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
+from math import isnan, nan
+from pathlib import Path
 from statistics import geometric_mean, median
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 import cputrain
+from benchmarks.ipex import SENTENCE, Process, step, task
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor_text
-from cputrain.models.vision import import_torchvision
+from cputrain.studies.bench.figures import interleaved
 
 NETWORKS = (
     *("resnet50", "resnet18", "vgg16_bn", "densenet121", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0"),
     *("convnext_tiny", "resnext50_32x4d", "regnet_y_1_6gf", "vit_b_16", "swin_t"),
 )
-TYPES = (torch.float32, torch.bfloat16)
-WAYS = ("expert", "kernels", "kernels + optimize")
+EXPERT, COMPILE, KERNELS, OPTIMIZE, SPLIT, IPEX = "expert", "compile", "kernels", "optimize", "split", "ipex"
+"""Ways: by torch's operators; by torch.compile; by the kernels below torch's operators, no changed line; by these
+and `cputrain.optimize`; by these and split master weights, in bfloat16; by IPEX's `optimize`."""
+WAYS = (EXPERT, COMPILE, KERNELS, OPTIMIZE, SPLIT, IPEX)
 
 
-@dataclass(frozen=True)
-class Training:
-    """A network and its optimizer, and how a step is computed."""
-
-    network: nn.Module
-    optimizer: torch.optim.Optimizer
-    kernels: bool
+def with_kernels(run: Callable[[], float], *, kernels: bool) -> float:
+    """Call the function twice, with kernels below torch's operators or without; return its second value."""
+    (cputrain.kernels.enable if kernels else cputrain.kernels.disable)()
+    run()
+    return run()
 
 
-def trainings(name: str, dtype: torch.dtype, images: torch.Tensor) -> dict[str, Training]:
-    """Return the network's training in each way, from the same weights."""
-    torch.manual_seed(1)
-    first = getattr(import_torchvision("models"), name)().to(memory_format=torch.channels_last)
-    made = {}
-    for way in WAYS:
-        network = copy.deepcopy(first)
-        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
-        if way == WAYS[2]:
-            network, optimizer = cputrain.optimize(network, optimizer, dtype=dtype, sample_input=images)
-        made[way] = Training(network, optimizer, kernels=way != WAYS[0])
-    return made
+def training(name: str, way: str, dtype: torch.dtype, options: argparse.Namespace) -> Callable[[], float]:
+    """Return what makes a step of a network that is trained in this process, in one of the ways."""
+    network, optimizer, *samples = task(name, options.batch, options.size)
+    if way in (OPTIMIZE, SPLIT):
+        more: dict[str, Any] = {"master_weights": "split"} if way == SPLIT else {}
+        network, optimizer = cputrain.optimize(network, optimizer, dtype=dtype, sample_input=samples[0], **more)
+    elif way == COMPILE:
+        network = torch.compile(network)  # type: ignore[assignment]
+    a_step = partial(step, network, optimizer, *samples, bf16=dtype == torch.bfloat16)
+    return partial(with_kernels, a_step, kernels=way in (KERNELS, OPTIMIZE, SPLIT))
 
 
-def step(training: Training, images: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> float:
-    """Train a step; return its seconds."""
-    (cputrain.kernels.enable if training.kernels else cputrain.kernels.disable)()
-    started = time.perf_counter()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        loss = functional.cross_entropy(training.network(images), labels)
-    training.optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    training.optimizer.step()
-    return time.perf_counter() - started
+def original_step(original: Process, case: str) -> float:
+    """Return the seconds of the second of two steps with IPEX, nan if it has failed."""
+    try:
+        original.step(case)
+        return original.step(case)
+    except (SystemExit, BrokenPipeError):
+        return nan
 
 
-def medians(ways: dict[str, Training], rounds: int, step_of: Callable[[Training], float]) -> dict[str, float]:
-    """Return the median step of each way; the first round, which compiles and allocates, is left out."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, training in ways.items():
-            value = step_of(training)
-            if number:
-                seconds[way].append(value)
-    return {way: median(values) for way, values in seconds.items()}
+def row(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
+    """Return the median seconds of a step in each way, nan if it fails."""
+    ways = [way for way in options.way if way != SPLIT or dtype == torch.bfloat16]
+    runs = {way: training(name, way, dtype, options) for way in ways if way != IPEX}
+    with ExitStack() as stack:
+        if IPEX in ways:
+            original = stack.enter_context(Process(options.original, options))
+            runs[IPEX] = partial(original_step, original, f"{name}:{word_of(dtype)}")
+        return {way: median(seconds) for way, seconds in interleaved(runs, options.rounds).items()}
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """Return the name of a type."""
+    return str(dtype).removeprefix("torch.")
 
 
 def main() -> None:
-    """Print a table for each type, a row for each network."""
+    """Print a row for each type and network, and the geometric mean of each type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=NETWORKS)
+    parser.add_argument("networks", nargs="*", default=NETWORKS, metavar="NETWORK")
     for option, default in (("--batch", 8), ("--size", 224), ("--threads", 2), ("--rounds", 5)):
         parser.add_argument(option, type=int, default=default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append")
+    parser.add_argument("--way", choices=WAYS, action="append", help="beside the expert's; all, if none is named")
+    parser.add_argument("--original", default=".ipex/bin/python", metavar="PYTHON", help="a Python that has IPEX 2.8")
     options = parser.parse_args()
+    options.way = [way for way in WAYS if way == EXPERT or way in (options.way or WAYS)]
+    if not Path(options.original).exists() and IPEX in options.way:
+        options.way.remove(IPEX)
     torch.set_num_threads(options.threads)
-    images = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(0, 1000, (options.batch,))
+    images = f"{options.batch} images of {options.size} x {options.size}, or sentences of {SENTENCE} words"
     print(f"{processor_text(this_machine())}\n")
-    print(f"{options.batch} images of {options.size} x {options.size}, {options.threads} threads, s a step\n")
-    print(f"| network | type | {' | '.join(WAYS)} | times as fast: kernels | + optimize |")
-    print("|---" * (len(WAYS) + 4) + "|")
-    for dtype in TYPES:
-        word = str(dtype).removeprefix("torch.")
-        if options.dtype and word not in options.dtype:
-            continue
-        gains: list[list[float]] = []
+    print(f"{images}, {options.threads} threads\n")
+    print(f"| network | type | expert, s a step | {' | '.join(options.way[1:])}, times as fast |")
+    print("|---" * (len(options.way) + 2) + "|")
+    for dtype in map(partial(getattr, torch), options.dtype or ["float32", "bfloat16"]):
+        gains: dict[str, list[float]] = defaultdict(list)
         for name in options.networks:
-            found = medians(
-                trainings(name, dtype, images),
-                options.rounds,
-                lambda training, dtype=dtype: step(training, images, labels, dtype),  # type: ignore[misc]
-            )
-            gains.append([found[WAYS[0]] / found[way] for way in WAYS[1:]])
-            figures = " | ".join([*(f"{found[way]:.3f}" for way in WAYS), *(f"{gain:.2f}" for gain in gains[-1])])
-            print(f"| {name} | {word} | {figures} |", flush=True)
-        means = " | ".join(f"{geometric_mean(gain):.2f}" for gain in zip(*gains, strict=True))
-        print(f"| geometric mean | {word} | | | | {means} |", flush=True)
+            found = row(name, dtype, options)
+            texts = []
+            for way in options.way[1:]:
+                gain = found[EXPERT] / found[way] if way in found else nan
+                texts.append("" if way not in found else "fails" if isnan(gain) else f"{gain:.2f}")
+                if not isnan(gain):
+                    gains[way].append(gain)
+            print(f"| {name} | {word_of(dtype)} | {found[EXPERT]:.3f} | {' | '.join(texts)} |", flush=True)
+        means = (f"{geometric_mean(gains[way]):.2f}" if gains[way] else "" for way in options.way[1:])
+        print(f"| geometric mean | {word_of(dtype)} | | {' | '.join(means)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import ctypes
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -61,6 +62,17 @@ def disable() -> None:
         library.register(())
 
 
+@contextmanager
+def registration_restored() -> Iterator[None]:
+    """Register at the end the kernels that are registered now, and no others."""
+    before = {path: library.registered for path, library in _loaded.items()}
+    try:
+        yield
+    finally:
+        for path, library in _loaded.items():
+            library.register(before.get(path, ()))
+
+
 def calls() -> dict[str, int]:
     """Return how many calls of torch's operators each kernel has computed."""
     return {kernel.name: sum(library.calls(kernel) for library in _loaded.values()) for kernel in TABLE}
@@ -84,10 +96,11 @@ def enable_if_requested(env: Mapping[str, str]) -> None:
 
 @dataclass
 class _Library:
-    """The loaded code, the kernels that are right on this CPU, and why others are left out."""
+    """The loaded code, the kernels that are right on this CPU, those registered, and why others are left out."""
 
     code: ctypes.PyDLL
     kernels: tuple[Kernel, ...] = ()
+    registered: tuple[Kernel, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +113,7 @@ class _Library:
     def register(self, kernels: tuple[Kernel, ...]) -> None:
         """Register these kernels, and no others."""
         self.code.set_kernels(sum(1 << self.numbers[kernel.name] for kernel in kernels))
+        self.registered = kernels
 
     def calls(self, kernel: Kernel) -> int:
         return int(self.code.kernel_calls(self.numbers[kernel.name]))

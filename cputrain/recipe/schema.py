@@ -432,9 +432,10 @@ class Recipe(Section, frozen=True):
     comm: CommSection = CommSection()
     engine: Literal["auto", "native", "eager", "compile", "ipex"] = "auto"
     """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
-    kernels of cputrain, compiled once, that fuse batch-norm, residual and ReLU, and for evaluation with batch-norm
-    folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8. auto:
-    native, or eager without a C++ compiler or for a network of your own without Conv2d and BatchNorm2d layers, unless
+    kernels of cputrain, compiled once, that fuse batch-norm, residual and ReLU, for evaluation with batch-norm folded
+    into the convolutions, and with kernels below torch's operators, unless CPUTRAIN_KERNELS=off; compile:
+    torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8. auto: native, or eager without a C++ compiler or
+    for a network of your own without Conv2d and BatchNorm2d layers, but with the kernels below operators, unless
     `cputrain tune` found another engine faster on this machine; a training does not measure them itself."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()

@@ -28,8 +28,10 @@ from cputrain.kernels.convolution import has_amx, winograd_shapes
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
 from cputrain.kernels.measure import measured_gains
+from cputrain.kernels.operators import disable, enable
 from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, WINOGRAD, Gain, KernelPlan, Target, plan_kernels
 from cputrain.training import ipex
+from cputrain.variables import KERNELS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,13 @@ PASSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels."""
+    """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels of layers.
+    `operators`: whether kernels are registered below torch's operators."""
 
     name: str
     why: str
     kernels: LoadedKernels | None = None
+    operators: bool = False
 
 
 def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
@@ -74,7 +78,12 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name="eager", why=why)
     if WEIGHT_GRADIENT in kernels.missing:
         logger.warning("cputrain: weight gradients are computed by torch: %s", kernels.missing[WEIGHT_GRADIENT])
-    return Engine(name="native", why=str(kernels.norms.path), kernels=kernels)
+    return Engine(name="native", why=str(kernels.norms.path), kernels=kernels, operators=wants_operators(env))
+
+
+def wants_operators(env: Mapping[str, str]) -> bool:
+    """Return whether trainings may register kernels below torch's operators."""
+    return env.get(KERNELS_VARIABLE) != "off"
 
 
 def target_for(precision: str) -> Target:
@@ -100,6 +109,33 @@ def agree_on_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
         if name != own.name and name == "eager":
             return Engine(name="eager", why=f"rank {rank}: {why}")
     return own
+
+
+def register_operators(engine: Engine, env: Mapping[str, str]) -> str:
+    """Register the kernels below torch's operators, or take them away if the engine has none and CPUTRAIN_KERNELS does
+    not ask for them; return why they cannot be registered, "" if they can."""
+    if not engine.operators:
+        if env.get(KERNELS_VARIABLE) != "auto":
+            disable()
+        return ""
+    try:
+        enable(env)
+    except (InputError, RunError) as error:
+        return str(error)
+    return ""
+
+
+def agree_on_operators(of_ranks: list[tuple[bool, str]], own: Engine, env: Mapping[str, str]) -> Engine:
+    """Return the engine for all ranks, given whether each has kernels below torch's operators, and why it cannot: none
+    has them unless all have."""
+    if all(has and not problem for has, problem in of_ranks):
+        return own
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(of_ranks) if problem]
+    if problems and dist.get_rank() == 0:
+        logger.warning("cputrain: torch's operators stay in place: %s", problems[0])
+    without = replace(own, operators=False)
+    register_operators(without, env)
+    return without
 
 
 def with_measured_engine(engine: Engine, request: Request, precision: str, env: Mapping[str, str]) -> Engine:

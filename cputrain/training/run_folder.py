@@ -32,6 +32,7 @@ from cputrain.runs.trackers import Trackers
 from cputrain.training.engine import bf16_speedups, has_bf16
 from cputrain.training.environment import binding_record, describe_environment, startup_lines
 from cputrain.training.session import Session
+from cputrain.training.state import TrainState
 from cputrain.training.step import Accuracy, TrainResult
 from cputrain.training.watchers.log import TrainingLog
 from cputrain.variables import is_restarted, lock_name_in
@@ -105,15 +106,16 @@ class RunFolder:
     def _write_environment(self) -> None:
         write_text(self.session.recipe.folder / ENVIRONMENT, json.dumps(self._environment, indent=1))
 
-    def begin(self, log: TrainingLog, step: int, winograd: Collection[str] | None) -> None:
+    def begin(self, log: TrainingLog, step: int, state: TrainState) -> None:
         """Print the start-up lines, log the start, start the trackers and warn of settings, before the first step."""
         session, recipe, context = self.session, self.session.recipe, self.session.context
         bindings = all_gather(binding_record(session))
         if not session.is_main_rank:
             return
-        if winograd is not None:
-            self._environment["winograd"] = list(winograd)
-            self._write_environment()
+        self._environment["operators"] = state.operators
+        if state.winograd is not None:
+            self._environment["winograd"] = list(state.winograd)
+        self._write_environment()
         ready = context.startup.done()
         if not self.options.quiet:
             ranks, speedup = session.rank.world_size, median(self._bf16_speedups or [1.0])

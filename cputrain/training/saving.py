@@ -156,6 +156,7 @@ class Saver:
             best_score=None if math.isnan(progress.best_score) else progress.best_score,
             bucket_mib=self.state.bucket_mib,
             winograd=None if self.state.winograd is None else tuple(self.state.winograd),
+            operators=self.state.operators,
             first_loss=progress.first_loss,
             diverged=progress.diverged,
             rollbacks=progress.rollbacks,

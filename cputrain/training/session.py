@@ -46,7 +46,16 @@ from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
 from cputrain.schedule import Schedule
 from cputrain.training.corrupt_images import check_sample
-from cputrain.training.engine import Engine, agree_on_engine, choose_engine, to_weight_dtype, with_measured_engine
+from cputrain.training.engine import (
+    Engine,
+    agree_on_engine,
+    agree_on_operators,
+    choose_engine,
+    register_operators,
+    to_weight_dtype,
+    wants_operators,
+    with_measured_engine,
+)
 from cputrain.training.precision import Trial, choose_precision
 from cputrain.training.task import Task, UserTask, build_mixup, sample_losses
 
@@ -147,6 +156,7 @@ def start_session(
         dataset = user_task.dataset
     phase("loading native kernels")
     engine = _engine_of(recipe.engine, recipe.precision, user_task, env)
+    problem = register_operators(engine, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -178,7 +188,9 @@ def start_session(
         normalize=normalize,
         block_length=block_length,
         task=task,
-        engine=agree_on_engine(all_gather((engine.name, engine.why)), engine),
+        engine=agree_on_operators(
+            all_gather((engine.operators, problem)), agree_on_engine(all_gather((engine.name, engine.why)), engine), env
+        ),
         team=team,
         memory_share=share,
     )
@@ -187,6 +199,7 @@ def start_session(
     if measured and recipe.engine == "auto":
         chosen = session.recipe
         engine = with_measured_engine(session.engine, request_of(chosen), chosen.precision, env)
+        register_operators(engine, env)
         session = replace(session, engine=engine)
     return session
 
@@ -218,14 +231,16 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
         recipe=recipe,
         precision_why=choice.why,
         task=_task_of(recipe, user_task, session.dataset, session.normalize),
-        engine=agree_on_engine(all_gather((engine.name, engine.why)), engine),
+        engine=replace(
+            agree_on_engine(all_gather((engine.name, engine.why)), engine), operators=session.engine.operators
+        ),
     )
 
 
 def _engine_of(name: str, precision: str, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
     if user_task is None or name != "auto" or _has_images(user_task.network):
         return choose_engine(name, precision, env)
-    return NO_LAYERS  # whose kernels would be compiled for nothing
+    return replace(NO_LAYERS, operators=wants_operators(env))  # kernels of layers would be compiled for nothing
 
 
 def _task_of(

@@ -133,7 +133,8 @@ class TrainState:
     parameters by name, or None; `ema_decay` is its decay factor.
 
     `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
-    that use Winograd's algorithm with their speedups, as returned by plan_network. `checked`: the first forward pass
+    that use Winograd's algorithm with their speedups, as returned by plan_network. `operators`: kernels are registered
+    below torch's operators. `checked`: the first forward pass
     has shown which parameters the loss reaches; `unused` names those without a gradient on some rank, `suspects` are
     other tensors that require gradients, and `shares_buffers` is whether there are buffers of which all ranks take rank
     0's.
@@ -147,6 +148,7 @@ class TrainState:
     averages: dict[str, Tensor] | None
     ema_decay: float | None = None
     winograd: dict[str, float | None] | None = None
+    operators: bool = False
     checked: bool = False
     suspects: tuple[Tensor, ...] = ()
     unused: tuple[str, ...] = ()

@@ -92,7 +92,7 @@ class Trainer:
         """
         with closing(self.log.bar):
             self.saver.try_out(self.progress)
-            self.run.begin(self.log, self.step, self.state.winograd)
+            self.run.begin(self.log, self.step, self.state)
             gc.freeze()  # collections skip libraries' objects, which are never freed; scanning them delays the loader
             accuracy, trained_s = self._run_epochs()
         for watcher in self.watchers:

@@ -27,6 +27,7 @@ from cputrain.comm.group import abandon_group
 from cputrain.data.formats.dataset import Collate, Dataset, UserSamples
 from cputrain.data.settings import USER_SAMPLES
 from cputrain.kernels.evidence import restore as restore_layers
+from cputrain.kernels.operators import registration_restored
 from cputrain.launch.rank_process import RankContext, StartOptions, rank_context, run_rank
 from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe, recipe_of
@@ -107,7 +108,7 @@ def train(
         classifies=classes is not None,
     )
     try:
-        with handlers_restored(), environment_restored(env):
+        with handlers_restored(), environment_restored(env), registration_restored():
             return _train_user_code(
                 training, user_task, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet)
             )

@@ -25,6 +25,7 @@ FOREIGN = {
     "--bind-to",
     "--check",
     "--constraint",
+    "--dtype",
     "--crop",
     "--cpu-bind",
     "--cpuset-cpus",
@@ -59,6 +60,7 @@ FOREIGN = {
     "--update-golden",
     "--user",
     "--userns",
+    "--way",
 }
 KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+(?==|$)")
 FILES = (".csv", ".json", ".md", ".safetensors", ".svg", ".txt")

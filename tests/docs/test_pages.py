@@ -88,7 +88,7 @@ def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
 def test_each_figure_of_the_readme_names_its_processor_and_a_command_that_exists() -> None:
     table = (ROOT / "README.md").read_text().partition("| | processor |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert len(rows) == 6 and all(len(row) == 5 and all(row) for row in rows)
+    assert len(rows) == 7 and all(len(row) == 5 and all(row) for row in rows)
     assert {"AMX", "AVX-512", "only AVX2"} <= {row[1].rpartition(", ")[2] for row in rows}
     for row in rows:
         words = row[4].strip("`").split()

@@ -44,12 +44,29 @@ void add_columns(size_t begin, size_t end, size_t channels, size_t c, const Term
   }
 }
 
+// Does the same for the channels from c on, fewer than a vector has: the vector that ends with them begins before.
+template <typename Terms>
+void add_last_columns(size_t begin, size_t end, size_t channels, size_t c, const Terms& terms, float* sums) {
+  const size_t start = channels - kWidth;
+  Vector one{}, two{};
+  for (size_t row = begin; row < end; ++row) {
+    const TwoVectors made = terms(row * channels + start, start);
+    one += made.first;
+    two += made.second;
+  }
+  for (; c < channels; ++c) {
+    sums[c] += one[c - start];
+    sums[channels + c] += two[c - start];
+  }
+}
+
 // Does the same for all channels. `term(place, channel)` returns the two values of a single place.
 template <typename Terms, typename Term>
 void add_rows(size_t begin, size_t end, size_t channels, const Terms& terms, const Term& term, float* sums) {
   size_t c = 0;
   for (; c + 4 * kWidth <= channels; c += 4 * kWidth) add_columns<4>(begin, end, channels, c, terms, sums);
   for (; c + kWidth <= channels; c += kWidth) add_columns<1>(begin, end, channels, c, terms, sums);
+  if (c < channels && channels > kWidth) add_last_columns(begin, end, channels, c, terms, sums), c = channels;
   for (; c < channels; ++c) {
     TwoFloats all{};
     for (size_t row = begin; row < end; ++row) {

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from cputrain.affinity.wording import GIB, plural
 from cputrain.files import CHECKPOINTS, LOGS, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.studies.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
-from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_training
+from cputrain.training.local import PlannedTraining, asked_recipe, call_in_ranks, plan_named
 
 CLOSE = 8  # the search ends when the bounds, largest that trains and smallest that fails, differ by 1/CLOSE
 STEPS, EVERY_S = 3, 0.1  # steps of a trial; seconds between readings of the peak
@@ -188,9 +186,8 @@ class BatchSearch:
         """Plan the trial of a local batch. Raises InputError if it cannot run, DoesNotFitError if memory is short."""
         output = f"output={self.folder / f'local-{batch}'}"
         sizes = (f"batch.local={batch}", "batch.global=null", "batch.accumulation=1")
-        recipe = load_recipe(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output))
-        recipe = recipe.as_planned().model_copy(update={"sweep": SweepSection()})
-        planned = plan_training(recipe, self.env)
+        planned = plan_named(self.name, (*self.settings, *TRIAL_SETTINGS, *sizes, output), self.env)
+        planned = replace(planned, recipe=planned.recipe.as_planned())
         _check_limit(planned, self.limit)
         return planned
 
