@@ -36,6 +36,7 @@ CASES = (
     *("bert:float32", "bert:bfloat16"),
 )
 WORDS, SENTENCE, WIDTH, LAYERS = 30522, 128, 768, 12  # of BERT-base; words of a sample
+TORCH_S = {"CPUTRAIN_KERNELS": "off"}  # its operators, for the original
 WARM_UP = 2  # first steps, which compile and allocate
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     print(f"| network | type | IPEX 2.8, torch 2.8 | stand-in, torch {torch.__version__} | times as fast |")
     print("|---" * 5 + "|")
     with (
-        Process(options.original, options) as original,
+        Process(options.original, options, **TORCH_S) as original,
         Process(sys.executable, options, PYTHONPATH=STAND_INS) as stand_in,
     ):
         for case in options.cases:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import cputrain
-from benchmarks.ipex import SENTENCE, Process, step, task
+from benchmarks.ipex import SENTENCE, TORCH_S, Process, step, task
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.views import processor_text
 from cputrain.studies.bench.figures import interleaved
@@ -68,12 +68,12 @@ def original_step(original: Process, case: str) -> float:
 
 
 def row(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a step in each way, nan if it fails."""
+    """Return the median seconds of a step in each way, nan if IPEX fails."""
     ways = [way for way in options.way if way != SPLIT or dtype == torch.bfloat16]
     runs = {way: training(name, way, dtype, options) for way in ways if way != IPEX}
     with ExitStack() as stack:
         if IPEX in ways:
-            original = stack.enter_context(Process(options.original, options))
+            original = stack.enter_context(Process(options.original, options, **TORCH_S))
             runs[IPEX] = partial(original_step, original, f"{name}:{word_of(dtype)}")
         return {way: median(seconds) for way, seconds in interleaved(runs, options.rounds).items()}
 

@@ -77,7 +77,7 @@ class TrainingRecord(_Record):
     the batch-norm statistics from its own file, else their mean from model.safetensors. `bucket_mib` is the size of
     DDP's gradient buckets; `first_loss` and `diverged` belong to the warning about a diverging loss; `rollbacks` counts
     rollbacks to each checkpoint; `winograd` names the layers computed by Winograd's algorithm, None if it is not used;
-    `operators`: kernels below torch's operators were used.
+    `operators`: whether kernels below torch's operators were used, None in earlier versions.
     """
 
     epoch_done: bool
@@ -85,7 +85,7 @@ class TrainingRecord(_Record):
     best_score: float | None
     bucket_mib: float
     winograd: tuple[str, ...] | None = None
-    operators: bool = False
+    operators: bool | None = None
     first_loss: float | None
     diverged: bool
     rollbacks: dict[str, int]

@@ -87,7 +87,7 @@ EXAMPLES = (
 @click.option(
     "--kernels",
     type=click.Choice(("auto", "off")),
-    help="auto: register fast kernels, as exact as torch's own, below torch's operators; cputrain train decides itself"
+    help="auto: register fast kernels, as exact as torch's, below torch's operators; off: none, nor in cputrain train"
     f"  [default: ${KERNELS_VARIABLE}, else auto]",
 )
 @host_groups_option

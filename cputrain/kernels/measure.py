@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.wording import plural
 from cputrain.kernels.convolution import ConvolutionKernels, ConvolutionShape, speedup
+from cputrain.kernels.operators import registered
 from cputrain.kernels.plan import Gain, Target
 
 RECORD = "winograd"
@@ -26,7 +27,8 @@ def measured_gains(
     shapes: set[ConvolutionShape], images: int, target: Target, kernels: ConvolutionKernels, env: Mapping[str, str]
 ) -> Callable[[ConvolutionShape], Gain]:
     """Return the speedup of Winograd's algorithm for each shape, as `kept_speedups` does."""
-    name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}"
+    direct = ", kernels of operators" if registered() else ""
+    name = f"{'bf16' if target.is_bf16 else target.dtype}, {plural(target.threads, 'thread')}{direct}"
     dtype: torch.dtype = getattr(torch, target.dtype)
     by_key = {shape_key(shape, images): shape for shape in sorted(shapes)}
     gains = kept_speedups(RECORD, name, by_key, lambda key: speedup(by_key[key], images, dtype, kernels), env)

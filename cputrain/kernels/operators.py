@@ -51,15 +51,33 @@ def enable(env: Mapping[str, str] = os.environ) -> str:
         _loaded[path] = _checked(ensure_compiled(LIBRARY.extension, path, env), env)
     library = _loaded[path]
     library.register(library.kernels)
-    wrong = "".join(f"; left out: {name} ({reason})" for name, reason in library.left_out.items())
     covered = ", ".join(kernel.covers for kernel in library.kernels)
-    return f"kernels below torch's operators: {covered} ({ALTERNATIVE} for torch's own){wrong}"
+    return "; ".join((f"kernels below torch's operators: {covered} ({ALTERNATIVE} for torch's own)", *left_out()))
 
 
 def disable() -> None:
     """Take the kernels away: torch's operators are used again. Without `enable` before, nothing changes."""
     for library in _loaded.values():
         library.register(())
+
+
+def registered() -> bool:
+    """Return whether kernels are registered."""
+    return any(library.registered for library in _loaded.values())
+
+
+def left_out() -> list[str]:
+    """Return a line for each kernel that is wrong on this CPU and therefore not registered."""
+    wrong = {name: reason for library in _loaded.values() for name, reason in library.left_out.items()}
+    return [f"left out: {name} ({reason})" for name, reason in wrong.items()]
+
+
+def kernels_setting(env: Mapping[str, str]) -> str | None:
+    """Return CPUTRAIN_KERNELS, "auto" or "off"; None if it is not set. Raises InputError for another value."""
+    value = env.get(KERNELS_VARIABLE)
+    if value not in (None, "auto", "off"):
+        raise InputError(f"{KERNELS_VARIABLE}={value}: give auto or off")
+    return value
 
 
 @contextmanager
@@ -81,12 +99,9 @@ def calls() -> dict[str, int]:
 def enable_if_requested(env: Mapping[str, str]) -> None:
     """Do what CPUTRAIN_KERNELS says, at `import torch`; rank 0 prints it. A failure is a line, and torch's operators
     stay."""
-    value = env.get(KERNELS_VARIABLE, "off")
-    if value == "off":
-        return
     try:
-        if value != "auto":
-            raise InputError(f"{KERNELS_VARIABLE}={value}: give auto or off")
+        if kernels_setting(env) != "auto":
+            return
         line = enable(env)
         if env.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # not in its loader processes
             print(f"cputrain: {line}", file=sys.stderr)

@@ -125,13 +125,14 @@ def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
 
 def with_kernels(command: tuple[str, ...], env: Mapping[str, str], requested: str | None) -> Mapping[str, str]:
     """Return the environment in which a command's ranks use kernels below torch's operators ("auto") or not ("off"): as
-    requested, or as it says, else auto. That of `cputrain train`, which decides by the recipe, is left as it is.
+    requested, or as it says, else auto. `cputrain train` decides by the recipe, and is only told off.
 
     Raises InputError if it says something else."""
     kernels = requested or env.get(KERNELS_VARIABLE, "auto")
     if kernels not in ("auto", "off"):
         raise InputError(f"{KERNELS_VARIABLE}={kernels}: give auto or off")
-    return env if training_arguments(command) is not None else {**env, KERNELS_VARIABLE: kernels}
+    decides = kernels == "auto" and training_arguments(command) is not None
+    return env if decides else {**env, KERNELS_VARIABLE: kernels}
 
 
 def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:

@@ -1,7 +1,6 @@
 """Build the network, loss, optimizer and DDP of a training, new or restored from a checkpoint."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from cputrain.kernels.rewriting import left_to_torch
 from cputrain.models.networks import inputs_note
 from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.optim import build_optimizer
-from cputrain.training.engine import convert_weights, optimize_training, plan_network, prepare_model, register_operators
+from cputrain.training.engine import convert_weights, optimize_training, plan_network, prepare_model, with_operators_of
 from cputrain.training.session import Session
 from cputrain.training.snapshot import Loaded, check_learner, lacks_buffers, restore
 from cputrain.training.state import (
@@ -50,9 +49,16 @@ def build_state(
             notes.append(f"{path.name} expects images normalized by 0.5, as by transform_input: set {settings}")
     if checkpoint is None and (note := inputs_note(network, recipe.model.name, data.crop, data.mean, data.std)):
         notes.append(note)
-    stored = checkpoint.manifest.training.winograd if checkpoint else None
+    started, stored = session.engine, None
+    if checkpoint is not None:
+        record = checkpoint.manifest.training
+        started, stored = with_operators_of(record, started, session.context.env), record.winograd
+        if session.engine.operators and not started.operators:
+            notes.append("torch's operators without kernels below them, as in the checkpoint")
+        elif record.operators and not started.operators:
+            notes.append("torch's operators from now on, without the kernels below them that this run had")
     engine, plan, winograd = plan_network(
-        session.engine,
+        started,
         network,
         task.example,
         session.mean_local_batch,
@@ -61,11 +67,6 @@ def build_state(
         winograd=recipe.model.winograd,
         stored=stored,
     )
-    operators = session.engine.operators
-    if operators and checkpoint is not None and not checkpoint.manifest.training.operators:
-        operators = False
-        register_operators(replace(session.engine, operators=False), session.context.env)
-        notes.append("torch's operators without cputrain's kernels below them, as this run began")
     prepare_model(network, engine, recipe.precision, plan)
     if plan is not None and (left := left_to_torch(network, plan.refused())):
         notes.append(left)
@@ -81,7 +82,7 @@ def build_state(
     state = make_train_state(
         learner, optimizer, recipe.comm, ema_decay=recipe.ema_decay, bucket_mib=measured, all_reduce=all_reduce
     )
-    state.winograd, state.operators = winograd, operators
+    state.winograd, state.operators = winograd, started.operators
     if checkpoint is None:
         return state, notes
     if session.rank.world_size > 2 or lacks_buffers(state.network, checkpoint):

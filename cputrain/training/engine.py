@@ -28,8 +28,9 @@ from cputrain.kernels.convolution import has_amx, winograd_shapes
 from cputrain.kernels.evidence import random_numbers_kept
 from cputrain.kernels.folding import CacheBlocked, fold_batchnorms
 from cputrain.kernels.measure import measured_gains
-from cputrain.kernels.operators import disable, enable
+from cputrain.kernels.operators import disable, enable, kernels_setting, left_out
 from cputrain.kernels.plan import BATCHNORM, WEIGHT_GRADIENT, WINOGRAD, Gain, KernelPlan, Target, plan_kernels
+from cputrain.manifest import TrainingRecord
 from cputrain.training import ipex
 from cputrain.variables import KERNELS_VARIABLE
 
@@ -39,12 +40,13 @@ DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.floa
 ENGINES = ("native", "eager", "compile", "ipex")
 ROUNDS = 5
 PASSES = 4
+OFF = f"{KERNELS_VARIABLE}=off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Engine of a rank (native, eager, compile or ipex), the reason for it, and if it is native the kernels of layers.
-    `operators`: whether kernels are registered below torch's operators."""
+    `operators`: whether it has the kernels below torch's operators."""
 
     name: str
     why: str
@@ -78,12 +80,7 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
         return Engine(name="eager", why=why)
     if WEIGHT_GRADIENT in kernels.missing:
         logger.warning("cputrain: weight gradients are computed by torch: %s", kernels.missing[WEIGHT_GRADIENT])
-    return Engine(name="native", why=str(kernels.norms.path), kernels=kernels, operators=wants_operators(env))
-
-
-def wants_operators(env: Mapping[str, str]) -> bool:
-    """Return whether trainings may register kernels below torch's operators."""
-    return env.get(KERNELS_VARIABLE) != "off"
+    return Engine(name="native", why=str(kernels.norms.path), kernels=kernels, operators=True)
 
 
 def target_for(precision: str) -> Target:
@@ -112,11 +109,12 @@ def agree_on_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
 
 
 def register_operators(engine: Engine, env: Mapping[str, str]) -> str:
-    """Register the kernels below torch's operators, or take them away if the engine has none and CPUTRAIN_KERNELS does
-    not ask for them; return why they cannot be registered, "" if they can."""
+    """Register the kernels below torch's operators if the engine has them, else take them away; return why they cannot
+    be registered, "" if they can. Raises InputError if CPUTRAIN_KERNELS is neither auto nor off."""
+    if kernels_setting(env) == "off" and engine.operators:
+        return OFF
     if not engine.operators:
-        if env.get(KERNELS_VARIABLE) != "auto":
-            disable()
+        disable()
         return ""
     try:
         enable(env)
@@ -125,17 +123,31 @@ def register_operators(engine: Engine, env: Mapping[str, str]) -> str:
     return ""
 
 
-def agree_on_operators(of_ranks: list[tuple[bool, str]], own: Engine, env: Mapping[str, str]) -> Engine:
-    """Return the engine for all ranks, given whether each has kernels below torch's operators, and why it cannot: none
-    has them unless all have."""
-    if all(has and not problem for has, problem in of_ranks):
-        return own
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(of_ranks) if problem]
-    if problems and dist.get_rank() == 0:
-        logger.warning("cputrain: torch's operators stay in place: %s", problems[0])
-    without = replace(own, operators=False)
-    register_operators(without, env)
-    return without
+def agree_on_operators(problems: list[str], own: Engine) -> Engine:
+    """Return the engine for all ranks, given why each rank cannot register the kernels below torch's operators: no rank
+    has them unless all can."""
+    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if dist.get_rank() == 0 and own.kernels is not None:
+        if found and set(problems) != {OFF}:
+            logger.warning("cputrain: torch's operators stay in place: %s", found[0])
+        for line in left_out():
+            logger.warning("cputrain: kernels below torch's operators: %s", line)
+    agreed = replace(own, operators=own.operators and not found)
+    if not agreed.operators:
+        disable()
+    return agreed
+
+
+def with_operators_of(checkpoint: TrainingRecord, engine: Engine, env: Mapping[str, str]) -> Engine:
+    """Return the engine with kernels below torch's operators only if a checkpoint's training had them; one of an
+    earlier version does not say, and had them where CPUTRAIN_KERNELS=auto, as under `cputrain launch`."""
+    had = checkpoint.operators
+    if had is None:
+        had = kernels_setting(env) == "auto"
+    agreed = replace(engine, operators=engine.operators and had)
+    if not agreed.operators:
+        disable()
+    return agreed
 
 
 def with_measured_engine(engine: Engine, request: Request, precision: str, env: Mapping[str, str]) -> Engine:

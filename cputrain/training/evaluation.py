@@ -29,7 +29,7 @@ from cputrain.report.page import Predicted, class_accuracies, confused_classes, 
 from cputrain.rows import Column, Rows
 from cputrain.training.batches import evaluation_batches, evaluation_shares
 from cputrain.training.corrupt_images import CorruptImageCheck
-from cputrain.training.engine import autocast, evaluation_network, plan_network, prepare_model
+from cputrain.training.engine import autocast, evaluation_network, plan_network, prepare_model, with_operators_of
 from cputrain.training.progress import EvaluationBar
 from cputrain.training.session import Session
 from cputrain.training.snapshot import load_eval_model
@@ -156,16 +156,16 @@ def eval_rank(
     recipe = session.recipe
     session.context.startup.done()
     network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
-    stored = read_manifest(checkpoints[0]).training.winograd
+    record = read_manifest(checkpoints[0]).training
     engine, plan, _ = plan_network(
-        session.engine,
+        with_operators_of(record, session.engine, session.context.env),
         network,
         session.task.example,
         recipe.batch.local,
         recipe.precision,
         session.context.env,
         winograd=recipe.model.winograd,
-        stored=stored,
+        stored=record.winograd,
     )
     prepare_model(network, engine, recipe.precision, plan)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}

@@ -112,7 +112,8 @@ def decided(speedup: float, steps: str) -> Choice:
 def kept_step_speedup(trial: Trial) -> float:
     """Return the speedup of steps by bfloat16: kept on rank 0's host for this network, batch, optimizer, engine,
     threads and workers, or measured now. All ranks must call this."""
-    own = f"{trial.steps}, {trial.optim.name}, {trial.engine.name}, {', '.join(sorted(set(trial.cpus)))}"
+    engine = f"{trial.engine.name}{' with kernels of operators' if trial.engine.operators else ''}"
+    own = f"{trial.steps}, {trial.optim.name}, {engine}, {', '.join(sorted(set(trial.cpus)))}"
     key = all_gather(own)[0]  # batches and threads of ranks may differ
     name = f"{trial.threads}, {plural(trial.workers, 'worker')}"
     return kept_speedups(RECORD, name, (key,), lambda _: step_speedup(trial), trial.env)[key]

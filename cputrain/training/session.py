@@ -53,7 +53,6 @@ from cputrain.training.engine import (
     choose_engine,
     register_operators,
     to_weight_dtype,
-    wants_operators,
     with_measured_engine,
 )
 from cputrain.training.precision import Trial, choose_precision
@@ -188,9 +187,7 @@ def start_session(
         normalize=normalize,
         block_length=block_length,
         task=task,
-        engine=agree_on_operators(
-            all_gather((engine.operators, problem)), agree_on_engine(all_gather((engine.name, engine.why)), engine), env
-        ),
+        engine=agree_on_operators(all_gather(problem), agree_on_engine(all_gather((engine.name, engine.why)), engine)),
         team=team,
         memory_share=share,
     )
@@ -199,8 +196,7 @@ def start_session(
     if measured and recipe.engine == "auto":
         chosen = session.recipe
         engine = with_measured_engine(session.engine, request_of(chosen), chosen.precision, env)
-        register_operators(engine, env)
-        session = replace(session, engine=engine)
+        session = replace(session, engine=_with_operators_as(session.engine, engine, env))
     return session
 
 
@@ -231,16 +227,21 @@ def _with_chosen_precision(session: Session, user_task: UserTask | None, *, resu
         recipe=recipe,
         precision_why=choice.why,
         task=_task_of(recipe, user_task, session.dataset, session.normalize),
-        engine=replace(
-            agree_on_engine(all_gather((engine.name, engine.why)), engine), operators=session.engine.operators
-        ),
+        engine=_with_operators_as(session.engine, agree_on_engine(all_gather((engine.name, engine.why)), engine), env),
     )
+
+
+def _with_operators_as(before: Engine, engine: Engine, env: Mapping[str, str]) -> Engine:
+    """Return another engine, with kernels below torch's operators if it has them and the ranks had agreed on them."""
+    engine = replace(engine, operators=engine.operators and before.operators)
+    register_operators(engine, env)
+    return engine
 
 
 def _engine_of(name: str, precision: str, user_task: UserTask | None, env: Mapping[str, str]) -> Engine:
     if user_task is None or name != "auto" or _has_images(user_task.network):
         return choose_engine(name, precision, env)
-    return replace(NO_LAYERS, operators=wants_operators(env))  # kernels of layers would be compiled for nothing
+    return replace(NO_LAYERS, operators=precision != "float64")  # kernels of layers would be compiled for nothing
 
 
 def _task_of(

@@ -134,10 +134,9 @@ class TrainState:
 
     `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` has the layers
     that use Winograd's algorithm with their speedups, as returned by plan_network. `operators`: kernels are registered
-    below torch's operators. `checked`: the first forward pass
-    has shown which parameters the loss reaches; `unused` names those without a gradient on some rank, `suspects` are
-    other tensors that require gradients, and `shares_buffers` is whether there are buffers of which all ranks take rank
-    0's.
+    below torch's operators. `checked`: the first forward pass has shown which parameters the loss reaches; `unused`
+    names those without a gradient on some rank, `suspects` are other tensors that require gradients, and
+    `shares_buffers` is whether there are buffers of which all ranks take rank 0's.
     """
 
     learner: Learner

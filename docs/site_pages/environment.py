@@ -21,8 +21,8 @@ MEANINGS = {
     "CPUTRAIN_CACHE": "read: folder for compiled code and measurements, on a file system without noexec; default: "
     "`$XDG_CACHE_HOME/cputrain`, or `~/.cache/cputrain`",
     "CPUTRAIN_KERNELS": "read at `import torch`: `auto` registers kernels below torch's operators, as "
-    "`cputrain.kernels.enable()`; `off` (default) imports nothing of cputrain; set by `cputrain launch --kernels`. "
-    "`cputrain train` reads it, too: `off` keeps torch's operators in its trainings",
+    "`cputrain.kernels.enable()`; otherwise nothing of cputrain is imported; set by `cputrain launch --kernels`. "
+    "Trainings of cputrain with engine=native have these kernels unless it is `off`",
     "CPUTRAIN_PODS": "read by `cputrain launch`: the job's number of pods; `JOB_COMPLETION_INDEX` is this pod's index",
 }
 # Internal to a job: the secret of its agents, the mark of its processes, the files for a rank's stack and heartbeats.

@@ -353,7 +353,9 @@ def test_the_same_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
 def test_the_trainer_decides_itself() -> None:
     env = {"PATH": "/bin"}
     assert with_kernels(("python", "x.py"), env, "auto") == {**env, "CPUTRAIN_KERNELS": "auto"}
-    assert with_kernels(("python", "-m", "cputrain", "train", "demo-digits"), env, "auto") == env
+    training = ("python", "-m", "cputrain", "train", "demo-digits")
+    assert with_kernels(training, env, "auto") == env
+    assert with_kernels(training, env, "off") == {**env, "CPUTRAIN_KERNELS": "off"}
 
 
 def test_without_a_compiler_or_with_a_wrong_word_torch_s_operators_stay(

@@ -1,29 +1,33 @@
 """Trainings by engine=native have the kernels below torch's operators, and leave none behind."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from cputrain.affinity.errors import RunError
-from cputrain.kernels.operators import disable
-from cputrain.manifest import read_manifest
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.kernels.operators import registered, registration_restored
+from cputrain.manifest import TrainingRecord, read_manifest
 from cputrain.training import engine as engines
-from cputrain.training.engine import Engine, agree_on_operators, choose_engine, register_operators
+from cputrain.training.engine import Engine, agree_on_operators, choose_engine, register_operators, with_operators_of
 from tests.support.checkpoints import newest
 from tests.support.forked import ended, forked
 
 ROOT = Path(__file__).parents[2]
 NATIVE = Engine(name="native", why="", operators=True)
 TRAINING = """
-import json, os, sys
+import json, sys
 from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from cputrain import train
-from cputrain.kernels.operators import calls, enable_if_requested
+from cputrain.kernels.operators import calls, enable
 
-enable_if_requested(os.environ)
+if sys.argv[3] == "True":
+    enable()
 
 def depthwise():
     return calls()["depthwise"]
@@ -42,10 +46,16 @@ print(f"operators {said}, called {trained > 0}, after it {depthwise() > trained}
 """
 
 
-def trained(folder: Path, steps: int, engine: str, kernels: str = "") -> str:
-    """Return what a training prints, and its checkpoint says, of the kernels."""
-    variables = {"CPUTRAIN_KERNELS": kernels} if kernels else {}
-    with forked("-c", TRAINING, str(steps), engine, cwd=folder, PYTHONPATH=str(ROOT), **variables) as process:
+@pytest.fixture
+def torch_s_afterwards() -> Iterator[None]:
+    with registration_restored():
+        yield
+
+
+def trained(folder: Path, steps: int, engine: str, *, enabled: bool = False, **variables: str) -> str:
+    """Return what a training prints, and its checkpoint says, of the kernels; `enabled`: by the program before."""
+    words = ("-c", TRAINING, str(steps), engine, str(enabled))
+    with forked(*words, cwd=folder, PYTHONPATH=str(ROOT), **variables) as process:
         end = ended(process)
     assert end.status == 0, end.err
     line = next(line for line in end.out.splitlines() if line.startswith("operators "))
@@ -60,36 +70,66 @@ def test_a_native_training_has_them_and_takes_them_away(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_began_without_them_goes_on_without_them(tmp_path: Path) -> None:
-    """Also one of an earlier version, whose checkpoints do not say: bit for bit as it was."""
-    without = "operators False, called False, after it False, saved False"
-    assert trained(tmp_path, 2, "auto", "off") == without
-    assert trained(tmp_path, 4, "auto") == without
+    """Also where the program has registered them, which it gets back."""
+    assert (
+        trained(tmp_path, 2, "auto", CPUTRAIN_KERNELS="off")
+        == "operators False, called False, after it False, saved False"
+    )
+    without = trained(tmp_path, 4, "auto", enabled=True)
+    assert without == "operators False, called False, after it True, saved False"
 
 
 @pytest.mark.slow
-def test_torch_s_engine_has_torch_s_operators_unless_they_are_asked_for(tmp_path: Path) -> None:
-    """A program's own wish for them lasts."""
-    assert trained(tmp_path, 2, "eager") == "operators False, called False, after it False, saved False"
-    assert trained(tmp_path, 4, "eager", "auto") == "operators False, called True, after it True, saved False"
+def test_torch_s_engine_has_torch_s_operators(tmp_path: Path) -> None:
+    assert trained(tmp_path, 2, "eager", enabled=True) == "operators False, called False, after it True, saved False"
 
 
-def test_engines_have_them_unless_the_environment_forbids_it() -> None:
+@pytest.mark.parametrize(
+    ("had", "env", "has"),
+    [
+        (True, {}, True),
+        (False, {"CPUTRAIN_KERNELS": "auto"}, False),
+        (None, {}, False),  # of an earlier version
+        (None, {"CPUTRAIN_KERNELS": "auto"}, True),  # the same, launched by `cputrain launch`
+    ],
+)
+@pytest.mark.usefixtures("torch_s_afterwards")
+def test_a_resumed_run_has_them_if_its_checkpoint_had(had: bool | None, env: dict[str, str], has: bool) -> None:
+    checkpoint = cast(TrainingRecord, SimpleNamespace(operators=had))
+    assert register_operators(NATIVE, env) == ""
+    assert with_operators_of(checkpoint, NATIVE, env).operators is has
+    assert registered() is has
+    assert not with_operators_of(checkpoint, Engine(name="eager", why=""), env).operators
+
+
+def test_engines_that_have_them() -> None:
     assert not choose_engine("eager", "float32", {}).operators
     assert choose_engine("native", "float32", {}).operators
-    assert not choose_engine("native", "float32", {"CPUTRAIN_KERNELS": "off"}).operators
 
 
-@pytest.mark.usefixtures("group")
-def test_no_rank_has_them_unless_all_have(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert register_operators(NATIVE, {}) == ""
-    assert agree_on_operators([(True, ""), (True, "")], NATIVE, {}).operators
-    assert not agree_on_operators([(True, ""), (False, "")], NATIVE, {}).operators  # CPUTRAIN_KERNELS=off there
-    assert not agree_on_operators([(True, ""), (True, "no C++ compiler")], NATIVE, {}).operators
-    assert caplog.messages == ["cputrain: torch's operators stay in place: rank 1: no C++ compiler"]
+@pytest.mark.usefixtures("group", "torch_s_afterwards")
+def test_no_rank_has_them_unless_all_can(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    native = choose_engine("native", "float32", {})
+    off = {"CPUTRAIN_KERNELS": "off"}
+    for problems, agreed in ((["", ""], True), ([register_operators(native, off)] * 2, False)):
+        assert register_operators(native, {}) == ""
+        assert agree_on_operators(problems, native).operators is registered() is agreed
+        assert caplog.messages == []
+    for problem in ("no C++ compiler", "CPUTRAIN_KERNELS=off"):
+        register_operators(native, {})
+        assert not agree_on_operators(["", problem], native).operators
+        assert not registered()
+        assert caplog.messages == [f"cputrain: torch's operators stay in place: rank 1: {problem}"]
+        caplog.clear()
+    # Another rank has torch's engine, for which it has told why.
+    register_operators(native, {})
+    assert not agree_on_operators(["", ""], Engine(name="eager", why="")).operators
+    assert not registered()
 
     def fails(_: object) -> None:
         raise RunError("does not compile")
 
     monkeypatch.setattr(engines, "enable", fails)
-    assert register_operators(NATIVE, {}) == "does not compile"
-    disable()
+    assert register_operators(native, {}) == "does not compile"
+    with pytest.raises(InputError, match="CPUTRAIN_KERNELS=no: give auto or off"):
+        register_operators(native, {"CPUTRAIN_KERNELS": "no"})
