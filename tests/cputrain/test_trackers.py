@@ -197,7 +197,8 @@ def test_a_server_that_never_answers_delays_the_end_by_no_more_than_the_limit(
     folder = write_run(tmp_path / "run", epochs=1, steps=1, usage=False)
     with Trackers() as trackers:
         trackers.start(folder, ("csv", "mlflow"), (), {"MLFLOW_TRACKING_URI": silent_server})
-        (tracker,) = (child for child in psutil.Process().children() if str(folder) in child.cmdline())
+        children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+        (tracker,) = (child for child in children if str(folder) in child.cmdline())
         while not ignores_sigterm(tracker.pid):
             time.sleep(0.05)
         tracker.terminate()  # as a scheduler signals all processes of a job

@@ -1,5 +1,6 @@
 """Trainings by engine=native have the kernels below torch's operators, and leave none behind."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tests.support.checkpoints import newest
 from tests.support.forked import ended, forked
 
 ROOT = Path(__file__).parents[2]
+HERE = {name: text for name, text in os.environ.items() if name != "CPUTRAIN_KERNELS"}  # and where the cache is
 NATIVE = Engine(name="native", why="", operators=True)
 TRAINING = """
 import json, sys
@@ -87,10 +89,10 @@ def test_torch_s_engine_has_torch_s_operators(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("had", "env", "has"),
     [
-        (True, {}, True),
-        (False, {"CPUTRAIN_KERNELS": "auto"}, False),
-        (None, {}, False),  # of an earlier version
-        (None, {"CPUTRAIN_KERNELS": "auto"}, True),  # the same, launched by `cputrain launch`
+        (True, HERE, True),
+        (False, {**HERE, "CPUTRAIN_KERNELS": "auto"}, False),
+        (None, HERE, False),  # of an earlier version
+        (None, {**HERE, "CPUTRAIN_KERNELS": "auto"}, True),  # the same, launched by `cputrain launch`
     ],
 )
 @pytest.mark.usefixtures("torch_s_afterwards")
@@ -103,26 +105,26 @@ def test_a_resumed_run_has_them_if_its_checkpoint_had(had: bool | None, env: dic
 
 
 def test_engines_that_have_them() -> None:
-    assert not choose_engine("eager", "float32", {}).operators
-    assert choose_engine("native", "float32", {}).operators
+    assert not choose_engine("eager", "float32", HERE).operators
+    assert choose_engine("native", "float32", HERE).operators
 
 
 @pytest.mark.usefixtures("group", "torch_s_afterwards")
 def test_no_rank_has_them_unless_all_can(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    native = choose_engine("native", "float32", {})
-    off = {"CPUTRAIN_KERNELS": "off"}
+    native = choose_engine("native", "float32", HERE)
+    off = {**HERE, "CPUTRAIN_KERNELS": "off"}
     for problems, agreed in ((["", ""], True), ([register_operators(native, off)] * 2, False)):
-        assert register_operators(native, {}) == ""
+        assert register_operators(native, HERE) == ""
         assert agree_on_operators(problems, native).operators is registered() is agreed
         assert caplog.messages == []
     for problem in ("no C++ compiler", "CPUTRAIN_KERNELS=off"):
-        register_operators(native, {})
+        register_operators(native, HERE)
         assert not agree_on_operators(["", problem], native).operators
         assert not registered()
         assert caplog.messages == [f"cputrain: torch's operators stay in place: rank 1: {problem}"]
         caplog.clear()
     # Another rank has torch's engine, for which it has told why.
-    register_operators(native, {})
+    register_operators(native, HERE)
     assert not agree_on_operators(["", ""], Engine(name="eager", why="")).operators
     assert not registered()
 
@@ -130,6 +132,6 @@ def test_no_rank_has_them_unless_all_can(monkeypatch: pytest.MonkeyPatch, caplog
         raise RunError("does not compile")
 
     monkeypatch.setattr(engines, "enable", fails)
-    assert register_operators(native, {}) == "does not compile"
+    assert register_operators(native, HERE) == "does not compile"
     with pytest.raises(InputError, match="CPUTRAIN_KERNELS=no: give auto or off"):
-        register_operators(native, {"CPUTRAIN_KERNELS": "no"})
+        register_operators(native, {**HERE, "CPUTRAIN_KERNELS": "no"})

@@ -38,8 +38,10 @@ class Facts:
         return [core for core in self.usable if not beyond >= {*core.pus}]
 
     def cores(self, worker: WorkerPlan) -> list[Core]:
-        """The worker's cores of the type that computes."""
-        speeds = {core.speed for core in self.usable if {*core.pus} & {*worker.compute_pus}}
+        """The worker's cores of the type that computes, or of all types if it computes on several: those of one of them
+        may all be reserved."""
+        several = any(reason.what == "core types" and "on several types" in reason.why for reason in self.plan.reasons)
+        speeds = {core.speed for core in self.usable if several or {*core.pus} & {*worker.compute_pus}}
         return [core for core in self.usable if {*core.pus} & {*worker.pus} and core.speed in speeds]
 
     @property
