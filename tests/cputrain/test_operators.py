@@ -211,6 +211,29 @@ def test_a_network_trains_as_with_torch_s_operators(bf16: bool) -> None:
     assert all(ours <= 1.5 * torchs + 1e-6 * scale for ours, torchs in errors), errors
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(256, 300, 1),
+        nn.Conv2d(256, 300, 1, 2),
+        nn.Conv2d(64, 320, 3, padding=1),
+        nn.Conv2d(64, 64, 5, groups=64, padding=2),
+        nn.Conv2d(64, 64, 3, groups=16, padding=1),
+        nn.Conv2d(64, 64, 3, groups=8, padding=1),
+    ],
+    ids=str,
+)
+def test_gradients_have_the_strides_of_their_weights(layer: nn.Conv2d, bf16: bool) -> None:
+    """Also in dimensions of one value, of which DistributedDataParallel would warn."""
+    layer = layer.to(torch.bfloat16 if bf16 else torch.float32, memory_format=torch.channels_last)
+    images = torch.randn(2, layer.in_channels, 7, 7).to(layer.weight.dtype, memory_format=torch.channels_last)
+    outputs = layer(images.requires_grad_())
+    of_images, of_weights = torch.autograd.grad(outputs.square().sum(), (images, layer.weight))
+    assert of_weights.stride() == layer.weight.stride()
+    assert of_images.stride() == images.stride()
+
+
 def test_second_derivatives_and_vmap_and_compiled_graphs() -> None:
     torch.manual_seed(1)
     convolution = nn.Conv2d(16, 16, 5, padding=2, groups=16).double()

@@ -72,8 +72,17 @@ at::MemoryFormat format_of(const Tensor& x, const Tensor& w) {
   return is_last ? last : at::MemoryFormat::Contiguous;
 }
 
-Tensor like_torch(Tensor made, const Tensor& x, const Tensor& w) {
-  return (x.dim() == 3 ? made.squeeze(2) : made).contiguous(format_of(x, w));
+// Returns the values in that format. Its strides count in dimensions of one value, too: those of gradients must be those
+// of DistributedDataParallel's buckets.
+Tensor in_format(const Tensor& made, const Tensor& x, const Tensor& w) {
+  const auto format = format_of(x, w);
+  const Tensor values = made.contiguous(format);
+  if (format != at::MemoryFormat::ChannelsLast) return values;
+  return values.as_strided(values.sizes(), c10::get_channels_last_strides_2d(values.sizes()));
+}
+
+Tensor like_torch(const Tensor& made, const Tensor& x, const Tensor& w) {
+  return in_format(x.dim() == 3 ? made.squeeze(2) : made, x, w);
 }
 
 // Weights as (kernel height, kernel width, channels), float32.

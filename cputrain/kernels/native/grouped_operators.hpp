@@ -88,8 +88,7 @@ std::optional<Tensor> grouped_output(const Tensor& x, const Tensor& w, const std
   const Tensor weights = by_group(grouped.layer, w).permute({0, 4, 3, 1, 2}).contiguous();
   if (!is_finite(weights)) return std::nullopt;
   const Call call(grouped_kernel);
-  return grouped_result(grouped.layer, x, weights, biased ? bias->contiguous() : Tensor())
-      .contiguous(format_of(x, w));
+  return in_format(grouped_result(grouped.layer, x, weights, biased ? bias->contiguous() : Tensor()), x, w);
 }
 
 // Gradients; torch computes the input's at a stride.
@@ -108,7 +107,7 @@ std::optional<Gradients> grouped_backward(const Tensor& grad, const Tensor& x, c
   if (mask[0] && !input) made = by_torch(grad, x, w, {true, false, false});
   if (mask[2]) std::get<2>(made) = channel_sums(grad);
   if (input) {
-    std::get<0>(made) = grouped_result(grouped.turned(), gradients, weights, Tensor()).contiguous(format_of(x, w));
+    std::get<0>(made) = in_format(grouped_result(grouped.turned(), gradients, weights, Tensor()), x, w);
   }
   if (mask[1]) {
     const Tensor groups = by_group(layer, w), images = x.contiguous(last);
@@ -116,7 +115,7 @@ std::optional<Gradients> grouped_backward(const Tensor& grad, const Tensor& x, c
                             w.options());
     grouped_weight_gradients(layer, images.const_data_ptr<float>(), gradients.const_data_ptr<float>(),
                              sums.mutable_data_ptr<float>());
-    std::get<1>(made) = sums.permute({0, 3, 4, 2, 1}).reshape(w.sizes()).contiguous(format_of(x, w));
+    std::get<1>(made) = in_format(sums.permute({0, 3, 4, 2, 1}).reshape(w.sizes()), x, w);
   }
   return made;
 }
@@ -154,8 +153,8 @@ std::optional<Gradients> merged_backward(const Tensor& grad, const Tensor& x, co
   weights = weights.reshape({count / merged, merged, outputs, merged, inputs, w.size(2), w.size(3)})
                 .diagonal(0, 1, 3)
                 .permute({0, 5, 1, 2, 3, 4})
-                .reshape(w.sizes())
-                .contiguous(format_of(x, w));
+                .reshape(w.sizes());
+  weights = in_format(weights, x, w);
   if (mask[0]) std::get<0>(made) = std::get<0>(by_torch(grad, x, w, {true, false, false}));
   return made;
 }

@@ -60,10 +60,9 @@ std::optional<Gradients> patched_backward(const Tensor& grad, const Tensor& x, c
   const int64_t places = gradients.numel() / w.size(0), taps = w.size(2) * w.size(3);
   const Tensor read = at::empty({places, taps * w.size(1)}, x.options());
   patches(layer, x.const_data_ptr(), read.data_ptr());
-  std::get<1>(made) = product_of_transposed(gradients.view({places, w.size(0)}), read)
-                          .view({w.size(0), w.size(2), w.size(3), w.size(1)})
-                          .permute({0, 3, 1, 2})
-                          .contiguous(format_of(x, w));
+  const Tensor product = product_of_transposed(gradients.view({places, w.size(0)}), read);
+  const Tensor weights = product.view({w.size(0), w.size(2), w.size(3), w.size(1)}).permute({0, 3, 1, 2});
+  std::get<1>(made) = in_format(weights, x, w);
   return made;
 }
 

@@ -79,8 +79,7 @@ std::optional<Tensor> pointwise_output(const Tensor& x, const Tensor& w, const s
   }
   const Call call(layer.bfloat16 ? amx_kernel : pointwise_kernel);
   const Tensor rows = places(x), weights = matrix(w).t();
-  return images_of(biased ? at::cpu::addmm(*bias, rows, weights) : at::cpu::mm(rows, weights), x)
-      .contiguous(format_of(x, w));
+  return in_format(images_of(biased ? at::cpu::addmm(*bias, rows, weights) : at::cpu::mm(rows, weights), x), x, w);
 }
 
 // Input gradients; in bfloat16 also weight gradients. `by_torch` computes the others.
@@ -104,11 +103,11 @@ std::optional<Gradients> pointwise_backward(const Tensor& grad, const Tensor& x,
     const Tensor rows = images_of(at::cpu::mm(gradients, matrix(w)), grad);
     Tensor images = layer.strided ? at::zeros_like(x, x.options(), at::MemoryFormat::ChannelsLast) : rows;
     if (layer.strided) layer.read(images).copy_(rows);
-    std::get<0>(made) = images.contiguous(format_of(x, w));
+    std::get<0>(made) = in_format(images, x, w);
   }
   if (weight) {
     const Tensor product = product_of_transposed(gradients, places(layer.read(x)));
-    std::get<1>(made) = product.view(w.sizes()).contiguous(format_of(x, w));
+    std::get<1>(made) = in_format(product.view(w.sizes()), x, w);
   }
   return made;
 }
