@@ -6,9 +6,9 @@ python -m benchmarks.networks [NETWORK...] [--dtype bfloat16] [--way kernels ...
 Each network (of torchvision, or bert: BERT-base's size) trains on random samples as an expert's script does
 (channels-last), by the optimizer that its users choose, in float32 and in bfloat16 (autocast), each way from the same
 weights. A round makes two steps each way, in turns, so that the machine's neighbors disturb all alike; the second one
-counts, as the first finds other processes' memory in the caches; the ratios are of medians. IPEX 2.8, where `make test-
-ipex` has installed it, trains in a process of its own; its mean is of the networks that it trains. Run it with tcmalloc
-or jemalloc preloaded, as `cputrain launch` does, and without other programs.
+counts, as the first finds other processes' memory in the caches; the ratios are of medians. IPEX 2.8, if `.ipex` has it
+(`make test-ipex`), trains in a process of its own; its mean is of the networks that it trains. Run it with tcmalloc or
+jemalloc preloaded, as `cputrain launch` does, and without other programs.
 """
 
 import argparse
