@@ -1,6 +1,7 @@
 """What a plain pip install brings."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -41,12 +42,17 @@ def test_the_source_distribution_has_what_the_tests_read() -> None:
 
 @pytest.mark.long
 def test_a_wheel_is_the_same_from_a_checkout_and_from_a_source_distribution(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns(".git", ".[!gc]*", "_build", "__pycache__", "runs")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
+    (checkout / "man").mkdir(exist_ok=True)
+    (checkout / "man/cputrain.1").write_text(".TH CPUTRAIN 1\n")
     build = (sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t")
-    subprocess.run((*build, "sdist"), cwd=ROOT, check=True, capture_output=True)
+    subprocess.run((*build, "sdist"), cwd=checkout, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path)
     found = []
-    for place in (ROOT, tmp_path / f"cputrain-{__version__}"):
+    for place in (checkout, tmp_path / f"cputrain-{__version__}"):
         subprocess.run((*build, "wheel"), cwd=place, check=True, capture_output=True)
         wheel = next(tmp_path.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
@@ -56,7 +62,9 @@ def test_a_wheel_is_the_same_from_a_checkout_and_from_a_source_distribution(tmp_
     assert {name.partition("/")[0] for name in found[0]} == {
         *("cputrain", "_cputrain_autoload.py", "_cputrain_command.py"),
         f"cputrain-{__version__}.dist-info",
+        f"cputrain-{__version__}.data",
     }
+    assert f"cputrain-{__version__}.data/data/share/man/man1/cputrain.1" in found[0]
     for name in ("affinity/bind.py", "affinity/py.typed", "mpi/supervise/agent.py", "machines/clx-8280.yaml"):
         assert f"cputrain/{name}" in found[0]
 
