@@ -19,6 +19,8 @@ from cputrain.studies.bench.operators import OUTSIDE, Measured, group_of, operat
 from cputrain.studies.bench.work import Rates, work_of
 from tests.support.commands import cputrain, refused
 
+ROOT = Path(__file__).parents[2]
+
 RATES = Rates(flops={"float32": 1e9}, bytes_per_s=1e9, threads=1)
 SCRIPT = """
 import sys
@@ -231,6 +233,15 @@ def test_a_network_s_step_is_listed_with_our_kernels_and_without(capsys: pytest.
     assert rows["convolution_backward"]["calls"] == "1" and rows["convolution_backward"]["limit ms"] > 0
     assert [figure["name"] for figure in data["figures"]] == ["our kernels", "torch's operators"]
     assert sum(row["% of the time"] for row in rows.values()) >= 99
+
+
+@pytest.mark.parametrize(("threshold", "size", "said"), [("65536", "128", True), ("33554432", "16", False)])
+def test_memory_that_malloc_gives_back_is_said(threshold: str, size: str, said: bool) -> None:
+    words = ("--batch", "32", "--size", size, "--steps", "1", "--threads", "1", "--kernels", "off", "--quick")
+    malloc = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": "1073741824", "LD_PRELOAD": ""}
+    done = cputrain("bench", "operators", f"{__name__}:Own", *words, cwd=ROOT, **malloc)
+    assert done.returncode == 0, done.stderr
+    assert ("page faults a step: malloc gives freed memory back to the kernel" in done.stdout) == said, done.stdout
 
 
 @pytest.mark.long

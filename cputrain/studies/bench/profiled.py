@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from cputrain.studies.bench.operators import Measured
 from cputrain.variables import RECORDING_VARIABLE
 
 CLASSES = 1000
+FAULTS = 4096
+"""Page faults of a step from which on they are said: 16 MB of pages of 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
     ways = (True, False) if what.kernels else (False,)
     profiles: dict[bool, list[dict[Call, Spent]]] = {way: [] for way in ways}
     seconds: dict[bool, list[float]] = {way: [] for way in ways}
+    faults: list[int] = []
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, torch.get_num_threads())
         at_end.callback(kernels.disable)
@@ -71,10 +76,12 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
             for way in ways:
                 (kernels.enable if way else kernels.disable)()
                 recorder.begin()
+                pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
                 began = time.perf_counter()
                 _train_step(network, optimizer, images, what)
                 ended = time.perf_counter()
                 if number >= 0:
+                    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages)
                     profiles[way].append(calls_of(recorder.recorded()["calls"]))
                     seconds[way].append(ended - began)
     first = ways[0]
@@ -87,6 +94,18 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
         without=profiles[False] if what.kernels else (),
         seconds_without=seconds[False] if what.kernels else (),
         images=what.batch,
+        notes=faults_note(median(faults)),
+    )
+
+
+def faults_note(faults: float) -> tuple[str, ...]:
+    """Return a line about many page faults of a step: an allocator gives memory back to the kernel, which clears it
+    when it is used again, part of it outside of operators."""
+    if faults < FAULTS:
+        return ()
+    return (
+        f"{faults:,.0f} page faults a step: malloc gives freed memory back to the kernel; under cputrain launch it "
+        "keeps it: cputrain launch --ppn 1 -- cputrain bench operators ...",
     )
 
 
