@@ -156,6 +156,13 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
         assert expected in refused(here(*words.split())), words
 
 
+def test_a_program_of_an_environment_that_is_not_activated_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    line = refused(here("launch", "--ppn", "1", "--", "cputrain", "keys"))
+    beside = Path(sys.executable).parent / "cputrain"
+    assert line.endswith(f"cputrain is not on PATH, but in cputrain's environment: activate it, or give {beside}")
+
+
 def test_a_name_that_is_too_long_for_a_file_or_empty_is_refused_in_a_line() -> None:
     for name in ("plan", "train", "eval", "simulate", "sweep"):
         line = refused(here(name, "x" * 300))
