@@ -125,7 +125,7 @@ TABLE = (
     Kernel(
         name="grouped",
         covers="grouped convolutions",
-        dtypes=(torch.float32,),
+        dtypes=(torch.float32, torch.bfloat16) if has_amx() else (torch.float32,),
         cases=tuple(
             _convolution(f"convolution of groups of {each}", (4 * each,) * 2, 3, stride, groups=4)
             for each in (4, 8, 16, 24)

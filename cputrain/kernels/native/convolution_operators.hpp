@@ -30,11 +30,17 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   if (auto made = grouped_output(x, w, bias, Grouped(x, w, stride, padding, dilation, transposed, groups))) {
     return *made;
   }
+  const bool unwritten = is_strided_column(x, w, stride, padding, dilation, transposed);
+  if (!unwritten) {
+    if (auto made = merged_output(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)) {
+      return *made;
+    }
+  }
   const auto by_torch = [&](const Tensor& images, const Tensor& weights, const std::optional<Tensor>& biases) {
     return at::compositeexplicitautograd::convolution_symint(images, weights, biases, stride, padding, dilation,
                                                              transposed, output_padding, groups);
   };
-  if (!is_strided_column(x, w, stride, padding, dilation, transposed)) return by_torch(x, w, bias);
+  if (!unwritten) return by_torch(x, w, bias);
   const Call call(unwritten_kernel);
   return narrow(by_torch(wide(x), wide(w), wide(bias)));
 }
@@ -63,8 +69,7 @@ Gradients gradients(const Tensor& grad, const Tensor& x, const Tensor& w, at::Op
   }
   const Grouped layer(x, w, stride, padding, dilation, transposed, groups);
   if (auto made = grouped_backward(grad, x, w, mask, layer, by_torch)) return *made;
-  const int64_t merged = merged_groups(x, w, transposed, groups);
-  if (auto made = merged_backward(grad, x, w, stride, padding, dilation, output_padding, groups, mask, merged,
+  if (auto made = merged_backward(grad, x, w, stride, padding, dilation, output_padding, transposed, groups, mask,
                                   by_torch)) {
     return *made;
   }

@@ -3,19 +3,23 @@
 // On AVX2, in float32, of 4 to 24 channels: oneDNN reaches 10 to 45 % of a core's speed; ours take 0.65 to 0.95 of its
 // time, gradients included (1.2 to 1.9 if images had to be copied). With AVX-512 oneDNN's weight gradients of up to 8
 // channels take 1.1 to 1.9 times as long as those of groups of 16, in bfloat16 on AMX 1.6 to 13 times, so groups are
-// merged.
+// merged; outputs and input gradients in bfloat16 on AMX take 1.2 to 2.6 times as long as those of groups of 32.
 
 #pragma once
 
 #include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/convolution_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/flip.h>
+#include <ATen/ops/zeros.h>
 
 #include "depthwise_operators.hpp"
 
 namespace {
 
-constexpr int64_t kMergedChannels = 16;
+constexpr int64_t kMergedChannels = 16;  // of merged groups, for their weight gradients
+constexpr int64_t kMergedMaps = 32;      // the same, for outputs and input gradients in bfloat16
+constexpr int64_t kMaxMergedGroup = 8;   // channels of a group that is merged for those
 
 Kernel grouped_kernel("grouped");
 
@@ -120,42 +124,91 @@ std::optional<Gradients> grouped_backward(const Tensor& grad, const Tensor& x, c
   return made;
 }
 
-// How many groups are merged, 1 for none.
-int64_t merged_groups(const Tensor& x, const Tensor& w, bool transposed, const c10::SymInt& groups) {
+// How many groups are merged into one of at most `channels` channels, 1 for none.
+int64_t merged_groups(const Tensor& x, const Tensor& w, bool transposed, const c10::SymInt& groups, int64_t channels) {
   const auto type = x.scalar_type();
   if (!grouped_kernel.on || !has_avx512() || transposed || x.dim() != 4 || w.dim() != 4 || !is_dense(x) ||
       !is_dense(w) || w.scalar_type() != type || (type != at::kFloat && !(type == at::kBFloat16 && has_amx())) ||
       x.numel() == 0 || w.numel() == 0 || w.size(1) < 2 || !x.is_contiguous(at::MemoryFormat::ChannelsLast)) {
     return 1;
   }
-  int64_t merged = kMergedChannels / w.size(1);
+  int64_t merged = channels / w.size(1);
   while (merged > 1 && groups.expect_int() % merged != 0) --merged;
   return std::max<int64_t>(1, merged);
 }
 
+// The same for outputs and input gradients, for values that are finite: each is also multiplied by zeros.
+int64_t merged_maps(const Tensor& values, const Tensor& x, const Tensor& w, bool transposed,
+                    const c10::SymInt& groups) {
+  if (x.scalar_type() != at::kBFloat16 || w.dim() != 4 || w.size(1) > kMaxMergedGroup) return 1;
+  const int64_t merged = merged_groups(x, w, transposed, groups, kMergedMaps);
+  if (merged == 1) return 1;
+  const Tensor images = values.contiguous(at::MemoryFormat::ChannelsLast);
+  return are_finite_halves(images.const_data_ptr(), images.numel()) ? merged : 1;
+}
+
+// Weights of merged groups: zeros between the channels of different ones.
+Tensor merged_weights(const Tensor& w, int64_t groups, int64_t merged) {
+  const int64_t outputs = w.size(0) / groups, inputs = w.size(1), height = w.size(2), width = w.size(3);
+  const Tensor larger =
+      at::zeros({groups / merged, merged, outputs, height, width, merged, inputs}, w.options());  // channels-last
+  larger.diagonal(0, 1, 5).copy_(
+      w.reshape({groups / merged, merged, outputs, inputs, height, width}).permute({0, 2, 4, 5, 3, 1}));
+  return larger.view({w.size(0), height, width, merged * inputs}).permute({0, 3, 1, 2});
+}
+
+std::optional<Tensor> merged_output(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, Sizes stride,
+                                    Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+                                    const c10::SymInt& groups) {
+  const bool biased = bias.has_value() && bias->defined();
+  if (biased && (bias->scalar_type() != x.scalar_type() || !is_dense(*bias))) return std::nullopt;
+  const int64_t merged = merged_maps(x, x, w, transposed, groups);
+  if (merged == 1) return std::nullopt;
+  const Call call(grouped_kernel);
+  const int64_t count = groups.expect_int();
+  const Tensor made = at::compositeexplicitautograd::convolution_symint(
+      x, merged_weights(w, count, merged), bias, stride, padding, dilation, false, output_padding, count / merged);
+  return in_format(made, x, w);
+}
+
 // Gradients; those of the weights are the blocks that belong to the groups of a layer of larger ones. Torch computes
-// the input's.
+// the input's, of merged groups where it is faster.
 template <typename ByTorch>
 std::optional<Gradients> merged_backward(const Tensor& grad, const Tensor& x, const Tensor& w, Sizes stride,
-                                         Sizes padding, Sizes dilation, Sizes output_padding, const c10::SymInt& groups,
-                                         std::array<bool, 3> mask, int64_t merged, const ByTorch& by_torch) {
-  if (merged == 1 || !mask[1] || grad.scalar_type() != x.scalar_type() || !is_dense(grad) || grad.dim() != 4) {
-    return std::nullopt;
-  }
+                                         Sizes padding, Sizes dilation, Sizes output_padding, bool transposed,
+                                         const c10::SymInt& groups, std::array<bool, 3> mask,
+                                         const ByTorch& by_torch) {
+  if (grad.scalar_type() != x.scalar_type() || !is_dense(grad) || grad.dim() != 4) return std::nullopt;
+  const int64_t merged = mask[1] ? merged_groups(x, w, transposed, groups, kMergedChannels) : 1;
+  const int64_t maps = mask[0] ? merged_maps(grad, x, w, transposed, groups) : 1;
+  if (merged == 1 && maps == 1) return std::nullopt;
   const Call call(grouped_kernel);
   const int64_t count = groups.expect_int(), inputs = w.size(1), outputs = w.size(0) / count;
-  const Tensor larger = at::empty({w.size(0), merged * inputs, w.size(2), w.size(3)}, w.options());
   const c10::SymInt biases[]{w.size(0)};
-  Gradients made = at::compositeexplicitautograd::convolution_backward_symint(
-      grad, x, larger, Sizes(biases), stride, padding, dilation, false, output_padding, count / merged,
-      {false, true, mask[2]});
-  Tensor& weights = std::get<1>(made);
-  weights = weights.reshape({count / merged, merged, outputs, merged, inputs, w.size(2), w.size(3)})
-                .diagonal(0, 1, 3)
-                .permute({0, 5, 1, 2, 3, 4})
-                .reshape(w.sizes());
-  weights = in_format(weights, x, w);
-  if (mask[0]) std::get<0>(made) = std::get<0>(by_torch(grad, x, w, {true, false, false}));
+  const auto of_merged = [&](const Tensor& weights, int64_t together, std::array<bool, 3> wanted) {
+    return at::compositeexplicitautograd::convolution_backward_symint(grad, x, weights, Sizes(biases), stride, padding,
+                                                                      dilation, false, output_padding,
+                                                                      count / together, wanted);
+  };
+  Gradients made;
+  if (merged > 1) {
+    const Tensor larger = at::empty({w.size(0), merged * inputs, w.size(2), w.size(3)}, w.options());
+    made = of_merged(larger, merged, {false, true, mask[2]});
+    Tensor& weights = std::get<1>(made);
+    weights = weights.reshape({count / merged, merged, outputs, merged, inputs, w.size(2), w.size(3)})
+                  .diagonal(0, 1, 3)
+                  .permute({0, 5, 1, 2, 3, 4})
+                  .reshape(w.sizes());
+    weights = in_format(weights, x, w);
+  } else if (mask[1] || mask[2]) {
+    made = by_torch(grad, x, w, {false, mask[1], mask[2]});
+  }
+  if (maps > 1) {
+    const Tensor images = std::get<0>(of_merged(merged_weights(w, count, maps), maps, {true, false, false}));
+    std::get<0>(made) = in_format(images, x, w);
+  } else if (mask[0]) {
+    std::get<0>(made) = std::get<0>(by_torch(grad, x, w, {true, false, false}));
+  }
   return made;
 }
 
