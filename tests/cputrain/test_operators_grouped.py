@@ -176,3 +176,18 @@ def test_threads_do_not_change_a_bit() -> None:
         torch.set_num_threads(used)
     for other in made[1:]:
         assert all(map(torch.equal, made[0][:3], other[:3]))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((32, 4, 3, 3), (32,)), ((30, 8, 3, 3), (30,)), ((32, 8, 3, 3), (31,)), ((32, 8, 3, 3), (32, 1))]
+)
+def test_weights_and_biases_of_wrong_shapes_have_torch_s_errors(shapes: tuple[tuple[int, ...], ...]) -> None:
+    images = torch.randn(2, 32, 9, 9, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    errors = []
+    for change in (cputrain.kernels.enable, cputrain.kernels.disable):
+        change()
+        with pytest.raises(RuntimeError) as caught:
+            torch.conv2d(images, *tensors, padding=1, groups=4)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]

@@ -129,7 +129,8 @@ int64_t merged_groups(const Tensor& x, const Tensor& w, bool transposed, const c
   const auto type = x.scalar_type();
   if (!grouped_kernel.on || !has_avx512() || transposed || x.dim() != 4 || w.dim() != 4 || !is_dense(x) ||
       !is_dense(w) || w.scalar_type() != type || (type != at::kFloat && !(type == at::kBFloat16 && has_amx())) ||
-      x.numel() == 0 || w.numel() == 0 || w.size(1) < 2 || !x.is_contiguous(at::MemoryFormat::ChannelsLast)) {
+      x.numel() == 0 || w.numel() == 0 || w.size(1) < 2 || w.size(1) * groups.expect_int() != x.size(1) ||
+      w.size(0) % groups.expect_int() != 0 || !x.is_contiguous(at::MemoryFormat::ChannelsLast)) {
     return 1;
   }
   int64_t merged = channels / w.size(1);
@@ -161,7 +162,10 @@ std::optional<Tensor> merged_output(const Tensor& x, const Tensor& w, const std:
                                     Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
                                     const c10::SymInt& groups) {
   const bool biased = bias.has_value() && bias->defined();
-  if (biased && (bias->scalar_type() != x.scalar_type() || !is_dense(*bias))) return std::nullopt;
+  if (biased && (bias->scalar_type() != x.scalar_type() || !is_dense(*bias) || bias->dim() != 1 ||
+                 bias->size(0) != w.size(0))) {
+    return std::nullopt;
+  }
   const int64_t merged = merged_maps(x, x, w, transposed, groups);
   if (merged == 1) return std::nullopt;
   const Call call(grouped_kernel);
