@@ -418,7 +418,7 @@ def test_weights_that_other_programs_saved_are_loaded_and_what_was_taken_is_said
     ],
 )
 def test_auxiliary_classifiers_in_a_file_are_left_out_and_said(name: str, parts: str, tmp_path: Path) -> None:
-    models = pytest.importorskip("torchvision.models")
+    models = import_torchvision("models")
     saved = models.get_model(name, aux_logits=True, init_weights=False, num_classes=4)
     torch.save(saved.state_dict(), tmp_path / "w.pt")
     own = models.get_model(name, aux_logits=False, init_weights=False, num_classes=4)
