@@ -126,10 +126,13 @@ TABLE = (
         name="grouped",
         covers="grouped convolutions",
         dtypes=(torch.float32, torch.bfloat16) if has_amx() else (torch.float32,),
-        cases=tuple(
-            _convolution(f"convolution of groups of {each}", (4 * each,) * 2, 3, stride, groups=4)
-            for each in (4, 8, 16, 24)
-            for stride in (1, 2)
+        cases=(
+            *(
+                _convolution(f"convolution of groups of {each}", (4 * each,) * 2, 3, stride, groups=4)
+                for each in (4, 8, 16, 24)
+                for stride in (1, 2)
+            ),
+            _convolution("convolution of 16 groups of 4", (64, 64), 3, groups=16, sides=(27, 21)),
         ),
     ),
     Kernel(

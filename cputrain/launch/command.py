@@ -5,6 +5,7 @@ Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transpo
 
 import logging
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -151,8 +152,8 @@ def is_python(word: str) -> bool:
 
 def _no_program(name: str) -> str:
     """Say what a word is instead of a program, and what to do."""
-    if shutil.which(beside := Path(sys.executable).parent / name):
-        return f"not on PATH, but in cputrain's environment: activate it, or give {beside}"
+    if PurePath(name).name == name and shutil.which(beside := Path(sys.executable).parent / name):
+        return f"not on PATH, but in cputrain's environment: activate it, or give {shlex.quote(str(beside))}"
     if Path(name).is_dir():
         return "a folder, not a program: give a script or a program"
     if Path(name).is_file():

@@ -16,6 +16,7 @@ from cputrain.kernels import operators as kernels
 from cputrain.kernels.recorder import Call, Recorder, Spent, TensorType, calls_of, compiled_recorder, load_recorder
 from cputrain.studies.bench.figures import report_json, report_svg, report_text
 from cputrain.studies.bench.operators import OUTSIDE, Measured, group_of, operators_report
+from cputrain.studies.bench.profiled import FAULTS, faults_note
 from cputrain.studies.bench.work import Rates, work_of
 from tests.support.commands import cputrain, refused
 
@@ -235,13 +236,13 @@ def test_a_network_s_step_is_listed_with_our_kernels_and_without(capsys: pytest.
     assert sum(row["% of the time"] for row in rows.values()) >= 99
 
 
-@pytest.mark.parametrize(("threshold", "size", "said"), [("65536", "128", True), ("33554432", "16", False)])
-def test_memory_that_malloc_gives_back_is_said(threshold: str, size: str, said: bool) -> None:
-    words = ("--batch", "32", "--size", size, "--steps", "1", "--threads", "1", "--kernels", "off", "--quick")
-    malloc = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": "1073741824", "LD_PRELOAD": ""}
+def test_memory_that_malloc_gives_back_is_said() -> None:
+    words = ("--batch", "32", "--size", "96", "--steps", "1", "--threads", "1", "--kernels", "off", "--quick")
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "LD_PRELOAD": ""}
     done = cputrain("bench", "operators", f"{__name__}:Own", *words, cwd=ROOT, **malloc)
     assert done.returncode == 0, done.stderr
-    assert ("page faults a step: malloc gives freed memory back to the kernel" in done.stdout) == said, done.stdout
+    assert "page faults a step, most likely as malloc gives freed memory back to the kernel" in done.stdout
+    assert faults_note(FAULTS) and not faults_note(FAULTS - 1)
 
 
 @pytest.mark.long

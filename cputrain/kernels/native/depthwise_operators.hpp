@@ -4,6 +4,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <vector>
+
 #include "operator_kernels.hpp"
 #include "operators.hpp"
 
@@ -77,8 +79,12 @@ at::MemoryFormat format_of(const Tensor& x, const Tensor& w) {
 Tensor in_format(const Tensor& made, const Tensor& x, const Tensor& w) {
   const auto format = format_of(x, w);
   const Tensor values = made.contiguous(format);
-  if (format != at::MemoryFormat::ChannelsLast) return values;
-  return values.as_strided(values.sizes(), c10::get_channels_last_strides_2d(values.sizes()));
+  if (format == at::MemoryFormat::ChannelsLast) {
+    return values.as_strided(values.sizes(), c10::get_channels_last_strides_2d(values.sizes()));
+  }
+  std::vector<int64_t> strides(values.dim(), 1);
+  for (int64_t axis = values.dim() - 1; axis > 0; --axis) strides[axis - 1] = strides[axis] * values.size(axis);
+  return values.as_strided(values.sizes(), strides);
 }
 
 Tensor like_torch(const Tensor& made, const Tensor& x, const Tensor& w) {

@@ -3,13 +3,14 @@
 // On AVX2, in float32, of 4 to 24 channels: oneDNN reaches 10 to 45 % of a core's speed; ours take 0.65 to 0.95 of its
 // time, gradients included (1.2 to 1.9 if images had to be copied). With AVX-512 oneDNN's weight gradients of up to 8
 // channels take 1.1 to 1.9 times as long as those of groups of 16, in bfloat16 on AMX 1.6 to 13 times, so groups are
-// merged; outputs and input gradients in bfloat16 on AMX take 1.2 to 2.6 times as long as those of groups of 32.
+// merged; outputs and input gradients in bfloat16 on AMX take 1.1 to 2.2 times as long as those of groups of 32, zeros and
+// all.
 
 #pragma once
 
 #include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/convolution_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/flip.h>
 #include <ATen/ops/zeros.h>
 
@@ -19,7 +20,9 @@ namespace {
 
 constexpr int64_t kMergedChannels = 16;  // of merged groups, for their weight gradients
 constexpr int64_t kMergedMaps = 32;      // the same, for outputs and input gradients in bfloat16
-constexpr int64_t kMaxMergedGroup = 8;   // channels of a group that is merged for those
+constexpr int64_t kMaxMergedGroup = 8;   // channels and outputs of a group that is merged for those
+constexpr int64_t kMaxMergedTaps = 25;
+constexpr int64_t kMinMergedPlaces = 1 << 10;  // of all images
 
 Kernel grouped_kernel("grouped");
 
@@ -138,14 +141,19 @@ int64_t merged_groups(const Tensor& x, const Tensor& w, bool transposed, const c
   return std::max<int64_t>(1, merged);
 }
 
-// The same for outputs and input gradients, for values that are finite: each is also multiplied by zeros.
-int64_t merged_maps(const Tensor& values, const Tensor& x, const Tensor& w, bool transposed,
-                    const c10::SymInt& groups) {
-  if (x.scalar_type() != at::kBFloat16 || w.dim() != 4 || w.size(1) > kMaxMergedGroup) return 1;
-  const int64_t merged = merged_groups(x, w, transposed, groups, kMergedMaps);
-  if (merged == 1) return 1;
-  const Tensor images = values.contiguous(at::MemoryFormat::ChannelsLast);
-  return are_finite_halves(images.const_data_ptr(), images.numel()) ? merged : 1;
+// The same for outputs and input gradients.
+int64_t merged_maps(const Tensor& x, const Tensor& w, bool transposed, const c10::SymInt& groups) {
+  if (x.scalar_type() != at::kBFloat16 || x.dim() != 4 || w.dim() != 4 || w.size(1) > kMaxMergedGroup ||
+      w.size(0) > kMaxMergedGroup * groups.expect_int() || w.size(2) * w.size(3) > kMaxMergedTaps ||
+      x.size(0) * x.size(2) * x.size(3) < kMinMergedPlaces) {
+    return 1;
+  }
+  return merged_groups(x, w, transposed, groups, kMergedMaps);
+}
+
+// Whether channels-last maps are finite: those of merged groups are also multiplied by zeros.
+bool are_finite_maps(const Tensor& maps) {
+  return are_finite_halves(maps.const_data_ptr(), maps.numel(), at::get_num_threads());
 }
 
 // Weights of merged groups: zeros between the channels of different ones.
@@ -166,8 +174,8 @@ std::optional<Tensor> merged_output(const Tensor& x, const Tensor& w, const std:
                  bias->size(0) != w.size(0))) {
     return std::nullopt;
   }
-  const int64_t merged = merged_maps(x, x, w, transposed, groups);
-  if (merged == 1) return std::nullopt;
+  const int64_t merged = merged_maps(x, w, transposed, groups);
+  if (merged == 1 || !are_finite_maps(x)) return std::nullopt;
   const Call call(grouped_kernel);
   const int64_t count = groups.expect_int();
   const Tensor made = at::compositeexplicitautograd::convolution_symint(
@@ -184,14 +192,17 @@ std::optional<Gradients> merged_backward(const Tensor& grad, const Tensor& x, co
                                          const ByTorch& by_torch) {
   if (grad.scalar_type() != x.scalar_type() || !is_dense(grad) || grad.dim() != 4) return std::nullopt;
   const int64_t merged = mask[1] ? merged_groups(x, w, transposed, groups, kMergedChannels) : 1;
-  const int64_t maps = mask[0] ? merged_maps(grad, x, w, transposed, groups) : 1;
+  int64_t maps = mask[0] ? merged_maps(x, w, transposed, groups) : 1;
+  if (merged == 1 && maps == 1) return std::nullopt;
+  const Tensor gradients = grad.contiguous(at::MemoryFormat::ChannelsLast);
+  if (maps > 1 && !are_finite_maps(gradients)) maps = 1;
   if (merged == 1 && maps == 1) return std::nullopt;
   const Call call(grouped_kernel);
   const int64_t count = groups.expect_int(), inputs = w.size(1), outputs = w.size(0) / count;
   const c10::SymInt biases[]{w.size(0)};
   const auto of_merged = [&](const Tensor& weights, int64_t together, std::array<bool, 3> wanted) {
-    return at::compositeexplicitautograd::convolution_backward_symint(grad, x, weights, Sizes(biases), stride, padding,
-                                                                      dilation, false, output_padding,
+    return at::compositeexplicitautograd::convolution_backward_symint(gradients, x, weights, Sizes(biases), stride,
+                                                                      padding, dilation, false, output_padding,
                                                                       count / together, wanted);
   };
   Gradients made;
@@ -204,14 +215,16 @@ std::optional<Gradients> merged_backward(const Tensor& grad, const Tensor& x, co
                   .permute({0, 5, 1, 2, 3, 4})
                   .reshape(w.sizes());
     weights = in_format(weights, x, w);
-  } else if (mask[1] || mask[2]) {
-    made = by_torch(grad, x, w, {false, mask[1], mask[2]});
+  } else if (mask[1]) {
+    made = by_torch(gradients, x, w, {false, true, mask[2]});
+  } else if (mask[2]) {
+    std::get<2>(made) = channel_sums(gradients);
   }
   if (maps > 1) {
     const Tensor images = std::get<0>(of_merged(merged_weights(w, count, maps), maps, {true, false, false}));
     std::get<0>(made) = in_format(images, x, w);
   } else if (mask[0]) {
-    std::get<0>(made) = std::get<0>(by_torch(grad, x, w, {true, false, false}));
+    std::get<0>(made) = std::get<0>(by_torch(gradients, x, w, {true, false, false}));
   }
   return made;
 }

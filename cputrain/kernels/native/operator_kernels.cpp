@@ -2,6 +2,8 @@
 
 #include "operator_kernels.hpp"
 
+#include <atomic>
+
 #include "attention.hpp"
 #include "batch_norm.hpp"
 #include "depthwise.hpp"
@@ -9,7 +11,7 @@
 
 namespace {
 
-constexpr size_t kHalves = 1 << 12;  // values that are asked together whether they are finite
+constexpr size_t kHalves = 1 << 12;  // values that are tested together for being finite
 
 template <typename Work>
 void by_type(int bfloat16, const Work& work) {
@@ -74,16 +76,19 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 
 bool are_finite(const float* values, size_t count) { return all_finite(values, count); }
 
-bool are_finite_halves(const void* values, size_t count) {
+bool are_finite_halves(const void* values, size_t count, int threads) {
   const Bfloat16* const halves = static_cast<const Bfloat16*>(values);
-  for (size_t first = 0; first < count; first += kHalves) {  // without a way out inside, which is not vectorized
-    uint16_t largest = 0;
-    for (size_t i = first; i < std::min(count, first + kHalves); ++i) {
-      largest = std::max<uint16_t>(largest, halves[i] & 0x7fff);
+  std::atomic<bool> finite{true};
+  share((count + kHalves - 1) / kHalves, count, threads, [&](size_t block, size_t end) {
+    for (; block < end && finite; ++block) {
+      uint16_t largest = 0;  // without leaving the loop early, so that it is vectorized
+      for (size_t i = block * kHalves; i < std::min(count, (block + 1) * kHalves); ++i) {
+        largest = std::max<uint16_t>(largest, halves[i] & 0x7fff);
+      }
+      if (largest >= 0x7f80) finite = false;
     }
-    if (largest >= 0x7f80) return false;
-  }
-  return true;
+  });
+  return finite;
 }
 
 void patches(const Patches& layer, const void* x, void* out) {

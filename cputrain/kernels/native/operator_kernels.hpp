@@ -61,7 +61,7 @@ void grouped_weight_gradients(const GroupedConvolution& layer, const float* x, c
 
 // Returns whether all values are finite: zeros around an image are multiplied by them.
 bool are_finite(const float* values, size_t count);
-bool are_finite_halves(const void* values, size_t count);  // bfloat16
+bool are_finite_halves(const void* values, size_t count, int threads);  // bfloat16
 
 // One layer, its bfloat16 images (N, H, W, C): `patches` writes what each output reads, (N x out height x out width,
 // kernel height, kernel width, C), zeros outside the image.

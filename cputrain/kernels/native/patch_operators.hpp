@@ -52,7 +52,7 @@ std::optional<Gradients> patched_backward(const Tensor& grad, const Tensor& x, c
   if (!patched.covered || !mask[1]) return std::nullopt;
   const Patches& layer = patched.layer;
   const Tensor gradients = grad.permute({0, 2, 3, 1}).contiguous();
-  if (!are_finite_halves(gradients.const_data_ptr(), gradients.numel())) return std::nullopt;
+  if (!are_finite_halves(gradients.const_data_ptr(), gradients.numel(), layer.threads)) return std::nullopt;
   const Call call(amx_kernel);
   Gradients made;
   if (mask[0]) made = by_torch(grad, x, w, {true, false, false});

@@ -34,7 +34,7 @@ from cputrain.variables import RECORDING_VARIABLE
 
 CLASSES = 1000
 FAULTS = 4096
-"""Page faults of a step from which on they are said: 16 MB of pages of 4 KiB."""
+"""Page faults of a step that are worth a note: 16 MB in pages of 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
     ways = (True, False) if what.kernels else (False,)
     profiles: dict[bool, list[dict[Call, Spent]]] = {way: [] for way in ways}
     seconds: dict[bool, list[float]] = {way: [] for way in ways}
-    faults: list[int] = []
+    faults: dict[bool, list[int]] = {way: [] for way in ways}
     with ExitStack() as at_end:
         at_end.callback(torch.set_num_threads, torch.get_num_threads())
         at_end.callback(kernels.disable)
@@ -81,7 +81,7 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
                 _train_step(network, optimizer, images, what)
                 ended = time.perf_counter()
                 if number >= 0:
-                    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages)
+                    faults[way].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages)
                     profiles[way].append(calls_of(recorder.recorded()["calls"]))
                     seconds[way].append(ended - began)
     first = ways[0]
@@ -94,7 +94,7 @@ def measure_steps(what: Steps, env: Mapping[str, str]) -> Measured:
         without=profiles[False] if what.kernels else (),
         seconds_without=seconds[False] if what.kernels else (),
         images=what.batch,
-        notes=faults_note(median(faults)),
+        notes=faults_note(median(faults[first])),
     )
 
 
@@ -104,8 +104,8 @@ def faults_note(faults: float) -> tuple[str, ...]:
     if faults < FAULTS:
         return ()
     return (
-        f"{faults:,.0f} page faults a step: malloc gives freed memory back to the kernel; under cputrain launch it "
-        "keeps it: cputrain launch --ppn 1 -- cputrain bench operators ...",
+        f"{faults:,.0f} page faults a step, most likely as malloc gives freed memory back to the kernel; under "
+        "cputrain launch it keeps it: cputrain launch --ppn 1 -- cputrain bench operators ...",
     )
 
 
