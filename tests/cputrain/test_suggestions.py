@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
 def test_a_program_of_an_environment_that_is_not_activated_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     line = refused(here("launch", "--ppn", "1", "--", "cputrain", "keys"))
-    beside = Path(sys.executable).parent / "cputrain"
+    beside = shlex.quote(str(Path(sys.executable).parent / "cputrain"))
     assert line.endswith(f"cputrain is not on PATH, but in cputrain's environment: activate it, or give {beside}")
 
 
