@@ -122,7 +122,7 @@ test-browser: install
 
 # For daily work: what starts no process and takes less than a second; none waits, so two at a time.
 test-fast: install
-	CPUTRAIN_FUZZ=100 $(RUN) pytest -n 2 --dist worksteal -m "not processes and not slow"
+	CPUTRAIN_FUZZ=100 $(RUN) pytest -n 2 --dist worksteal -m "not processes and not slow and not long"
 
 docs: install
 	$(RUN) sphinx --fail-on-warning --keep-going docs docs/_build/html
