@@ -115,7 +115,7 @@ def test_grouped_convolutions_are_right_in_every_shape_and_layout(
 
 @pytest.mark.parametrize("each", [4, 8, 16])
 @pytest.mark.parametrize("last", [True, False])
-def test_only_the_wanted_gradients_are_computed(each: int, last: bool) -> None:
+def test_gradients_are_right_whichever_are_wanted(each: int, last: bool) -> None:
     torch.manual_seed(1)
     channels = 4 * each
     format_ = torch.channels_last if last else torch.contiguous_format
